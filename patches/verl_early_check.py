@@ -1,0 +1,37 @@
+"""verl has no seam for a plugin's checks before it starts Ray."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .core import Patch
+
+
+def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        from omegaconf import OmegaConf
+
+        from verl_rhyme.config import CONFIG_PATH
+
+        if OmegaConf.select(config, CONFIG_PATH) is not None:
+            from verl_rhyme.startup import check
+
+            check(config)
+        original(config, *args, **kwargs)
+
+    return validate_config
+
+
+PATCH = Patch(
+    name="verl_early_check",
+    target="verl.utils.config:validate_config",
+    why="a misspelt rhyme option or a missing piece shows up only after a minute, inside a Ray worker; "
+    "verl calls no plugin between reading the configuration and starting Ray",
+    upstream="unreported",
+    requires="verl==0.9.1",
+    source_sha256="9e2d82e4b51e7099f5c295c96ba1d117c7255965a1ed14e8bc25f289f56f2028",
+    replace=_check_rhyme_first,
+)

@@ -1,0 +1,29 @@
+"""verl asks torch for two backends of one device when the device is the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from .conditions import verl_runs_on_cpu
+from .core import Patch
+
+
+def _gloo_once(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
+        original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
+
+    return initialize_global_process_group_ray
+
+
+PATCH = Patch(
+    name="verl_gloo_backend",
+    target="verl.utils.distributed:initialize_global_process_group_ray",
+    why='on the platform "cpu" it builds the backend "cpu:gloo,cpu:gloo", which torch rejects; workers pass none',
+    upstream="unreported",
+    requires="verl==0.9.1",
+    source_sha256="e9ec517a0089c3c5e6917f28bdd2f55bf493b452aa70fd85c7c17bd12a3e485f",
+    replace=_gloo_once,
+    needed=verl_runs_on_cpu,
+)

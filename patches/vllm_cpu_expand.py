@@ -1,0 +1,51 @@
+"""vLLM's CPU stand-in for the expand kernel writes into a copy, so sampling reads uninitialised memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .conditions import vllm_runs_on_cpu
+from .core import Patch
+
+
+def _write_into_output(original: Callable[..., None]) -> Callable[..., None]:
+    import torch
+
+    @functools.wraps(original)
+    def expand(
+        output: torch.Tensor,
+        input_val: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        replace_from: Any,
+        replace_to: Any,
+        MAX_NUM_TOKENS: int | None = None,
+    ) -> None:
+        """Repeat ``input_val[i]`` over request i's tokens, in place, as the Triton kernel does.
+
+        Args:
+            output: [num_tokens], of ``input_val``'s dtype (float32 temperature and top-p, int32 top-k); written.
+            input_val: [batch_size]
+            cu_num_tokens: [batch_size], inclusive cumulative token counts.
+            replace_from, replace_to: Values equal to the first become the second.
+            MAX_NUM_TOKENS: A compile-time constant of the Triton kernel; unused.
+        """
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = input_val.masked_fill(input_val == replace_from, replace_to)
+        expanded = values.repeat_interleave(counts)
+        output[: expanded.numel()] = expanded
+
+    return expand
+
+
+PATCH = Patch(
+    name="vllm_cpu_expand",
+    target="vllm.utils.cpu_triton_utils:expand_kernel.func",
+    why="on a CPU temperature, top-k and top-p of speculated tokens are uninitialised memory: wrong samples in silence",
+    upstream="unreported",
+    requires="vllm==0.24.0",
+    source_sha256="cb72d4d389c5be6da303fd70bfd461aaacb238aa014a853e5fb49523fcd5056d",
+    replace=_write_into_output,
+    needed=vllm_runs_on_cpu,
+)

@@ -1,0 +1,32 @@
+"""vLLM on a CPU throws away the weights it has packed, so that new ones can't be loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .conditions import vllm_runs_on_cpu
+from .core import Patch
+
+
+def _keep_weight(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        original(layer, remove_weight=False)
+
+    return dispatch_cpu_unquantized_gemm
+
+
+PATCH = Patch(
+    name="vllm_cpu_keep_weight",
+    # Its callers import it by name inside the function that calls it, so they all get what stands here.
+    target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    why="on a CPU the first weight sync fails, since linear weights were emptied after packing; verl packs them again "
+    "after each sync",
+    upstream="unreported",
+    requires="vllm==0.24.0",
+    source_sha256="7a8cd246f64d9b0c7513556cb14d6b6b75f17f2ce83d4433a6e5cb917ee0cba9",
+    replace=_keep_weight,
+    needed=vllm_runs_on_cpu,
+)

@@ -1,0 +1,166 @@
+"""Runs in a process of its own (see test_patches.py): what the patched places do, as one JSON object.
+
+python patch_probe.py patched | unpatched | changed
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+MODE = sys.argv[1]
+if MODE != "patched":
+    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+    os.environ.pop("VERL_PLATFORM", None)  # without our plugin verl has no such platform
+
+
+def attempt(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def expand(dtype_name: str) -> list[float]:
+    import torch
+    import vllm.utils.cpu_triton_utils as kernels
+
+    dtype = getattr(torch, dtype_name)
+    values = torch.tensor([0, 7, 2], dtype=dtype)
+    output = torch.full((7,), -9, dtype=dtype)
+    cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
+    kernels.expand_kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=128)
+    return output.tolist()
+
+
+def recover(fp64: bool) -> dict[str, Any]:
+    import torch
+    import vllm.utils.cpu_triton_utils as kernels
+
+    torch.manual_seed(0)
+    vocabulary, counts = 11, [2, 0, 3]
+    cumulative = torch.tensor(counts).cumsum(0).to(torch.int32)
+    probs = torch.rand(sum(counts), vocabulary).softmax(-1)
+    drafts = torch.randint(vocabulary, (sum(counts),), dtype=torch.int32)
+    noise = torch.rand(len(counts), vocabulary) + 0.1
+    recovered = torch.empty_like(drafts)
+    kernels.sample_recovered_tokens_kernel[(3, 3)](
+        recovered, cumulative, drafts, None, probs, noise, vocabulary, 8192, NO_DRAFT_PROBS=True, USE_FP64_GUMBEL=fp64
+    )
+    rows = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    scores = (probs * noise[rows]).scatter(1, drafts.long()[:, None], 0.0)
+    return {"got": recovered.tolist(), "expected": scores.argmax(-1).tolist()}
+
+
+def load_linear() -> dict[str, Any]:
+    """A linear layer after vLLM has prepared its weights, and again after new ones were loaded."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    layer, method = torch.nn.Module(), UnquantizedLinearMethod()
+    weight = torch.randn(32, 64)
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    layer.bias = None
+    x = torch.randn(4, 64)
+    method.process_weights_after_loading(layer)
+    errors = [float((method.apply(layer, x) - x @ weight.T).abs().max())]
+    kept = layer.weight.numel()
+    if kept:
+        layer.weight.data.copy_(2 * weight)
+        method.process_weights_after_loading(layer)
+        errors.append(float((method.apply(layer, x) - 2 * x @ weight.T).abs().max()))
+    return {"kept": kept, "errors": errors, "packs": bool(ops._supports_onednn)}
+
+
+def join_process_group() -> str:
+    import torch.distributed
+    from verl.plugin.platform.platform_manager import set_platform
+
+    from verl_rhyme.platforms.cpu import PlatformCPU
+
+    if MODE != "patched":
+        set_platform(PlatformCPU())
+    from verl.workers.engine_workers import initialize_global_process_group_ray  # as verl's workers name it
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DIST_INIT_METHOD"] = f"file://{folder}/rendezvous"
+        initialize_global_process_group_ray(timeout_second=30)
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        torch.distributed.destroy_process_group()
+    return f"sum {total.item()}"
+
+
+def log_with_flush() -> str:
+    from verl.trainer.ppo.v1 import trainer_separate_async
+
+    seen: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(f"{record.name.rpartition('.')[2]}:{record.funcName}:{record.getMessage()}")
+
+    plain = logging.getLogger(trainer_separate_async.__name__)
+    plain.addHandler(Listener())
+    plain.setLevel("INFO")
+    trainer_separate_async.logger.info("hybrid replicas %s", "disabled", flush=True)
+    return seen[0]
+
+
+def validate(tree: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+    from verl.trainer.main_ppo import validate_config  # as verl's entry point names it
+
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
+    return attempt(lambda: validate_config(config=config, use_reference_policy=False, use_critic=False))
+
+
+def change_originals() -> dict[str, Any]:
+    """Somebody else's vLLM: the kernel is not the one that the patch was written for."""
+    import vllm.utils.cpu_triton_utils as kernels
+
+    from verl_rhyme import patches
+
+    def another_kernel(*args: Any) -> str:
+        return "another"
+
+    kernels.expand_kernel.func = another_kernel
+    patches.apply_vllm()
+    found = {found.patch.name: [found.state.value, found.detail] for found in map(patches.status, patches.VLLM)}
+    return {"statuses": found, "kernel": kernels.expand_kernel.func.__name__, "refused": len(patches.refused())}
+
+
+def behave() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    from verl_rhyme import patches
+
+    current_platform.import_kernels()  # as vLLM's workers do
+    if MODE == "patched":
+        import verl  # noqa: F401 - applies its patches through the plugin
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+    result = {
+        "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
+        "recover": attempt(lambda: recover(False)),
+        "recover_fp64": attempt(lambda: recover(True)),
+        "linear": load_linear(),
+        "validate_misspelt": validate({"rhyme": {"enabel": True}}),
+        "validate_stock": validate({}),
+        "log": attempt(log_with_flush),
+        "process_group": attempt(join_process_group),
+    }
+    result["statuses"] = {patch.name: patches.status(patch).state.value for patch in patches.ALL}
+    return result
+
+
+if __name__ == "__main__":
+    outcome = change_originals() if MODE == "changed" else behave()
+    print("\n" + json.dumps(outcome), flush=True)

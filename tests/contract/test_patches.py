@@ -1,0 +1,99 @@
+"""Every patch applies to the installed packages, does what it says, and is refused by others.
+
+Each kind of process is a real one: patches can't be undone, and the unpatched fault must be seen without them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_rhyme import patches
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
+
+PROBE = Path(__file__).with_name("patch_probe.py")
+EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tokens; the rest stays untouched
+
+pytestmark = pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform")
+
+
+@pytest.fixture(scope="module")
+def probe() -> Callable[[str], dict[str, Any]]:
+    outcomes: dict[str, dict[str, Any]] = {}
+
+    def run(mode: str) -> dict[str, Any]:
+        if mode not in outcomes:
+            env = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+            done = subprocess.run(
+                [sys.executable, str(PROBE), mode], env=env, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            outcomes[mode] = json.loads(done.stdout.splitlines()[-1])
+            outcomes[mode]["stderr"] = done.stderr
+        return outcomes[mode]
+
+    return run
+
+
+@pytest.mark.parametrize("name", [patch.name for patch in patches.ALL])
+def test_applies_and_reads_back(probe: Callable[[str], dict[str, Any]], name: str) -> None:
+    assert probe("patched")["statuses"][name] == "applied"
+    assert probe("unpatched")["statuses"][name] != "applied"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
+def test_expand(probe: Callable[[str], dict[str, Any]], dtype: str) -> None:
+    assert probe("patched")["expand"][dtype] == EXPANDED
+    if dtype != "int64":  # the one type that the fault spares
+        assert probe("unpatched")["expand"][dtype] != EXPANDED
+
+
+def test_recovered_tokens(probe: Callable[[str], dict[str, Any]]) -> None:
+    recovered = probe("patched")["recover"]
+    assert recovered["got"] == recovered["expected"]
+    assert "float64" in probe("patched")["recover_fp64"]
+    assert "USE_FP64_GUMBEL" in probe("unpatched")["recover"]
+
+
+def test_weights_can_be_loaded_again(probe: Callable[[str], dict[str, Any]]) -> None:
+    linear = probe("patched")["linear"]
+    assert linear["kept"] == 32 * 64
+    assert len(linear["errors"]) == 2
+    assert max(linear["errors"]) < 1e-4
+    if linear["packs"]:
+        assert probe("unpatched")["linear"]["kept"] == 0
+
+
+def test_gloo_backend(probe: Callable[[str], dict[str, Any]]) -> None:
+    assert probe("patched")["process_group"] == "sum 1.0"
+    assert "Duplicate device type" in probe("unpatched")["process_group"]
+
+
+def test_logger_accepts_flush(probe: Callable[[str], dict[str, Any]]) -> None:
+    assert probe("patched")["log"] == "trainer_separate_async:log_with_flush:hybrid replicas disabled"
+    assert "flush" in probe("unpatched")["log"]
+    assert "TypeError" in probe("unpatched")["log"]
+
+
+def test_rhyme_options_are_checked_before_verls(probe: Callable[[str], dict[str, Any]]) -> None:
+    assert "did you mean" in probe("patched")["validate_misspelt"]
+    assert probe("patched")["validate_stock"] == probe("unpatched")["validate_stock"]
+    assert "rhyme" not in probe("unpatched")["validate_misspelt"]
+
+
+def test_a_changed_original_is_refused(probe: Callable[[str], dict[str, Any]]) -> None:
+    changed = probe("changed")
+    state, detail = changed["statuses"]["vllm_cpu_expand"]
+    assert state == "refused"
+    assert "has changed" in detail
+    assert changed["kernel"] == "another_kernel"
+    assert changed["statuses"]["vllm_cpu_recovered_tokens"][0] == "applied"
+    assert changed["refused"] == 1
+    assert "patch vllm_cpu_expand REFUSED" in changed["stderr"]
