@@ -1,0 +1,82 @@
+"""A prompt's history: what is kept, and its bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory
+
+KEY = b"k" * 16
+
+
+def trajectory(tokens, epoch=0, sample=0, reward=0.0, version=0):
+    return Trajectory(KEY, np.array(tokens, np.int32), reward, version, epoch, sample)
+
+
+def same(a, b):
+    return all(np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True) for name in a.__dataclass_fields__)
+
+
+responses = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=20), max_size=5)
+
+
+@settings(deadline=None)  # the first example compiles
+@given(responses)
+def test_encode_and_decode(tokens):
+    history = PromptHistory.build([trajectory(t, i, i + 1, i / 3, i + 2) for i, t in enumerate(tokens)], step=7)
+    decoded = PromptHistory.decode(history.encode())
+    assert same(history, decoded)
+    assert [decoded.response(i).tolist() for i in range(len(decoded))] == tokens
+    assert decoded.step.tolist() == [7] * len(tokens)
+
+
+def test_about_eight_bytes_a_token():
+    tokens = np.arange(4096)
+    value = PromptHistory.build([trajectory(tokens, sample=i) for i in range(16)]).encode()
+    assert len(value) / (16 * 4096) < 8.02
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.data())
+def test_any_altered_byte_and_any_truncation_is_found(data):
+    value = bytearray(PromptHistory.build([trajectory([1, 2, 3]), trajectory([4, 5])]).encode())
+    if data.draw(st.booleans(), label="truncate"):
+        value = value[: data.draw(st.integers(0, len(value) - 1))]
+    else:
+        value[data.draw(st.integers(0, len(value) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CorruptRecord):
+        PromptHistory.decode(value)
+
+
+def kept(history):
+    return sorted((int(s), int(e), int(n)) for s, e, n in zip(history.step, history.epoch, history.sample, strict=True))
+
+
+def test_keeps_the_latest_epochs():
+    history = PromptHistory.build([])
+    for epoch in range(5):
+        history = history.extended([trajectory([epoch], epoch, n) for n in range(2)], step=10 + epoch, epochs=2)
+    assert kept(history) == [(13, 3, 0), (13, 3, 1), (14, 4, 0), (14, 4, 1)]
+    assert [history.response(i).tolist() for i in range(4)] == [[3], [3], [4], [4]]
+
+
+def test_a_step_recorded_again_replaces_what_it_recorded():
+    first = PromptHistory.build([]).extended([trajectory([1], 0, 0), trajectory([2], 0, 1)], step=1, epochs=2)
+    second = first.extended([trajectory([3], 1, 0)], step=2, epochs=2)
+    again = second.extended([trajectory([4], 1, 0)], step=2, epochs=2)
+    assert [again.response(i).tolist() for i in range(len(again))] == [[1], [2], [4]]
+
+
+def test_parts_of_one_epoch_add_up():
+    history = PromptHistory.build([])
+    for part in range(3):
+        history = history.extended([trajectory([part], 0, part)], step=part, epochs=1)
+    assert len(history) == 3
+
+
+def test_a_run_that_counts_epochs_from_zero_again_keeps_what_it_makes():
+    history = PromptHistory.build([])
+    for step, epoch in enumerate([7, 8, 0]):
+        history = history.extended([trajectory([epoch], epoch)], step=step, epochs=2)
+    assert sorted(history.epoch.tolist()) == [0, 8]

@@ -1,0 +1,298 @@
+"""The store: transactions, bounds, namespace, snapshot and restore, readers that follow."""
+
+import gc
+import json
+import logging
+import os
+
+import lmdb
+import numpy as np
+import pytest
+
+from verl_rhyme.history.store import AppendStats, HistoryError, HistoryMismatch, HistoryReader, HistoryStore
+
+NAMESPACE = "tokenizer-a"
+
+
+def key(i):
+    return int(i).to_bytes(16, "big")
+
+
+def trajectory(i, tokens, epoch=0, sample=0, reward=1.0):
+    from verl_rhyme.history.record import Trajectory
+
+    return Trajectory(key(i), np.array(tokens, np.int32), reward, 3, epoch, sample)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=32 << 20, epochs=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def reader(tmp_path):
+    opened = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=0.0)
+    yield opened
+    opened.close()
+
+
+def responses(history):
+    return [history.response(i).tolist() for i in range(len(history))]
+
+
+def test_what_is_appended_is_read(store, reader):
+    stats = store.append([trajectory(1, [5, 6], sample=0), trajectory(2, [7]), trajectory(1, [8], sample=1)], step=1)
+    assert stats == AppendStats(prompts=2, trajectories=3, tokens=4)
+    assert responses(reader.get(key(1))) == [[5, 6], [8]]
+    assert reader.get(key(1)).policy_version.tolist() == [3, 3]
+    assert reader.get(key(3)) is None
+    assert reader.errors == 0
+    counted = store.stats()
+    assert {k: counted[k] for k in ("prompts", "responses", "tokens", "epochs")} == {
+        "prompts": 2,
+        "responses": 3,
+        "tokens": 4,
+        "epochs": 1,
+    }
+
+
+def test_epochs_are_bounded_and_a_repeated_step_replaces(store, reader):
+    for epoch in range(4):
+        for _ in range(2):
+            store.append([trajectory(1, [epoch, 9], epoch)], step=epoch)
+    assert responses(reader.get(key(1))) == [[2, 9], [3, 9]]
+    assert store.stats()["epochs"] == 2
+    assert store.stats()["responses"] == 2
+
+
+def test_a_reader_may_come_first_and_follows(tmp_path, reader):
+    assert reader.get(key(1)) is None
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+        assert reader.get(key(1)) is None
+        store.append([trajectory(1, [5])], step=1)
+        assert responses(reader.get(key(1))) == [[5]]
+        store.clear()
+        assert reader.get(key(1)) is None
+        store.append([trajectory(1, [6])], step=1)
+        assert responses(reader.get(key(1))) == [[6]]
+    assert responses(reader.get(key(1))) == [[6]]  # a closed store is still read
+    assert reader.errors == 0
+
+
+def test_looks_for_a_replaced_store_at_most_once_an_interval(tmp_path, store):
+    store.append([trajectory(1, [5])], step=1)
+    slow = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=3600.0)
+    assert responses(slow.get(key(1))) == [[5]]
+    store.append([trajectory(1, [6])], step=1)
+    assert responses(slow.get(key(1))) == [[6]]  # an append needs no look
+    store.clear()
+    assert responses(slow.get(key(1))) == [[6]]
+    slow.refresh()
+    assert slow.get(key(1)) is None
+    slow.close()
+
+
+def test_a_history_outlives_the_store(store, reader):
+    """A reader's arrays are its own: the writer may reuse the pages, and the map may go."""
+    store.append([trajectory(1, range(2000))], step=1)
+    history = reader.get(key(1))
+    for step in range(20):
+        store.append([trajectory(i, [step] * 2000) for i in range(4)], step=step)
+    reader.close()
+    store.close()
+    gc.collect()
+    assert responses(history) == [list(range(2000))]
+
+
+def test_survives_closing(tmp_path):
+    for step in range(3):
+        with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=9) as store:
+            store.append([trajectory(step, [step]), trajectory(99, [step], epoch=step)], step=step)
+            assert store.stats()["prompts"] == step + 2
+            assert store.stats()["responses"] == 2 * (step + 1)
+    store.close()
+
+
+def test_another_vocabulary_is_refused(tmp_path, store, caplog):
+    store.append([trajectory(1, [5])], step=1)
+    store.snapshot(tmp_path / "snapshot")
+    store.close()
+    with pytest.raises(HistoryMismatch, match=r"tokenizer-a.*tokenizer-b.*history\.dir"):
+        HistoryStore(tmp_path / "h", "tokenizer-b", max_bytes=1 << 20, epochs=2)
+    with HistoryStore(tmp_path / "other", "tokenizer-b", max_bytes=1 << 20, epochs=2) as other:
+        other.append([trajectory(2, [6])], step=1)
+        with pytest.raises(HistoryMismatch):
+            other.restore(tmp_path / "snapshot")
+        assert other.stats()["prompts"] == 1
+        assert sorted(p.name for p in (tmp_path / "other").glob("env-*")) == ["env-0001"]
+    stranger = HistoryReader(tmp_path / "h", "tokenizer-b", refresh_interval=0.0)
+    with caplog.at_level(logging.WARNING):
+        assert [stranger.get(key(1)) for _ in range(3)] == [None] * 3
+    assert stranger.errors == 1
+    assert len(caplog.records) == 1
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as again:
+        assert again.stats()["prompts"] == 1  # the refusal lost nothing
+
+
+def test_one_writer(tmp_path, store, monkeypatch):
+    monkeypatch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.1)
+    with pytest.raises(HistoryError, match="another process writes"):
+        HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2)
+
+
+def test_bad_trajectories_are_dropped_and_the_rest_recorded(store, reader, caplog):
+    good = trajectory(1, [5])
+    bad = [
+        trajectory(2, [5, -1]),
+        type(good)(b"short", np.array([1], np.int32), 0.0, 0, 0, 0),
+        type(good)(key(3), np.array([2**31]), 0.0, 0, 0, 0),
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert store.append([*bad, trajectory(4, []), good], step=1) == AppendStats(1, 1, 1, dropped=3)
+    assert len(caplog.records) == 1
+    assert responses(reader.get(key(1))) == [[5]]
+    assert store.append([], step=2) == AppendStats()
+
+
+# ---- the byte bound ----
+
+
+def file_bytes(path):
+    return sum(p.stat().st_size for p in path.glob("env-*/data.mdb"))
+
+
+def test_prompts_seen_longest_ago_go_first(tmp_path, reader):
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+        for i in range(8):
+            store.append([trajectory(i, range(8000))], step=i)  # 16 pages each
+        store.append([trajectory(0, range(8000), epoch=1)], step=8)  # 0 is seen again, 1 is now the oldest
+        total = 0
+        for i in range(8, 14):
+            total += store.append([trajectory(i, range(8000))], step=i).evicted
+        assert total == 14 - store.stats()["prompts"] > 0
+        left = [i for i in range(14) if reader.get(key(i)) is not None]
+        gone = [i for i in range(14) if i not in left]
+        assert left[-5:] == [9, 10, 11, 12, 13]
+        order = [1, 2, 3, 4, 5, 6, 7, 0, 8]
+        assert sorted(gone) == sorted(order[: len(gone)])
+        assert store.stats()["bytes"] <= 0.7 * (1 << 20)
+
+
+def test_the_file_never_exceeds_its_bound(tmp_path, reader):
+    rng = np.random.default_rng(0)
+    bound = 4 << 20
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=bound, epochs=2) as store:
+        dropped = 0
+        for step in range(150):
+            prompts = rng.integers(0, 200, 8)
+            batch = [trajectory(i, rng.integers(0, 99, rng.integers(1, 6000)), epoch=step // 20) for i in prompts]
+            dropped += store.append(batch, step).dropped
+            assert file_bytes(tmp_path / "h") <= bound
+            assert all(reader.get(key(i)) is not None for i in prompts)
+        assert dropped == 0
+        stats = store.stats()
+        assert stats["prompts"] == sum(reader.get(key(i)) is not None for i in range(200))
+        assert stats["bytes"] > bound / 4  # the bound is used, too
+    assert reader.errors == 0
+
+
+def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
+    """Every step rewrites everything: old and new pages do not fit at once."""
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=1) as store:
+        for step in range(10):
+            stats = store.append([trajectory(i, [step] * 8000, epoch=step) for i in range(10)], step)
+            assert stats.dropped == 0
+            assert all(responses(reader.get(key(i))) == [[step] * 8000] for i in range(10))
+            assert file_bytes(tmp_path / "h") <= 1 << 20
+
+
+def test_a_step_larger_than_the_bound_keeps_what_fits(tmp_path, reader, caplog):
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+        with caplog.at_level(logging.WARNING):
+            stats = store.append([trajectory(i, range(20_000)) for i in range(10)], step=1)
+        assert stats.trajectories + stats.dropped == 10
+        assert 0 < stats.trajectories < 10
+        assert "max_bytes" in caplog.text
+        assert sum(reader.get(key(i)) is not None for i in range(10)) == stats.trajectories
+        assert store.append([trajectory(1, [5])], step=2).dropped == 0
+
+
+def test_a_lower_bound_is_obeyed_at_the_next_start(tmp_path, reader):
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=8 << 20, epochs=2) as store:
+        store.append([trajectory(i, range(8000)) for i in range(40)], step=1)
+        store.snapshot(tmp_path / "snapshot")
+        assert store.stats()["prompts"] == 40
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+        left = store.stats()["prompts"]
+        assert 0 < left < 40
+        assert file_bytes(tmp_path / "h") <= 1 << 20
+        assert [i for i in range(40) if reader.get(key(i)) is not None] == list(range(40 - left, 40))
+        assert store.restore(tmp_path / "snapshot")
+        assert store.stats()["prompts"] == left
+        assert file_bytes(tmp_path / "h") <= 1 << 20
+
+
+# ---- snapshot and restore ----
+
+
+def test_snapshot_and_restore(tmp_path, store, reader):
+    store.append([trajectory(1, [5]), trajectory(2, [6])], step=1)
+    store.snapshot(tmp_path / "global_step_1" / "history")
+    meta = json.loads((tmp_path / "global_step_1" / "history" / "meta.json").read_text())
+    assert (meta["namespace"], meta["prompts"], meta["tokens"]) == (NAMESPACE, 2, 2)
+    store.append([trajectory(1, [7], epoch=1), trajectory(3, [8])], step=2)
+    before = reader.get(key(1))
+    assert store.restore(tmp_path / "global_step_1" / "history")
+    assert responses(before) == [[5], [7]]
+    assert responses(reader.get(key(1))) == [[5]]
+    assert reader.get(key(3)) is None
+    assert store.stats()["prompts"] == 2
+    store.append([trajectory(1, [9], epoch=1)], step=2)
+    assert responses(reader.get(key(1))) == [[5], [9]]
+    assert len(list((tmp_path / "h").glob("env-*"))) == 1
+    assert reader.errors == 0
+
+
+def test_a_snapshot_replaces_an_older_one_and_leaves_nothing_else(tmp_path, store):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / ".history.new").mkdir()  # a killed run's
+    for step in range(2):
+        store.append([trajectory(step, [5])], step=step)
+        store.snapshot(tmp_path / "s" / "history")
+        assert json.loads((tmp_path / "s" / "history" / "meta.json").read_text())["prompts"] == step + 1
+        assert os.listdir(tmp_path / "s") == ["history"]
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_nothing(tmp_path, store):
+    store.append([trajectory(1, [5])], step=1)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(OSError, match="file"):
+        store.snapshot(tmp_path / "file" / "history")
+    assert store.append([trajectory(1, [6])], step=2).trajectories == 1
+
+
+def test_a_missing_snapshot_is_a_warning(tmp_path, store, reader, caplog):
+    store.append([trajectory(1, [5])], step=1)
+    with caplog.at_level(logging.WARNING):
+        assert not store.restore(tmp_path / "nowhere")
+    assert "nowhere" in caplog.text
+    assert responses(reader.get(key(1))) == [[5]]
+    assert len(list((tmp_path / "h").glob("env-*"))) == 1
+
+
+def test_after_close_an_append_is_dropped_not_raised(store):
+    store.close()
+    assert store.append([trajectory(1, [5])], step=1).dropped == 1
+
+
+def test_values_carry_lmdbs_format(tmp_path, store):
+    """What the docstring of the environment says is in the file."""
+    import msgpack
+
+    store.append([trajectory(1, [5, 6])], step=1)
+    store.snapshot(tmp_path / "s")
+    with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
+        assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
+        meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
+        assert meta == {"format": 1, "namespace": NAMESPACE}

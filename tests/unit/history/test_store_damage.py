@@ -1,0 +1,334 @@
+"""The store on a damaged file, a full disk, a killed writer; and read by other processes while it is written."""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryReader, HistoryStore
+
+NAMESPACE = "tokenizer-a"
+HEADER = """
+import os, sys, time
+import numpy as np
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryReader, HistoryStore
+path = sys.argv[1]
+def trajectory(i, tokens, epoch=0):
+    return Trajectory(int(i).to_bytes(16, "big"), np.array(tokens, np.int32), 1.0, 0, epoch, 0)
+def tokens(step, i):
+    return [step] * (500 + 37 * i % 900)
+"""
+
+
+def key(i):
+    return int(i).to_bytes(16, "big")
+
+
+def trajectory(i, tokens, epoch=0):
+    return Trajectory(key(i), np.array(tokens, np.int32), 1.0, 0, epoch, 0)
+
+
+def open_store(path, max_bytes=8 << 20):
+    return HistoryStore(path, NAMESPACE, max_bytes=max_bytes, epochs=2)
+
+
+def python(code, path, **kwargs):
+    arguments = [sys.executable, "-c", HEADER + textwrap.dedent(code), str(path)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, **kwargs)
+
+
+def finish(process, timeout=120):
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def newest_steps(path, max_bytes):
+    """The step of each prompt's newest response, in a store whose every append wrote ``tokens(step, i)``."""
+    with open_store(path, max_bytes) as store:
+        reader = HistoryReader(path, NAMESPACE)
+        histories = [h for i in range(50) if (h := reader.get(key(i))) is not None]
+        assert reader.errors == 0
+        assert len(histories) == store.stats()["prompts"]
+        steps = []
+        for history in histories:
+            newest = history.response(len(history) - 1)
+            assert set(newest.tolist()) == {int(history.step[-1])}
+            steps.append(int(history.step[-1]))
+        reader.close()
+    return steps
+
+
+# ---- damage ----
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sound") / "h"
+    with open_store(path) as store:
+        for step in range(4):
+            store.append([trajectory(i, range(step, step + 300 + 10 * i), epoch=step) for i in range(30)], step)
+    [data] = path.glob("env-*/data.mdb")
+    return data.read_bytes()
+
+
+def damaged_copy(path, data):
+    with open_store(path):
+        pass
+    [file] = path.glob("env-*/data.mdb")
+    file.write_bytes(data)
+    return file
+
+
+def use(path):
+    """Everything a run does. In a process of its own: damage must not even crash it."""
+    code = """
+    import logging, warnings
+    logging.basicConfig(stream=sys.stdout)
+    reader = HistoryReader(path, "tokenizer-a", refresh_interval=0.0)
+    first = sum(reader.get(int(i).to_bytes(16, "big")) is not None for i in range(30))
+    with HistoryStore(path, "tokenizer-a", max_bytes=8 << 20, epochs=2) as store:
+        for step in range(4, 8):
+            stats = store.append([trajectory(i, range(500), epoch=step) for i in range(30)], step)
+            assert stats.trajectories == 30 and not stats.dropped, stats
+        store.snapshot(path + ".snapshot")
+        assert store.restore(path + ".snapshot")
+        assert all(reader.get(int(i).to_bytes(16, "big")).response(0).tolist() == list(range(500)) for i in range(30))
+    print("read", first)
+    """
+    return finish(python(code, path, stderr=subprocess.STDOUT))
+
+
+def test_a_sound_copy_is_used(tmp_path, sound):
+    damaged_copy(tmp_path / "h", sound)
+    assert use(tmp_path / "h") == "read 30\n"
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 4096, 8191, 8192, 12288, 50_000, 0.5, 0.9, -4096, -1])
+def test_a_truncated_file_is_set_aside(tmp_path, sound, size):
+    size = int(size * len(sound)) if isinstance(size, float) else size
+    data = sound[:size]
+    damaged_copy(tmp_path / "h", data)
+    output = use(tmp_path / "h")
+    assert "damaged and starts empty" in output
+    assert output.endswith("read 0\n")
+    [kept] = (tmp_path / "h").glob("corrupt-*/data.mdb")
+    assert kept.read_bytes() == data
+
+
+def flips(seed, sound):
+    rng = random.Random(seed)
+    data = bytearray(sound)
+    # Many or few, anywhere, or in the pages that hold the trees: the first ones and each page's header.
+    for _ in range(rng.choice([1, 3, 100])):
+        page = rng.randrange(len(data) // 4096)
+        where = rng.choice([rng.randrange(len(data)), page * 4096 + rng.randrange(32), rng.randrange(8192)])
+        data[where] ^= rng.randrange(1, 256)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_flipped_bytes_never_crash_a_run(tmp_path, sound, seed):
+    damaged_copy(tmp_path / "h", flips(seed, sound))
+    use(tmp_path / "h")
+
+
+def test_garbage_is_set_aside(tmp_path, caplog):
+    damaged_copy(tmp_path / "h", random.Random(0).randbytes(100_000))
+    with caplog.at_level(logging.WARNING), open_store(tmp_path / "h") as store:
+        assert store.stats()["prompts"] == 0
+    assert "damaged and starts empty" in caplog.text
+    assert len(list((tmp_path / "h").glob("corrupt-*"))) == 1
+
+
+def test_a_damaged_value_is_no_history_and_counted(tmp_path, sound, caplog):
+    """Damage inside a value is what the pages' verification cannot see; the value's checksum does."""
+    needle = np.arange(3, 3 + 100, dtype="<i4").tobytes()
+    assert needle in sound
+    file = damaged_copy(tmp_path / "h", sound.replace(needle, needle[::-1]))
+    with caplog.at_level(logging.WARNING), open_store(tmp_path / "h") as store:
+        reader = HistoryReader(tmp_path / "h", NAMESPACE)
+        assert all(reader.get(key(i)) is None for i in range(30))
+        assert reader.errors == 30
+        assert [r.name for r in caplog.records] == ["verl_rhyme.history.reader"]
+        assert store.append([trajectory(1, [7], epoch=9)], step=9).trajectories == 1
+        assert reader.get(key(1)).tokens.tolist() == [-1, 7, -1]
+        reader.close()
+    assert file.exists()
+
+
+def test_the_lost_name_of_the_current_environment_loses_nothing(tmp_path, sound):
+    damaged_copy(tmp_path / "h", sound)
+    for content in (None, "", "../elsewhere", "\udcff"):
+        (tmp_path / "h" / "current").unlink()
+        if content is not None:
+            (tmp_path / "h" / "current").write_text(content, errors="surrogateescape")
+        with open_store(tmp_path / "h") as store:
+            assert store.stats()["prompts"] == 30
+
+
+@pytest.mark.parametrize("size", [0, 5000, 0.5])
+def test_a_damaged_snapshot_keeps_the_present_history(tmp_path, sound, size, caplog):
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "data.mdb").write_bytes(sound[: int(size * len(sound)) if isinstance(size, float) else size])
+    with open_store(tmp_path / "h") as store:
+        store.append([trajectory(1, [5])], step=1)
+        with caplog.at_level(logging.WARNING):
+            assert not store.restore(snapshot)
+        assert store.stats()["prompts"] == 1
+        assert store.append([trajectory(1, [6])], step=2).trajectories == 1
+    assert "not restored" in caplog.text
+
+
+# ---- a full disk ----
+
+
+def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
+    """The kernel refuses to let any file of the writer grow beyond 400 kB."""
+    code = """
+    import logging, resource
+    logging.basicConfig(stream=sys.stdout)
+    store = HistoryStore(path, "tokenizer-a", max_bytes=64 << 20, epochs=2)
+    assert store.append([trajectory(i, range(1000)) for i in range(10)], 1).trajectories == 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+    for step in range(2, 5):
+        stats = store.append([trajectory(i, range(9000)) for i in range(100)], step)
+        assert stats.dropped == 100 and stats.trajectories == 0, stats
+    reader = HistoryReader(path, "tokenizer-a")
+    assert all(len(reader.get(int(i).to_bytes(16, "big"))) == 1 for i in range(10))
+    assert store.stats()["prompts"] == 10
+    try:
+        store.snapshot(path + ".snapshot")
+    except Exception as error:
+        print("snapshot:", error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert store.append([trajectory(i, range(9000)) for i in range(100)], 5).trajectories == 100
+    assert len(reader.get((0).to_bytes(16, "big"))) == 2 and reader.errors == 0
+    """
+    output = finish(python(code, tmp_path / "h", stderr=subprocess.STDOUT))
+    assert output.count("the history stays as it was") == 1, output
+
+
+# ---- other processes ----
+
+WRITE_FOREVER = """
+with HistoryStore(path, "tokenizer-a", max_bytes=int(sys.argv[3]), epochs=2) as store:
+    for step in range(int(sys.argv[2]), 10**6):
+        store.append([trajectory(i, tokens(step, i), epoch=step) for i in range(50)], step)
+        if step % 3 == 0:
+            print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("max_bytes", [8 << 20, 1 << 20], ids=["roomy", "full, so that it is rewritten all the time"])
+def test_a_writer_killed_at_any_moment_leaves_whole_steps(tmp_path, max_bytes):
+    rng = random.Random(0)
+    path = tmp_path / "h"
+    last = 0
+    for _ in range(8):
+        arguments = [sys.executable, "-c", HEADER + WRITE_FOREVER, str(path), str(last + 1), str(max_bytes)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        reported = int(process.stdout.readline())
+        time.sleep(rng.random() * 0.2)
+        process.send_signal(signal.SIGKILL)
+        reported = max([reported, *map(int, process.communicate()[0].split())])
+        steps = newest_steps(path, max_bytes)
+        last = max(steps)
+        assert last >= reported
+        if max_bytes == 8 << 20:
+            assert steps == [last] * 50
+    assert not list(path.glob("corrupt-*"))
+
+
+def test_processes_read_while_one_writes(tmp_path):
+    path = tmp_path / "h"
+    read = """
+    reader = HistoryReader(path, "tokenizer-a", refresh_interval=0.01)
+    seen, last, done = 0, {}, False
+    while not done:
+        done = os.path.exists(path + ".done")  # one more round after it
+        for i in range(20):
+            history = reader.get(int(i).to_bytes(16, "big"))
+            if history is not None:
+                newest = history.response(len(history) - 1)
+                step = int(newest[0])
+                assert newest.tolist() == tokens(step, i) and history.step[-1] == step
+                assert step >= last.get(i, 0)
+                last[i] = step
+                seen += 1
+                if seen == 2000:
+                    open(f"{path}.busy.{os.getpid()}", "w").close()
+    assert reader.errors == 0
+    print(min(last.values()))
+    """
+    readers = [python(read, path) for _ in range(3)]
+    try:
+        with open_store(path, max_bytes=1 << 20) as store:
+            deadline = time.monotonic() + 120
+            step = 0
+            while step < 200 or len(list(tmp_path.glob("h.busy.*"))) < len(readers):
+                assert time.monotonic() < deadline
+                assert all(process.poll() is None for process in readers)
+                step += 1
+                batch = [trajectory(i, [step] * (500 + 37 * i % 900), epoch=step) for i in range(20)]
+                assert store.append(batch, step).trajectories == 20
+                if step % 40 == 0:  # the environment is replaced under the readers
+                    store.snapshot(tmp_path / "snapshot")
+                    assert store.restore(tmp_path / "snapshot")
+            time.sleep(0.05)
+            (tmp_path / "h.done").touch()
+            assert [int(finish(process)) for process in readers] == [step] * len(readers)
+    finally:
+        for process in readers:
+            process.kill()
+            process.communicate()
+
+
+def test_killed_readers_do_not_make_the_file_grow(tmp_path):
+    path = tmp_path / "h"
+    hold = """
+    reader = HistoryReader(path, "tokenizer-a")
+    assert reader.get((0).to_bytes(16, "big")) is not None
+    txn = reader._environment.env.begin()
+    print("holding", flush=True)
+    time.sleep(600)
+    """
+    with open_store(path, max_bytes=64 << 20) as store:
+        store.append([trajectory(i, range(2000)) for i in range(20)], 0)
+        process = python(hold, path)
+        assert process.stdout.readline() == "holding\n"
+        process.kill()
+        process.communicate()
+        sizes = []
+        for step in range(1, 40):
+            store.append([trajectory(i, range(2000), epoch=step) for i in range(20)], step)
+            sizes.append(store.stats()["file_bytes"])
+    assert sizes[-1] == sizes[10]
+
+
+def test_a_reader_works_in_a_forked_child(tmp_path):
+    with open_store(tmp_path / "h") as store:
+        store.append([trajectory(1, [5])], step=1)
+        reader = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=3600.0)
+        assert reader.get(key(1)).tokens.tolist() == [-1, 5, -1]
+        child = os.fork()
+        if child == 0:
+            ok = False
+            try:
+                ok = reader.get(key(1)).tokens.tolist() == [-1, 5, -1] and reader.errors == 0
+            finally:
+                os._exit(0 if ok else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        store.append([trajectory(1, [6], epoch=1)], step=2)  # the parent's environment was left alone
+        assert reader.get(key(1)).tokens.tolist() == [-1, 5, -1, 6, -1]
+        reader.close()

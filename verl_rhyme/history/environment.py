@@ -1,0 +1,275 @@
+"""The store's LMDB environments on disk: which one is current, opening them, checking that they are sound.
+
+A history folder holds::
+
+    current          the name of the environment in use; replaced by rename, so that readers follow a restore or a clear
+    env-0003/        data.mdb, lock.mdb
+    corrupt-0002/    what was found damaged, kept to be looked at
+    writer.lock      held (flock) by the one writer
+
+LMDB is safe against a killed process, but trusts its file: a damaged one can crash whoever maps it. So a file is
+verified without LMDB before it is opened, once, by the writer; a reader does so only where no writer is alive.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgpack
+from lmdb import verify
+
+#: Format of the environment; another one is treated as damaged.
+FORMAT = 1
+DATA_FILE = "data.mdb"
+_CURRENT = "current"
+_LOCK = "writer.lock"
+_NAME = re.compile(r"env-\d+")
+_META_KEY = b"meta"
+#: Processes that may read at once: the vLLM workers of a node, and some room.
+_MAX_READERS = 1024
+
+
+class HistoryError(RuntimeError):
+    """The history cannot be used; the message says how to mend it."""
+
+
+class HistoryMismatch(HistoryError):
+    """The history belongs to another tokenizer or vocabulary."""
+
+
+class Damaged(Exception):
+    """An environment is not sound; the message says how."""
+
+
+@dataclass
+class Environment:
+    """An open environment and its databases, shared by all who use the same folder in one process.
+
+    LMDB allows one open environment per file and process, and none that was inherited through a fork.
+
+    Attributes:
+        env: LMDB's own object.
+        prompts: Prompt key -> ``PromptHistory.encode()``.
+        seen: Prompt key -> msgpack ``[sequence, bytes, tokens, responses, epochs]``.
+        meta: ``b"meta"`` -> msgpack ``{"format", "namespace"}``.
+    """
+
+    folder: Path
+    env: lmdb.Environment
+    pid: int
+    users: int = 1
+    prompts: Any = field(init=False)
+    seen: Any = field(init=False)
+    meta: Any = field(init=False)
+
+    def open_databases(self, create: bool) -> None:
+        self.prompts, self.seen, self.meta = (
+            self.env.open_db(name, create=create) for name in (b"prompts", b"seen", b"meta")
+        )
+
+    def namespace(self) -> str:
+        """Fingerprint of the vocabulary it was recorded with.
+
+        Raises:
+            Damaged: There is none, or the format is not this one's.
+        """
+        with self.env.begin() as txn:
+            value = txn.get(_META_KEY, db=self.meta)
+        try:
+            meta = msgpack.unpackb(value) if value is not None else {}
+            if meta["format"] == FORMAT:
+                return str(meta["namespace"])
+        except Exception as error:
+            raise Damaged(f"its description is unreadable: {error!r}") from error
+        raise Damaged(f"its format is {meta['format']}, this version reads {FORMAT}")
+
+
+_open: dict[Path, Environment] = {}
+_open_lock = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _open_lock
+    _open_lock = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_fresh_lock)
+
+
+def create(folder: Path, namespace: str, map_size: int) -> Environment:
+    """Make and open an empty environment; the folder must not exist."""
+    folder.mkdir()
+    opened = _acquire(folder, map_size, create=True)
+    try:
+        with opened.env.begin(write=True) as txn:
+            txn.put(_META_KEY, msgpack.packb({"format": FORMAT, "namespace": namespace}), db=opened.meta)
+    except BaseException:
+        release(opened)
+        raise
+    return opened
+
+
+def acquire(folder: Path) -> Environment:
+    """Open an environment, or share it where this process has it open. Pair with :func:`release`.
+
+    Raises:
+        lmdb.Error: It cannot be opened.
+    """
+    return _acquire(folder, 0, create=False)
+
+
+def _acquire(folder: Path, map_size: int, create: bool) -> Environment:
+    folder = folder.resolve()
+    with _open_lock:
+        inherited = [e for e in _open.values() if e.pid != os.getpid()]
+        for entry in inherited:  # through a fork: LMDB forbids their use here, the parent's stay as they are
+            del _open[entry.folder]
+            entry.env.close()
+        if folder in _open:
+            _open[folder].users += 1
+            return _open[folder]
+        # Never read-only: a writer and a reader of one process share it. A map size of 0 is the file's own.
+        env = lmdb.open(
+            str(folder), map_size=map_size, max_dbs=3, max_readers=_MAX_READERS, create=create, metasync=False
+        )
+        opened = Environment(folder, env, os.getpid())
+        try:
+            opened.open_databases(create)
+        except BaseException:
+            env.close()
+            raise
+        _open[folder] = opened
+        return opened
+
+
+def release(opened: Environment) -> None:
+    """Give back what :func:`acquire` or :func:`create` gave; the last user closes it."""
+    with _open_lock:
+        opened.users -= 1
+        if opened.users <= 0 and opened.pid == os.getpid():
+            opened.env.close()
+            if _open.get(opened.folder) is opened:
+                del _open[opened.folder]
+
+
+def check(folder: Path) -> None:
+    """Verify an environment's file, page by page, without mapping it: about 0.1 s a gigabyte.
+
+    Nobody may write to it meanwhile. The prompts' values carry their own checksums.
+
+    Raises:
+        Damaged: It is cut off, altered, or no LMDB file.
+    """
+    try:
+        problems = verify.verify(str(folder / DATA_FILE))
+    except (verify.VerifyError, OSError) as error:
+        raise Damaged(str(error)) from error
+    except Exception as error:  # bytes that the verifier itself did not expect
+        raise Damaged(f"unreadable: {error!r}") from error
+    if problems:
+        raise Damaged("; ".join(problems[:3]))
+
+
+def current(path: Path) -> Path | None:
+    """The environment in use, or ``None`` where there is none."""
+    try:
+        name = (path / _CURRENT).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return path / name if _NAME.fullmatch(name) else None
+
+
+def newest(path: Path) -> Path | None:
+    """The environment made last: the one in use, should the file that names it be lost."""
+    return max(path.glob("env-[0-9]*"), key=lambda folder: int(folder.name[4:]), default=None)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What changes when the environment in use is replaced: device and inode of its file. ``None``: there is none."""
+    folder = current(path)
+    try:
+        status = None if folder is None else os.stat(folder / DATA_FILE)
+    except OSError:
+        return None
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def publish(path: Path, folder: Path) -> None:
+    """Make an environment the one in use; atomic."""
+    temporary = path / f".{_CURRENT}"
+    temporary.write_text(folder.name + "\n")
+    os.replace(temporary, path / _CURRENT)
+
+
+def new_folder(path: Path) -> Path:
+    """A name for a new environment, never used before in this history folder."""
+    numbers = [int(p.name.rpartition("-")[2]) for kind in ("env", "corrupt") for p in path.glob(f"{kind}-[0-9]*")]
+    return path / f"env-{max(numbers, default=0) + 1:04d}"
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a damaged environment out of the way."""
+    aside = folder.with_name(folder.name.replace("env-", "corrupt-"))
+    folder.rename(aside)
+    return aside
+
+
+def remove_others(path: Path, keep: Path | None) -> None:
+    """Delete environments that are not in use: left by a killed writer, or just replaced. Readers keep their maps."""
+    for folder in path.glob("env-[0-9]*"):
+        if folder != keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def lock_writer(path: Path, timeout: float) -> int:
+    """Become the one writer.
+
+    Returns:
+        A file descriptor; closing it, or the process's death, gives the lock back.
+
+    Raises:
+        HistoryError: Another writer is alive.
+    """
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise HistoryError(
+                    f"another process writes the history in {path}; end it, or give this run its own history.dir"
+                ) from None
+            time.sleep(0.05)
+
+
+@contextmanager
+def without_writer(path: Path) -> Iterator[bool]:
+    """Whether no writer is alive; none can start within the block then."""
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""Reading the history, in any number of processes, while one writes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import lmdb
+
+from verl_rhyme.history import environment
+from verl_rhyme.history.environment import Damaged, Environment
+from verl_rhyme.history.record import CorruptRecord, PromptHistory
+
+logger = logging.getLogger(__name__)
+
+
+class HistoryReader:
+    """Reads a :class:`~verl_rhyme.history.store.HistoryStore` through its memory map.
+
+    The store may not exist yet, and may be replaced at any time by a restore or a clear; the reader follows. Bad data
+    is never an error to the caller: it is logged once, counted in :attr:`errors`, and reads as no history. A reader
+    that was carried into a child process by a fork opens its own environment there.
+
+    Args:
+        path: The history folder.
+        namespace: Fingerprint of this run's vocabulary; another one's history is not read.
+        refresh_interval: Seconds between two looks whether the store was replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], namespace: str, refresh_interval: float = 1.0):
+        self._path = Path(path)
+        self._namespace = namespace
+        self._interval = refresh_interval
+        self._next_look = 0.0
+        self._identity: tuple[int, int] | None = None
+        self._environment: Environment | None = None
+        self._logged = False
+        #: Times that data could not be used.
+        self.errors = 0
+
+    def get(self, key: bytes) -> PromptHistory | None:
+        """All that is kept of a prompt, as of the last finished append; ``None`` where there is nothing.
+
+        Args:
+            key: See :func:`verl_rhyme.history.keys.prompt_key`.
+        """
+        opened = self._environment
+        if time.monotonic() >= self._next_look or (opened is not None and opened.pid != os.getpid()):
+            self.refresh()
+            opened = self._environment
+        if opened is None:
+            return None
+        try:
+            value = _read(opened, key)
+            return None if value is None else PromptHistory.decode(value)
+        except (lmdb.Error, CorruptRecord, MemoryError) as error:
+            self._bad(f"prompt {key.hex()}: {error}")
+            return None
+
+    def refresh(self) -> None:
+        """Look now whether the store was made or replaced."""
+        self._next_look = time.monotonic() + self._interval
+        identity = environment.identity(self._path)
+        forked = self._environment is not None and self._environment.pid != os.getpid()
+        if identity == self._identity and not forked:
+            return
+        self.close()
+        self._identity = identity
+        if identity is None:
+            return
+        try:
+            self._environment = self._open()
+        except (lmdb.Error, OSError, Damaged) as error:
+            if environment.identity(self._path) == identity:
+                self._bad(str(error))
+            else:  # replaced while it was being opened; the next look finds the new one
+                self._identity, self._next_look = None, 0.0
+
+    def close(self) -> None:
+        """Give the environment back; a later :meth:`get` opens it again."""
+        if self._environment is not None:
+            environment.release(self._environment)
+        self._environment = None
+        self._identity = None
+        self._next_look = 0.0
+
+    def _open(self) -> Environment | None:
+        folder = environment.current(self._path)
+        if folder is None:
+            return None
+        with environment.without_writer(self._path) as unchecked:
+            if unchecked:
+                environment.check(folder)
+            opened = environment.acquire(folder)
+        try:
+            found = opened.namespace()
+            if found != self._namespace:
+                raise Damaged(f"it belongs to the vocabulary {found}, this run's is {self._namespace}")
+        except BaseException:
+            environment.release(opened)
+            raise
+        return opened
+
+    def _bad(self, what: str) -> None:
+        self.errors += 1
+        if not self._logged:
+            self._logged = True
+            logger.warning("history in %s cannot be read, drafting goes on without (told once): %s", self._path, what)
+
+
+def _read(opened: Environment, key: bytes) -> bytearray | None:
+    """A private copy of a value: a view of the map would be overwritten once the writer reuses its pages."""
+    try:
+        with opened.env.begin(db=opened.prompts, buffers=True) as txn:
+            value = txn.get(key)
+            return None if value is None else bytearray(value)
+    except lmdb.MapResizedError:
+        opened.env.set_mapsize(0)
+        with opened.env.begin(db=opened.prompts, buffers=True) as txn:
+            value = txn.get(key)
+            return None if value is None else bytearray(value)

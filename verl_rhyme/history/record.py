@@ -1,0 +1,177 @@
+"""What is recorded: one trajectory, and all that is kept of one prompt.
+
+A prompt's value in the store is a 16-byte header and arrays, little-endian, each element 4 bytes::
+
+    magic "RHY1" | crc32 of all that follows it | n | m
+    bounds int32[m+1] | reward float32[m] | epoch, policy_version, sample, step int32[m] each
+    tokens int32[n] | suffixes int32[n-m-1]
+
+About 8 bytes a token. It is read as views over the bytes; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from verl_rhyme.history import suffix_index
+
+_MAGIC = b"RHY1"
+_HEADER = struct.Struct("<4sIII")
+_PER_RESPONSE = ("epoch", "policy_version", "sample", "step")
+
+
+class CorruptRecord(ValueError):
+    """A prompt's stored value is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished response.
+
+    Attributes:
+        key: The prompt's key, 16 bytes; see :func:`verl_rhyme.history.keys.prompt_key`.
+        tokens: int32[length], the response's token ids.
+        reward: Its scalar reward (the sum over tokens where rewards are per token).
+        policy_version: Version of the weights that ended it.
+        epoch: Pass over the data set it was made in.
+        sample: Its number within the group of its prompt.
+    """
+
+    key: bytes
+    tokens: np.ndarray
+    reward: float
+    policy_version: int
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class PromptHistory:
+    """Everything kept of one prompt: m responses, oldest first, and their suffix array.
+
+    Treat the arrays as read-only: they are shared. (They are left writeable because numba takes several times longer to
+    accept a read-only argument.)
+
+    Attributes:
+        tokens: int32[n], ``[-1, r0..., -1, r1..., -1]``; see :mod:`verl_rhyme.history.suffix_index`.
+        bounds: int32[m + 1], positions of the separators; response i is ``tokens[bounds[i] + 1 : bounds[i + 1]]``.
+        suffixes: int32[n - m - 1], the suffix array of the reversed text.
+        reward: float32[m].
+        epoch, policy_version, sample, step: int32[m]; step is the trainer's step that recorded the response.
+    """
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    suffixes: np.ndarray
+    reward: np.ndarray
+    epoch: np.ndarray
+    policy_version: np.ndarray
+    sample: np.ndarray
+    step: np.ndarray
+
+    @classmethod
+    def build(cls, trajectories: Sequence[Trajectory], step: int = 0) -> PromptHistory:
+        """Index the responses of one prompt, oldest first, all recorded at ``step``."""
+        return cls._build(
+            [t.tokens for t in trajectories],
+            [t.reward for t in trajectories],
+            [[t.epoch, t.policy_version, t.sample, step] for t in trajectories],
+        )
+
+    @classmethod
+    def _build(cls, responses: Sequence[np.ndarray], reward: Sequence[float], labels: Sequence) -> PromptHistory:
+        tokens, bounds = suffix_index.join(responses)
+        columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
+        arrays = [tokens, bounds, suffix_index.build(tokens, bounds), np.array(reward, dtype=np.float32), *columns]
+        return cls(*arrays)
+
+    def __len__(self) -> int:
+        """Responses kept."""
+        return len(self.reward)
+
+    def response(self, i: int) -> np.ndarray:
+        """Tokens of response ``i``, int32."""
+        return self.tokens[self.bounds[i] + 1 : self.bounds[i + 1]]
+
+    @cached_property
+    def scaled_reward(self) -> np.ndarray:
+        """float32[m]: rewards scaled to [0, 1] over this prompt's history; all 0 where they do not differ.
+
+        A reward that is not finite counts as the least.
+        """
+        finite = np.isfinite(self.reward)
+        scaled = np.zeros(len(self.reward), dtype=np.float32)
+        if finite.any():
+            low, high = float(self.reward[finite].min()), float(self.reward[finite].max())
+            if high > low:
+                scaled[finite] = (self.reward[finite].astype(np.float64) - low) / (high - low)
+        return scaled
+
+    def extended(self, trajectories: Sequence[Trajectory], step: int, epochs: int) -> PromptHistory:
+        """This history with a step's trajectories added and old epochs dropped.
+
+        What an earlier run of the same step recorded is replaced, so that a resumed run records nothing twice. An
+        epoch's age is when it was last recorded, not its number, so that a fresh run in an old folder, which counts
+        from 0 again, does not drop what it has just made.
+
+        Args:
+            trajectories: Of this prompt.
+            step: The trainer's step.
+            epochs: How many of the latest epochs stay.
+        """
+        old = [i for i in range(len(self)) if self.step[i] != step]
+        arrived = [int(self.epoch[i]) for i in old] + [t.epoch for t in trajectories]
+        latest = set(list(dict.fromkeys(reversed(arrived)))[:epochs])
+        old = [i for i in old if int(self.epoch[i]) in latest]
+        new = [t for t in trajectories if t.epoch in latest]
+        return self._build(
+            [self.response(i) for i in old] + [t.tokens for t in new],
+            [self.reward[i] for i in old] + [t.reward for t in new],
+            [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
+            + [[t.epoch, t.policy_version, t.sample, step] for t in new],
+        )
+
+    def encode(self) -> bytes:
+        """The prompt's value in the store."""
+        labels = [getattr(self, name) for name in _PER_RESPONSE]
+        arrays = [self.bounds, self.reward, *labels, self.tokens, self.suffixes]
+        body = [struct.pack("<II", len(self.tokens), len(self)), *(a.tobytes() for a in arrays)]
+        checksum = 0
+        for part in body:
+            checksum = zlib.crc32(part, checksum)
+        return b"".join([_MAGIC, struct.pack("<I", checksum), *body])
+
+    @classmethod
+    def decode(cls, value: bytes | bytearray | memoryview) -> PromptHistory:
+        """Views over ``value``, or over one copy of it where it is not a bytearray.
+
+        Raises:
+            CorruptRecord: The value is cut off, altered, or of another format.
+        """
+        value = value if isinstance(value, bytearray) else bytearray(value)
+        if len(value) < _HEADER.size or value[:4] != _MAGIC:
+            raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
+        _, checksum, n, m = _HEADER.unpack_from(value)
+        expected = _HEADER.size + 4 * ((m + 1) + 5 * m + n + (n - m - 1))
+        if n < m + 1 or len(value) != expected:
+            raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
+        if zlib.crc32(memoryview(value)[8:]) != checksum:
+            raise CorruptRecord("the checksum does not agree")
+        offset = _HEADER.size
+
+        def take(dtype: str, count: int) -> np.ndarray:
+            nonlocal offset
+            array = np.frombuffer(value, dtype=dtype, count=count, offset=offset)
+            offset += 4 * count
+            return array
+
+        bounds, reward = take("<i4", m + 1), take("<f4", m)
+        labels = [take("<i4", m) for _ in _PER_RESPONSE]
+        tokens, suffixes = take("<i4", n), take("<i4", n - m - 1)
+        return cls(tokens, bounds, suffixes, reward, *labels)
