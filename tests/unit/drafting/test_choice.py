@@ -1,0 +1,131 @@
+"""Which continuation is drafted."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.drafting import choice
+from verl_rhyme.history import suffix_index
+from verl_rhyme.history.record import PromptHistory, Trajectory
+
+
+def history(*responses, rewards=None):
+    rewards = rewards or [0.0] * len(responses)
+    return PromptHistory.build(
+        [
+            Trajectory(b"k", np.array(r, np.int32), reward, 0, 0, i)
+            for i, (r, reward) in enumerate(zip(responses, rewards, strict=True))
+        ]
+    )
+
+
+def draft(index, context, limit=32, reward_weight=1.0):
+    _, low, high = suffix_index.longest_match(index, np.array(context), 7)
+    return choice.choose(index, low, high, limit, reward_weight).tolist()
+
+
+def test_most_frequent_wins():
+    assert draft(history([1, 2, 3], [1, 2, 3], [1, 2, 9]), [1, 2]) == [3]
+
+
+def test_rewarded_wins_among_equally_frequent():
+    assert draft(history([1, 2, 3], [1, 2, 9], rewards=[1.0, 0.0]), [1, 2]) == [3]
+    assert draft(history([1, 2, 3], [1, 2, 9], rewards=[-1.0, 5.0]), [1, 2]) == [9]
+
+
+def test_reward_can_outweigh_frequency():
+    index = history([1, 2, 3], [1, 2, 3], [1, 2, 9], rewards=[0.0, 0.0, 1.0])
+    assert draft(index, [1, 2], reward_weight=0.5) == [3]
+    assert draft(index, [1, 2], reward_weight=1.5) == [9]
+
+
+def test_votes_are_count_plus_weighted_mean():
+    # 3: 2 + w * 0.25, 9: 1 + w * 1; equal at w = 4/3.
+    index = history([1, 2, 3], [1, 2, 3], [1, 2, 9], [7], rewards=[0.5, 0.0, 1.0, 0.0])
+    assert draft(index, [1, 2], reward_weight=1.3) == [3]
+    assert draft(index, [1, 2], reward_weight=1.4) == [9]
+
+
+def test_the_last_recorded_breaks_a_tie():
+    assert draft(history([1, 2, 9], [1, 2, 3]), [1, 2]) == [3]
+    assert draft(history([1, 2, 3], [1, 2, 9]), [1, 2]) == [9]
+
+
+def test_the_matched_set_narrows():
+    # After 3, only the responses that said 3 speak: 4 is then the majority, though 5 follows more often overall.
+    index = history([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 8, 5], [1, 2, 8, 5])
+    assert draft(index, [1, 2]) == [3, 4]
+
+
+def test_stops_at_the_end_of_a_response():
+    assert draft(history([1, 2, 3]), [2, 3]) == []
+    assert draft(history([1, 2, 3], [7]), [1, 2]) == [3]
+    # Two of three ended here: the end wins.
+    assert draft(history([1, 2], [1, 2], [1, 2, 3]), [1, 2]) == []
+
+
+def test_limit():
+    index = history(list(range(100)))
+    assert draft(index, [0, 1], limit=5) == [2, 3, 4, 5, 6]
+    assert draft(index, [0, 1], limit=0) == []
+
+
+def test_rewards_that_are_not_finite_count_as_the_least():
+    index = history([1, 2, 3], [1, 2, 9], [7], rewards=[1.0, float("nan"), 0.0])
+    assert draft(index, [1, 2]) == [3]
+    assert index.scaled_reward.tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[0.5, 0.5], [float("nan"), float("inf")]])
+def test_rewards_without_difference_have_no_voice(rewards):
+    assert history([1], [2], rewards=rewards).scaled_reward.tolist() == [0.0, 0.0]
+
+
+def test_a_frequent_match_is_sampled_over_its_whole_range():
+    # 1 is followed by 2 and preceded by a token that orders the range: all of the first third say 2, the rest 3.
+    responses = [[10 + i, 1, 2 if i < 100 else 3] for i in range(300)]
+    assert draft(history(*responses), [1]) == [3]
+
+
+def reference(index, context, limit, weight):
+    """The module's definition, written plainly."""
+    length, low, high = suffix_index.longest_match(index, np.array(context), 7)
+    del length
+    active = [int(p) for p in index.suffixes[low:high]]
+    owner = {p: int(np.searchsorted(index.bounds, p)) - 1 for p in active}
+    paths = [(p, owner[p]) for p in active]
+    out = []
+    while len(out) < limit and paths:
+        groups = {}
+        for p, o in paths:
+            groups.setdefault(int(index.tokens[p + 1]), []).append((p, o))
+        votes = {
+            token: (
+                len(members) + weight * sum(float(index.scaled_reward[o]) for _, o in members) / len(members),
+                max(o for _, o in members),
+            )
+            for token, members in groups.items()
+        }
+        best = max(votes, key=votes.__getitem__)
+        if best < 0:
+            break
+        out.append(best)
+        paths = [(p + 1, o) for p, o in groups[best]]
+    return out
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=12), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=5
+    ),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    st.integers(0, 10),
+    st.sampled_from([0.0, 1.0, 2.5]),
+)
+def test_agrees_with_the_definition(recorded, context, limit, weight):
+    index = history(*(r for r, _ in recorded), rewards=[reward for _, reward in recorded])
+    length, low, high = suffix_index.longest_match(index, np.array(context), 7)
+    if length and high - low <= choice.MAX_OCCURRENCES:
+        assert draft(index, context, limit, weight) == reference(index, context, limit, weight)

@@ -1,0 +1,117 @@
+"""Which of the matched continuations to draft: a walk down the trie of what followed each match.
+
+The occurrences of a match are positions in the text. At each draft position the candidates are the tokens that follow
+the occurrences still in agreement with the draft so far, the end of a response being one of them. A candidate ``c``
+followed by the set ``O(c)`` of occurrences has::
+
+    votes(c) = |O(c)| + reward_weight * mean(scaled reward of the response of o, for o in O(c))
+
+with rewards scaled to [0, 1] over the prompt's history (``PromptHistory.scaled_reward``). The candidate with most votes
+is drafted and only its occurrences go on; among equals the one recorded last wins, then the one met first. The draft
+stops at its limit, or where the end of a response wins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from verl_rhyme.history.record import PromptHistory
+
+#: Occurrences looked at; a more frequent match is sampled evenly, so that a draft's cost has a bound.
+MAX_OCCURRENCES = 64
+
+
+def choose(history: PromptHistory, low: int, high: int, limit: int, reward_weight: float) -> np.ndarray:
+    """Draft what is likely to follow a match.
+
+    Args:
+        history: Where the match was found.
+        low, high: Range of ``history.suffixes``, from :func:`verl_rhyme.history.suffix_index.longest_match`.
+        limit: Draft tokens, at most.
+        reward_weight: See the module's votes; at least 0.
+
+    Returns:
+        int32[k], 0 <= k <= limit.
+    """
+    return _choose(
+        history.tokens, history.bounds, history.suffixes, history.scaled_reward, reward_weight, low, high, limit
+    )
+
+
+def warm() -> None:
+    """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
+    text = np.array([-1, 1, -1], dtype=np.int32)
+    bounds = np.array([0, 2], dtype=np.int32)
+    suffixes = np.array([1], dtype=np.int32)
+    _choose(text, bounds, suffixes, np.zeros(1, dtype=np.float32), 1.0, 0, 1, 1)
+
+
+@njit(cache=True, nogil=True)
+def _choose(text, bounds, suffixes, scaled_reward, reward_weight, low, high, limit):
+    draft = np.empty(max(limit, 0), dtype=np.int32)
+    active = min(high - low, MAX_OCCURRENCES)
+    if active <= 0 or limit <= 0:
+        return draft[:0]
+    positions = np.empty(active, dtype=np.int32)  # of the last token agreed on
+    owners = np.empty(active, dtype=np.int32)  # response of each occurrence
+    for i in range(active):
+        position = suffixes[low + i * (high - low) // active]
+        first, last = 0, len(bounds) - 1
+        while last - first > 1:
+            middle = (first + last) // 2
+            if bounds[middle] < position:
+                first = middle
+            else:
+                last = middle
+        positions[i] = position
+        owners[i] = first
+
+    candidates = np.empty(active, dtype=np.int32)
+    counts = np.empty(active, dtype=np.int32)
+    rewards = np.empty(active, dtype=np.float64)
+    newest = np.empty(active, dtype=np.int32)
+    length = 0
+    while length < limit:
+        if active == 1:  # nothing left to choose
+            position = positions[0] + 1
+            while length < limit and text[position] >= 0:
+                draft[length] = text[position]
+                length += 1
+                position += 1
+            break
+        distinct = 0
+        for i in range(active):
+            token = text[positions[i] + 1]
+            which = 0
+            while which < distinct and candidates[which] != token:
+                which += 1
+            if which == distinct:
+                candidates[which] = token
+                counts[which] = 0
+                rewards[which] = 0.0
+                newest[which] = -1
+                distinct += 1
+            counts[which] += 1
+            rewards[which] += scaled_reward[owners[i]]
+            newest[which] = max(newest[which], owners[i])
+        best = 0
+        most = -1.0
+        for which in range(distinct):
+            votes = counts[which] + reward_weight * rewards[which] / counts[which]
+            if votes > most or (votes == most and newest[which] > newest[best]):
+                best = which
+                most = votes
+        token = candidates[best]
+        if token < 0:  # the end of a response
+            break
+        draft[length] = token
+        length += 1
+        kept = 0
+        for i in range(active):
+            if text[positions[i] + 1] == token:
+                positions[kept] = positions[i] + 1
+                owners[kept] = owners[i]
+                kept += 1
+        active = kept
+    return draft[:length]

@@ -1,0 +1,160 @@
+"""Drafts for the live requests of one engine: match, choose, window, budget. A state machine, no clock, no thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting import choice
+from verl_rhyme.drafting.bounds import share
+from verl_rhyme.drafting.window import WindowPolicy
+from verl_rhyme.history import suffix_index
+from verl_rhyme.history.record import PromptHistory
+
+#: Requests remembered; beyond it the one drafted for longest ago is forgotten, as if it had finished unseen.
+MAX_LIVE = 16_384
+
+_NO_DRAFT = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What drafting did for one request.
+
+    Attributes:
+        drafted, accepted: Tokens.
+        verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
+        history_hit: Its prompt had a history.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+    history_hit: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    key: bytes
+    history: PromptHistory | None
+    window: WindowPolicy
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Shared:
+    """One prompt's history, read once for all its live requests."""
+
+    history: PromptHistory | None
+    users: int = 0
+
+
+class Drafter:
+    """Drafts from each prompt's history (RhymeRL, HistoSpec): the latest ``match.max`` tokens, backing off to
+    ``match.min``, are looked up in it and continued by :func:`verl_rhyme.drafting.choice.choose`.
+
+    Args:
+        config: The drafting tree.
+        lookup: A prompt's history by its key, or ``None``; called when the first of a prompt's requests starts.
+    """
+
+    def __init__(self, config: DraftingConfig, lookup: Callable[[bytes], PromptHistory | None]):
+        self._config = config
+        self._lookup = lookup
+        self._live: OrderedDict[str, _Request] = OrderedDict()
+        self._shared: dict[bytes, _Shared] = {}
+
+    def __len__(self) -> int:
+        """Live requests."""
+        return len(self._live)
+
+    def start(self, request: str, key: bytes) -> None:
+        """Begin a request; starting it again (after a preemption, say) begins it anew."""
+        self._forget(request)
+        while len(self._live) >= MAX_LIVE:
+            self._forget(next(iter(self._live)))
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = _Shared(self._lookup(key))
+        shared.users += 1
+        window = self._config.window
+        policy = WindowPolicy(window.start, window.growth, min(window.max, self._config.max_tokens))
+        self._live[request] = _Request(key, shared.history, policy)
+
+    def draft_batch(
+        self, requests: Sequence[str], contexts: Sequence[np.ndarray], limits: np.ndarray, budget: int
+    ) -> list[np.ndarray]:
+        """Draft for every row of a decode step.
+
+        Args:
+            requests: B request ids; one that was never started gets no draft.
+            contexts: B arrays of the latest tokens, newest last, at least ``match.max`` of them where there are.
+            limits: int[B], draft tokens each row may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
+            budget: Draft tokens for the whole batch; where the wishes exceed it, each row gets an equal share.
+
+        Returns:
+            B arrays int32[k], 0 <= k <= limit; together at most ``budget``.
+        """
+        if budget <= 0:
+            return [_NO_DRAFT] * len(requests)
+        drafts = [
+            self._draft(request, context, int(limit))
+            for request, context, limit in zip(requests, contexts, limits, strict=True)
+        ]
+        if sum(map(len, drafts)) > budget:
+            granted = share(np.array([len(draft) for draft in drafts]), budget)
+            drafts = [draft[:k] for draft, k in zip(drafts, granted.tolist(), strict=True)]
+        return drafts
+
+    def observe(self, request: str, drafted: int, accepted: int) -> None:
+        """Take in the verification of a request's last draft: tokens drafted, and how many of them were accepted."""
+        live = self._live.get(request)
+        if live is None or drafted <= 0:
+            return
+        accepted = min(max(accepted, 0), drafted)
+        live.window.observe(drafted, accepted)
+        live.drafted += drafted
+        live.accepted += accepted
+        live.verify_steps += 1
+
+    def finish(self, request: str) -> RequestCounts:
+        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        live = self._forget(request)
+        if live is None:
+            return RequestCounts()
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, live.history is not None)
+
+    def _draft(self, request: str, context: np.ndarray, limit: int) -> np.ndarray:
+        live = self._live.get(request)
+        if live is None:
+            return _NO_DRAFT
+        self._live.move_to_end(request)
+        limit = min(limit, live.window.size)
+        match = self._config.match
+        if live.history is None or limit <= 0 or len(context) < match.min:
+            return _NO_DRAFT
+        length, low, high = suffix_index.longest_match(live.history, context, match.max)
+        if length < match.min:
+            return _NO_DRAFT
+        return choice.choose(live.history, low, high, limit, self._config.reward_weight)
+
+    def _forget(self, request: str) -> _Request | None:
+        live = self._live.pop(request, None)
+        if live is not None:
+            shared = self._shared[live.key]
+            shared.users -= 1
+            if not shared.users:
+                del self._shared[live.key]
+        return live
+
+
+def warm() -> None:
+    """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
+    suffix_index.warm()
+    choice.warm()

@@ -1,0 +1,31 @@
+"""How many tokens to draft for one request: the paper's window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class WindowPolicy:
+    """Grows while whole drafts are accepted, falls back to the start at any rejection (RhymeRL, HistoSpec).
+
+    Attributes:
+        start: Draft tokens at first and after a rejection.
+        growth: Tokens added when a whole draft was accepted.
+        cap: Tokens, at most.
+        size: The present window, in tokens.
+    """
+
+    start: int = 2
+    growth: int = 2
+    cap: int = 32
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = min(self.start, self.cap)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Take in the verification of one draft; a step without a draft says nothing and changes nothing."""
+        if drafted <= 0:
+            return
+        self.size = min(self.size + self.growth if accepted >= drafted else self.start, self.cap)
