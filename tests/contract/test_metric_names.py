@@ -1,0 +1,74 @@
+"""The names and definitions that our report shares with verl are still verl's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from verl import DataProto
+from verl.trainer.ppo import metric_utils, ray_trainer
+from verl.utils import tracking
+
+from verl_rhyme.observability import metrics as m
+from verl_rhyme.observability import steps
+from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
+
+
+def test_acceptance_is_defined_as_verl_does() -> None:
+    rng = np.random.default_rng(0)
+    drafted = rng.integers(0, 50, 200)
+    accepted = (drafted * rng.random(200)).astype(int)
+    verify = np.where(drafted > 0, rng.integers(1, 20, 200), 0)
+    theirs = ray_trainer.compute_spec_decode_metrics(drafted, accepted, verify)
+    columns = {"drafted_tokens": drafted, "accepted_tokens": accepted, "verify_steps": verify}
+    ours = m.step_metrics(columns, None, 1.0)
+    assert set(theirs) == {m.SPEC_ACCEPT_RATE, m.SPEC_ACCEPT_LENGTH}
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value)
+
+
+def test_verl_logs_the_names_we_read(tmp_path, monkeypatch) -> None:
+    lengths = torch.tensor([3.0, 5.0])
+    batch = DataProto.from_dict(
+        tensors={
+            "prompts": torch.zeros(2, 4),
+            "responses": torch.zeros(2, 5),
+            "attention_mask": torch.ones(2, 9),
+            "response_mask": torch.ones(2, 5),
+            "prompt_length": torch.tensor([4.0, 4.0]),
+            "response_length": lengths,
+            **{name: torch.ones(2, 5) for name in ("token_level_scores", "token_level_rewards")},
+            **{name: torch.ones(2, 5) for name in ("advantages", "returns")},
+        },
+        meta_info={"global_token_num": [7, 9]},
+    )
+    timing = {"gen": 2.0, "step": 4.0}
+    data = {
+        **metric_utils.compute_data_metrics(batch, use_critic=False),
+        **metric_utils.compute_timing_metrics(batch, timing),
+        **metric_utils.compute_throughout_metrics(batch, timing, 1),
+        m.EPOCH: 0,
+    }
+    read = {m.REWARD_MEAN, m.REWARD_MEAN_AFTER_KL, m.GEN_S, m.STEP_S, m.GEN_MS_PER_TOKEN, m.TOTAL_TOKENS}
+    assert read | {m.PROMPT_LENGTH_MEAN, m.RESPONSE_LENGTH_MEAN} <= set(data)
+    assert m.response_tokens(data) == 8
+    del data[m.GEN_MS_PER_TOKEN]
+    assert m.response_tokens(data) == 8
+
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv(LOGGER_VARIABLE, str(path))
+    logger = tracking.FileLogger("project", "experiment")
+    follower = MetricsFollower(path)
+    logger.log(data, step=3)
+    assert [step for step, _ in follower.poll()] == [3]
+    logger.finish()
+    assert steps.from_metrics(path)[3][m.REWARD_MEAN] == 5.0
+
+
+def test_trainer_still_logs_epoch_and_staleness() -> None:
+    import inspect
+
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    source = inspect.getsource(PPOTrainer._compute_metrics)
+    assert f'"{m.EPOCH}"' in source
+    assert f'"{m.STALENESS_MAX}"' in source

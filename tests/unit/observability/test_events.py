@@ -1,0 +1,266 @@
+"""The event log: survives kills, damage and a full disk, and counts nothing twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_rhyme.observability.events import (
+    REQUESTS,
+    STAGES,
+    EventLog,
+    read_info,
+    read_requests,
+    read_stages,
+    to_numpy,
+)
+
+
+def requests(count: int, **changes: object) -> dict[str, object]:
+    columns: dict[str, object] = {
+        "uid": [f"uid-{i}" for i in range(count)],
+        "prompt_key": [f"{i:032x}" for i in range(count)],
+        "sample": np.arange(count) % 8,
+        "attempt": 0,
+        "replica": np.arange(count) % 2,
+        "node": "node-0",
+        "queued_at": 1.7e9 + np.arange(count, dtype=np.float64),
+        "started_at": 1.7e9 + 1 + np.arange(count, dtype=np.float64),
+        "first_token_at": [1.7e9 + 2 + i for i in range(count)],
+        "finished_at": 1.7e9 + 3 + np.arange(count, dtype=np.float64),
+        "prompt_tokens": 7,
+        "response_tokens": list(range(count)),
+        "policy_version_start": 3,
+        "policy_version_end": 4,
+        "drafted_tokens": 8,
+        "accepted_tokens": 5,
+        "verify_steps": 2,
+        "history_hit": [i % 2 == 0 for i in range(count)],
+        "stop_reason": "stop",
+        "reward": [None if i == 0 else float(i) for i in range(count)],
+        "trained": True,
+        "validate": False,
+    }
+    return {**columns, **changes}
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events")
+    log.append_requests(1, 0, requests(5))
+    log.append_stages(1, 0, {"stage": ["gen", "update_actor"], "started_at": [1.0, 3.0], "duration_s": [2.0, 4.0]})
+    table = read_requests(tmp_path / "events")
+    assert table.schema == REQUESTS
+    rows = table.to_pylist()
+    assert [row["response_tokens"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[3]["prompt_key"] == (3).to_bytes(16, "big")
+    assert rows[0]["reward"] is None
+    assert rows[4]["reward"] == 4.0
+    assert rows[1]["started_at"] == 1.7e9 + 2
+    assert {(row["step"], row["epoch"], row["node"]) for row in rows} == {(1, 0, "node-0")}
+    stages = read_stages(tmp_path / "events")
+    assert stages.schema == STAGES
+    assert stages["duration_s"].to_pylist() == [2.0, 4.0]
+
+
+def test_missing_columns_are_null_and_bytes_keys_are_taken(tmp_path: Path) -> None:
+    EventLog(tmp_path).append_requests(
+        1, 0, {"uid": ["a"], "prompt_key": [b"k" * 16], "started_at": np.array([np.nan])}
+    )
+    (row,) = read_requests(tmp_path).to_pylist()
+    assert row["prompt_key"] == b"k" * 16
+    assert row["started_at"] is None
+    assert row["finished_at"] is None
+    columns = to_numpy(read_requests(tmp_path))
+    assert np.isnan(columns["finished_at"][0])
+    assert columns["drafted_tokens"][0] == 0
+    assert not columns["validate"][0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"uid": ["a"], "draftd_tokens": [1]}, "did you mean 'drafted_tokens'"),
+        ({"uid": ["a", "b"], "sample": [1]}, "unequal length"),
+        ({"sample": ["x"]}, "'sample' must hold int32"),
+        ({"prompt_key": [b"short"]}, "'prompt_key' must hold"),
+    ],
+)
+def test_wrong_columns_are_errors(tmp_path: Path, columns: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EventLog(tmp_path).append_requests(1, 0, columns)
+    assert len(read_requests(tmp_path)) == 0
+
+
+def test_empty_append_and_missing_folder_are_no_rows(tmp_path: Path) -> None:
+    EventLog(tmp_path / "a").append_requests(1, 0, requests(0))
+    assert len(read_requests(tmp_path / "a")) == 0
+    assert len(read_requests(tmp_path / "nowhere")) == 0
+
+
+def test_resumed_run_replaces_repeated_and_lost_steps(tmp_path: Path) -> None:
+    first = EventLog(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.append_requests(step, 0, requests(4))
+        first.append_requests(step, 0, requests(2))
+        first.append_stages(step, 0, {"stage": ["gen"], "duration_s": [1.0]})
+    # Resumed from the checkpoint of step 2; its stages come first.
+    second = EventLog(tmp_path)
+    second.append_stages(3, 0, {"stage": ["gen"], "duration_s": [9.0]})
+    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 6 + [2] * 6
+    second.append_requests(3, 0, requests(5))
+    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 6 + [2] * 6 + [3] * 5
+    assert read_stages(tmp_path)["duration_s"].to_pylist() == [1.0, 1.0, 9.0]
+    # A run from scratch in the same folder.
+    EventLog(tmp_path).append_requests(1, 0, requests(1))
+    assert read_requests(tmp_path)["step"].to_pylist() == [1]
+    assert len(read_stages(tmp_path)) == 0
+
+
+def test_validation_before_a_resumed_step_drops_no_training(tmp_path: Path) -> None:
+    first = EventLog(tmp_path)
+    for step in (1, 2, 3):
+        first.append_requests(step, 0, requests(4))
+    first.append_requests(2, 0, requests(2, validate=np.ones(2, dtype=bool)))
+    # Resumed from step 2's checkpoint: verl validates as step 2, then trains step 3.
+    second = EventLog(tmp_path)
+    second.append_requests(2, 0, requests(3, validate=True))
+    assert read_requests(tmp_path)["step"].to_pylist() == [1] * 4 + [2] * 7 + [3] * 4
+    second.append_requests(3, 0, requests(1))
+    columns = to_numpy(read_requests(tmp_path))
+    assert columns["step"][~columns["validate"]].tolist() == [1] * 4 + [2] * 4 + [3]
+    assert columns["step"][columns["validate"]].tolist() == [2] * 3
+
+
+def test_truncated_and_corrupt_files_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for step in (1, 2, 3, 4):
+        log.append_requests(step, 0, requests(10))
+    one, two, three, _ = sorted(tmp_path.glob("requests-*.arrow"))
+    one.write_bytes(one.read_bytes()[:-100])
+    two.write_bytes(b"not arrow at all")
+    three.write_bytes(b"")
+    with pytest.warns(UserWarning, match="unreadable and left out") as caught:
+        table = read_requests(tmp_path)
+    assert len(caught) == 3
+    assert set(table["step"].to_pylist()) == {4}
+
+
+@pytest.mark.filterwarnings("ignore:event log")
+def test_no_damage_crashes_the_reader(tmp_path: Path) -> None:
+    EventLog(tmp_path).append_requests(1, 0, requests(20))
+    (path,) = tmp_path.glob("requests-*.arrow")
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for at in rng.integers(0, len(whole), rng.integers(1, 40)):
+            damaged[at] = rng.integers(0, 256)
+        path.write_bytes(bytes(damaged[: rng.integers(1, len(whole) + 1)] if rng.random() < 0.3 else damaged))
+        for row in read_requests(tmp_path).to_pylist():
+            assert set(row) == set(REQUESTS.names)
+
+
+def test_file_of_another_version_is_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    EventLog(tmp_path).append_requests(1, 0, requests(2))
+    (path,) = tmp_path.glob("requests-*.arrow")
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    older = table.drop_columns(["verify_steps"]).append_column("later_idea", pa.array([1, 2]))
+    with pa.ipc.new_file(path, older.schema) as writer:
+        writer.write_table(older)
+    columns = read_requests(tmp_path)
+    assert columns.schema == REQUESTS
+    assert columns["verify_steps"].null_count == 2
+    assert columns["accepted_tokens"].to_pylist() == [5, 5]
+
+
+WRITER = """
+import sys
+from verl_rhyme.observability.events import EventLog
+log = EventLog(sys.argv[1])
+for step in range(1, 100000):
+    log.append_requests(step, 0, {"uid": [f"{step}-{i}" for i in range(64)], "node": "n"})
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_loses_no_flushed_row(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(float(rng.uniform(0.05, 0.3)))
+            os.kill(writer.pid, signal.SIGKILL)
+            told = [int(line) for line in writer.stdout.read().splitlines() if line]
+        steps = read_requests(folder)["step"].to_pylist()
+        assert len(steps) == 64 * max(steps)
+        assert max(steps) >= max(told, default=1)
+        EventLog(folder)
+        assert not list(folder.glob(".*"))
+
+
+FULL_DISK = """
+import logging, resource, sys
+from verl_rhyme.observability.events import EventLog, read_requests
+logging.basicConfig(format="%(message)s")
+log = EventLog(sys.argv[1])
+log.append_requests(1, 0, {"uid": ["before"]})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for step in (2, 3):
+    log.append_requests(step, 0, {"uid": ["x" * 100] * 100})
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.append_requests(4, 0, {"uid": ["after"]})
+print(log.lost_rows, read_requests(sys.argv[1])["uid"].to_pylist())
+"""
+
+
+def test_full_disk_is_one_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "200 ['before', 'after']"
+    assert done.stderr.count("event log: cannot write") == 1
+    assert "events.dir" in done.stderr
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        log = EventLog(tmp_path / "file" / "events")
+        log.append_requests(1, 0, requests(3))
+        log.describe(arm="histospec")
+    assert len(caplog.records) == 1
+    assert log.lost_rows == 3
+
+
+def test_description_is_kept_and_extended(tmp_path: Path) -> None:
+    EventLog(tmp_path).describe(arm="histospec", slots=32)
+    EventLog(tmp_path).describe(engine="vllm 0.24.0")
+    assert read_info(tmp_path) == {"arm": "histospec", "slots": 32, "engine": "vllm 0.24.0"}
+    (tmp_path / "run.json").write_text("{broken")
+    assert read_info(tmp_path) == {}
+
+
+def test_512_rows_cost_little(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    columns = requests(512)
+    seconds = []
+    for step in range(1, 60):
+        begin = time.perf_counter()
+        log.append_requests(step, 0, columns)
+        seconds.append(time.perf_counter() - begin)
+    # 1.2 ms on an idle two-core machine; the bound leaves room for a busy one.
+    assert statistics.median(seconds) < 0.010

@@ -1,0 +1,107 @@
+"""Step metrics against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_rhyme.observability import metrics as m
+
+intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=20)
+
+
+def brute_force(spans: list[tuple[int, int]], slots: int) -> float:
+    """The definition, second by second: times are whole seconds."""
+    begin, end = min(a for a, _ in spans), max(b for _, b in spans)
+    idle = 0
+    for second in range(begin, end):
+        running = sum(a <= second < b for a, b in spans)
+        idle += slots - min(running, slots)
+    return idle / (slots * (end - begin)) if end > begin else 0.0
+
+
+@given(intervals, st.integers(1, 25))
+def test_bubble_ratio_is_its_definition(pairs: list[tuple[int, int]], slots: int) -> None:
+    spans = [(min(p), max(p)) for p in pairs]
+    started, finished = np.array(spans, dtype=np.float64).T
+    ratio = m.bubble_ratio(started, finished, slots)
+    assert ratio == pytest.approx(brute_force(spans, slots), abs=1e-9)
+    # Neither the clock's zero nor its unit matters.
+    assert m.bubble_ratio(started * 1e-3 + 1.7e9, finished * 1e-3 + 1.7e9, slots) == pytest.approx(ratio, abs=1e-4)
+
+
+def test_bubble_ratio_of_known_cases() -> None:
+    assert m.bubble_ratio([0, 0], [4, 4], 2) == 0.0
+    assert m.bubble_ratio([0, 0], [4, 2], 2) == 0.25
+    assert m.bubble_ratio([0, 0], [4, 4], 4) == 0.5
+    assert m.bubble_ratio([], [], 4) == 0.0
+    assert m.bubble_ratio([0, np.nan], [4, 9], 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("started", "finished", "slots", "message"),
+    [([0], [1], 0, "at least 1"), ([0], [1, 2], 1, "shape"), ([3], [1], 1, "end before they start")],
+)
+def test_bubble_ratio_refuses_nonsense(started: list[float], finished: list[float], slots: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        m.bubble_ratio(started, finished, slots)
+
+
+def columns() -> dict[str, np.ndarray]:
+    return {
+        "queued_at": np.array([0.0, 0.0, 0.0, 0.0]),
+        "started_at": np.array([0.0, 1.0, 2.0, 0.0]),
+        "finished_at": np.array([4.0, 5.0, 10.0, 50.0]),
+        "response_tokens": np.array([10, 20, 70, 1000]),
+        "drafted_tokens": np.array([0, 10, 40, 500]),
+        "accepted_tokens": np.array([0, 5, 40, 500]),
+        "verify_steps": np.array([0, 5, 10, 10]),
+        "history_hit": np.array([False, True, True, True]),
+        "trained": np.array([True, True, False, False]),
+        "validate": np.array([False, False, False, True]),
+    }
+
+
+def test_step_metrics() -> None:
+    data = m.step_metrics(columns(), slots=2, rollout_s=10.0)
+    assert data[m.REQUESTS] == 3
+    assert data[m.BUBBLE_RATIO] == pytest.approx(brute_force([(0, 4), (1, 5), (2, 10)], 2))
+    assert data[m.TRAINED_TOKENS] == 30
+    assert data[m.USEFUL_TOKENS_PER_S] == 3.0
+    assert data[m.SPEC_DRAFTED] == 50
+    assert data[m.SPEC_ACCEPTED] == 45
+    assert data[m.SPEC_ACCEPT_RATE] == pytest.approx((0 + 0.5 + 1.0) / 3)
+    assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
+    assert data[m.HISTORY_HIT_RATE] == pytest.approx(2 / 3)
+    assert data[m.QUEUE_S_MEAN] == 1.0
+    assert data[m.QUEUE_S_MAX] == 2.0
+    assert data[m.LENGTHS_P50] == 20.0
+    assert data[m.LENGTHS_MAX] == 70.0
+    assert all(type(value) is float for value in data.values())
+
+
+def test_unknown_is_left_out() -> None:
+    rows = columns()
+    del rows["drafted_tokens"], rows["history_hit"]
+    data = m.step_metrics(rows, slots=None, rollout_s=10.0)
+    assert m.BUBBLE_RATIO not in data
+    assert m.SPEC_ACCEPT_RATE not in data
+    assert m.HISTORY_HIT_RATE not in data
+    assert m.step_metrics({}, 1, 1.0) == {}
+    only_validation = {name: values[-1:] for name, values in columns().items()}
+    assert m.step_metrics(only_validation, 1, 1.0) == {}
+
+
+def test_a_skewed_clock_does_not_lose_the_step() -> None:
+    rows = columns()
+    rows["finished_at"] = rows["finished_at"] - 3.5
+    assert 0.0 <= m.step_metrics(rows, slots=2, rollout_s=10.0)[m.BUBBLE_RATIO] <= 1.0
+
+
+def test_response_tokens_from_what_verl_logs() -> None:
+    assert m.response_tokens({m.GEN_S: 2.0, m.GEN_MS_PER_TOKEN: 2000 / 357}) == 357
+    assert m.response_tokens({m.TOTAL_TOKENS: 400, m.PROMPT_LENGTH_MEAN: 30.0, m.RESPONSE_LENGTH_MEAN: 70.0}) == 280
+    assert m.response_tokens({m.TRAINED_TOKENS: 5.0}) == 5
+    assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None

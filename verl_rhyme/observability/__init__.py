@@ -1,0 +1,1 @@
+"""What a run did: the event log, the metrics computed from it, the live progress line and the final report."""

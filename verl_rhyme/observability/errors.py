@@ -1,0 +1,102 @@
+"""Finds what went wrong in the mixed output of Ray, verl and vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Only this much of the end of a log is read, in bytes.
+TAIL_BYTES = 4 << 20
+
+#: Lines of a traceback to show: its end says what and where.
+SHOWN_LINES = 16
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ORIGIN = re.compile(r"^\(([^()\n]*pid=\d+[^()\n]*)\) ?")
+_LEVEL = re.compile(r"^(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
+_REPEATED = re.compile(r" ?\[repeated \d+x across cluster\].*$")
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\([\w.]+\))?(?::|$)")
+_NAMED_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)(?:\([\w.]+\))?(?::|$)")
+_ERROR_LINE = re.compile(r"\b(?:[A-Za-z]*(?:Error|Exception)\b|error:|Killed\b|No space left on device)")
+
+#: What other processes say when the one that failed takes them down.
+_AFTERMATH = re.compile(
+    r"^(?:\S*\.)?(?:ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OwnerDiedError|KeyboardInterrupt"
+    r"|SystemExit|BrokenPipeError|ConnectionResetError|EOFError|CancelledError|EngineDeadError)\b"
+)
+
+
+@dataclass
+class _Traceback:
+    lines: list[str]
+    ignored: bool
+    end: int = 0
+    exception: str = ""
+
+    @property
+    def telling(self) -> bool:
+        return not self.ignored and bool(self.exception) and not _AFTERMATH.match(self.exception)
+
+
+@dataclass
+class _Origin:
+    """The lines of one process, which Ray mixes with those of others."""
+
+    open: _Traceback | None = None
+    before: str = ""
+    done: list[_Traceback] = field(default_factory=list)
+
+    def take(self, line: str, number: int) -> None:
+        if line == _TRACEBACK:
+            self.open = _Traceback([], ignored=self.before.startswith("Exception ignored in"))
+            self.done.append(self.open)
+        elif self.open is not None and line and not line[0].isspace():
+            # Ray's exception is followed by the remote frames and the remote exception.
+            if (_NAMED_EXCEPTION if self.open.exception else _EXCEPTION).match(line):
+                self.open.exception = line
+            else:
+                self.open = None
+        if self.open is not None and line:
+            self.open.lines.append(line)
+            self.open.end = number
+        self.before = line or self.before
+
+
+def last_error(log: str | os.PathLike[str], begin: int = 0) -> list[str]:
+    """The end of the last traceback that tells the cause; else the last lines that name an error; else the last lines.
+
+    Args:
+        log: Output of a training run.
+        begin: Where this run's part of the file begins, in bytes.
+
+    Returns:
+        At most :data:`SHOWN_LINES` lines without Ray's and vLLM's prefixes.
+    """
+    try:
+        with Path(log).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(cannot read {log}: {error.strerror})"]
+    origins: dict[str, _Origin] = {}
+    plain = []
+    for number, raw in enumerate(text.splitlines()):
+        line = _REPEATED.sub("", _ANSI.sub("", raw)).rstrip()
+        origin = _ORIGIN.match(line)
+        if origin:
+            line = line[origin.end() :]
+        line = _LEVEL.sub("", line)
+        origins.setdefault(origin[1] if origin else "", _Origin()).take(line, number)
+        if line.strip():
+            plain.append(line)
+    tracebacks = sorted((t for o in origins.values() for t in o.done if t.exception), key=lambda t: t.end)
+    telling = [t for t in tracebacks if t.telling]
+    if telling or tracebacks:
+        lines = (telling or tracebacks)[-1].lines
+        return lines if len(lines) <= SHOWN_LINES else ["...", *lines[-(SHOWN_LINES - 1) :]]
+    named = [line for line in plain if _ERROR_LINE.search(line)]
+    return (named or plain or ["(the log is empty)"])[-SHOWN_LINES // 2 :]

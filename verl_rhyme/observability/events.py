@@ -1,0 +1,278 @@
+"""The event log: one row per request attempt and one per stage of a step, Arrow files in the run folder.
+
+Each flush is one small file, written under another name and then renamed: a run killed at any moment leaves earlier
+files whole. Every opened log is a new session, numbered in the file names. Where a later session begins at step k
+(it resumed from the checkpoint before k), readers drop all that earlier sessions logged from k on: those steps are
+no part of the model any more, and nothing is counted twice. Validation, which a resumed run may repeat before its
+first step, overtakes only earlier validation of the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+#: One row per attempt of a request. Times are seconds since the Unix epoch; ``*_at`` is null where it never happened.
+#: ``step`` is the one that trained the response (or validated it), ``epoch`` counts from 0 as verl's does.
+REQUESTS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("epoch", pa.int64()),
+        ("uid", pa.string()),
+        ("prompt_key", pa.binary(16)),
+        ("sample", pa.int32()),
+        ("attempt", pa.int32()),
+        ("replica", pa.int32()),
+        ("node", pa.string()),
+        ("queued_at", pa.float64()),
+        ("started_at", pa.float64()),
+        ("first_token_at", pa.float64()),
+        ("finished_at", pa.float64()),
+        ("prompt_tokens", pa.int32()),
+        ("response_tokens", pa.int32()),
+        ("policy_version_start", pa.int64()),
+        ("policy_version_end", pa.int64()),
+        ("drafted_tokens", pa.int32()),
+        ("accepted_tokens", pa.int32()),
+        ("verify_steps", pa.int32()),
+        ("history_hit", pa.bool_()),
+        ("stop_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("trained", pa.bool_()),
+        ("validate", pa.bool_()),
+    ]
+)
+
+#: One row per stage of a step; ``stage`` is verl's timer name ("gen", "update_actor", "update_weights", ...).
+STAGES = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("epoch", pa.int64()),
+        ("stage", pa.string()),
+        ("started_at", pa.float64()),
+        ("duration_s", pa.float64()),
+    ]
+)
+
+_SCHEMAS = {"requests": REQUESTS, "stages": STAGES}
+INFO_FILE = "run.json"
+_FILE = re.compile(r"(requests|validation|stages)-(\d+)-(\d+)-(\d+)\.arrow")
+
+
+class EventLog:
+    """Writes the log. Not for use by several processes at once: the trainer is the one writer.
+
+    Args:
+        folder: Made when missing. A folder with an earlier run's events is continued, see the module.
+
+    A full or read-only disk costs one warning and the events, never the run; the next flush tries again.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.lost_rows = 0
+        self._warned = False
+        self._files = 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
+                unfinished.unlink()
+            self._session = 1 + max((session for _, _, session, _, _ in _files(self.folder)), default=0)
+        except OSError as error:
+            self._session = 1
+            self._warn(error)
+
+    def append_requests(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
+        """Log request attempts of one step: may be called several times for a step.
+
+        Args:
+            step: Trainer step, from 1.
+            epoch: From 0, as verl counts.
+            columns: Name of :data:`REQUESTS` to a sequence or array of shape [attempts], or to one value for all
+                rows. Missing columns are null. ``prompt_key`` takes 16 bytes or 32 hex digits.
+
+        Raises:
+            ValueError: Unknown column, unequal lengths, or a value of the wrong type.
+        """
+        keys = columns.get("prompt_key")
+        if keys is not None and not isinstance(keys, str | bytes):
+            columns = {**columns, "prompt_key": [bytes.fromhex(k) if isinstance(k, str) else k for k in keys]}
+        elif isinstance(keys, str):
+            columns = {**columns, "prompt_key": bytes.fromhex(keys)}
+        self._append("requests", step, epoch, columns, validation=bool(np.all(columns.get("validate", False))))
+
+    def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
+        """Log stages of one step; as :meth:`append_requests`, with the columns of :data:`STAGES`."""
+        self._append("stages", step, epoch, columns)
+
+    def describe(self, **info: Any) -> None:
+        """Keep facts of the run that the report needs, as JSON: ``arm``, ``engine``, ``slots`` (see ``bubble_ratio``).
+
+        Later calls add to earlier ones. :func:`read_info` reads them.
+        """
+        merged = {**read_info(self.folder), **info}
+        self._write(INFO_FILE, json.dumps(merged, indent=2).encode())
+
+    def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
+        batch = _record_batch(_SCHEMAS[kind], {**columns, "step": step, "epoch": epoch})
+        if batch.num_rows == 0:
+            return
+        name = f"{'validation' if validation else kind}-{step:06d}-{self._session:03d}-{self._files:06d}.arrow"
+        self._files += 1
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        if not self._write(name, sink.getvalue()):
+            self.lost_rows += batch.num_rows
+
+    def _write(self, name: str, content: bytes | pa.Buffer) -> bool:
+        temporary = self.folder / f".{name}.tmp"
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(self.folder / name)
+            return True
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            self._warn(error)
+            return False
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "event log: cannot write to %s (%s); training goes on without its events. "
+                "Free space there or set actor_rollout_ref.rollout.custom.rhyme.events.dir",
+                self.folder,
+                error,
+            )
+
+
+def read_requests(folder: str | os.PathLike[str]) -> pa.Table:
+    """All request attempts of a run in the order of their steps, schema :data:`REQUESTS`.
+
+    An unreadable file is left out with a warning; a missing folder is an empty table.
+    """
+    return _read(Path(folder), "requests")
+
+
+def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
+    """All stages of a run, schema :data:`STAGES`; see :func:`read_requests`."""
+    return _read(Path(folder), "stages")
+
+
+def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
+    try:
+        info = json.loads((Path(folder) / INFO_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
+    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans."""
+    columns = {}
+    for field in table.schema:
+        column = table[field.name]
+        if column.null_count and (pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)):
+            column = column.fill_null(False if pa.types.is_boolean(field.type) else 0)
+        columns[field.name] = column.to_numpy()
+    return columns
+
+
+def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    for name in columns:
+        if name not in schema.names:
+            near = difflib.get_close_matches(name, schema.names, n=1)
+            raise ValueError(f"event log: no column {name!r}; {f'did you mean {near[0]!r}' if near else schema.names}")
+    many = {name: values for name, values in columns.items() if _is_column(values)}
+    lengths = {name: len(values) for name, values in many.items()}
+    rows = max(lengths.values(), default=1)
+    if any(length != rows for length in lengths.values()):
+        raise ValueError(f"event log: columns of unequal length: {lengths}")
+    arrays = []
+    for field in schema:
+        value = columns.get(field.name)
+        try:
+            if field.name in many:
+                arrays.append(pa.array(value, type=field.type, from_pandas=isinstance(value, np.ndarray)))
+            else:
+                arrays.append(pa.repeat(pa.scalar(value, type=field.type), rows))
+        except (pa.ArrowException, TypeError) as error:
+            raise ValueError(f"event log: column {field.name!r} must hold {field.type}: {error}") from error
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _files(folder: Path) -> list[tuple[str, int, int, int, Path]]:
+    """(kind, step, session, number, path) of every complete file."""
+    found = []
+    for entry in os.scandir(folder):
+        if match := _FILE.fullmatch(entry.name):
+            kind, step, session, number = match.groups()
+            found.append((kind, int(step), int(session), int(number), Path(entry.path)))
+    return found
+
+
+def _live_files(folder: Path, kind: str) -> list[Path]:
+    """Files of ``kind``, or of validation with the requests, that no later session has overtaken; by step, then age."""
+    files = _files(folder)
+    begins: dict[int, int] = {}
+    validated: dict[int, int] = {}  # step to the last session that validated it
+    for file_kind, step, session, _, _ in files:
+        if file_kind == "validation":
+            validated[step] = max(session, validated.get(step, session))
+        else:
+            begins[session] = min(step, begins.get(session, step))
+    live = [
+        (step, session, number, path)
+        for file_kind, step, session, number, path in files
+        if (file_kind == kind or (file_kind == "validation" and kind == "requests" and session == validated[step]))
+        and all(step < begin for later, begin in begins.items() if later > session)
+    ]
+    return [path for *_, path in sorted(live)]
+
+
+def _read(folder: Path, kind: str) -> pa.Table:
+    schema = _SCHEMAS[kind]
+    tables = [schema.empty_table()]
+    for path in _live_files(folder, kind) if folder.is_dir() else ():
+        try:
+            # Read, not mapped: a file cut short while mapped would be a bus error. Full validation, because
+            # a damaged offset would otherwise be followed out of the buffer.
+            table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
+            table.validate(full=True)
+            tables.append(_conform(table, schema))
+        except (OSError, pa.ArrowException, ValueError) as error:
+            warnings.warn(f"event log: {path} is unreadable and left out ({error})", stacklevel=3)
+    return pa.concat_tables(tables)
+
+
+def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """A file of another version: its missing columns are null, its unknown ones are dropped."""
+    return pa.table(
+        [
+            table[field.name].cast(field.type) if field.name in table.schema.names else pa.nulls(len(table), field.type)
+            for field in schema
+        ],
+        schema=schema,
+    )

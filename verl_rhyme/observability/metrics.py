@@ -1,0 +1,176 @@
+"""Metric names and the pure functions behind them; verl's own names where they exist."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# verl's names: verl/trainer/ppo/metric_utils.py and v1/trainer_base.py.
+EPOCH = "training/epoch"  # counted from 0
+REWARD_MEAN = "critic/score/mean"
+REWARD_MEAN_AFTER_KL = "critic/rewards/mean"
+TIMING = "timing_s/"
+GEN_S = "timing_s/gen"
+STEP_S = "timing_s/step"
+HISTORY_UPDATE_S = "timing_s/history_update"
+GEN_MS_PER_TOKEN = "timing_per_token_ms/gen"
+TOTAL_TOKENS = "perf/total_num_tokens"  # prompts and responses
+PROMPT_LENGTH_MEAN = "prompt_length/mean"
+RESPONSE_LENGTH_MEAN = "response_length/mean"
+STALENESS_MAX = "training/off_policy/trajectory_staleness/max"
+SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"
+SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
+
+# Ours.
+BUBBLE_RATIO = "rollout/bubble_ratio"
+USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"
+REQUESTS = "rollout/requests"
+TRAINED_TOKENS = "rollout/trained_tokens"
+QUEUE_S_MEAN = "rollout/queue_s/mean"
+QUEUE_S_MAX = "rollout/queue_s/max"
+LENGTHS_P50 = "rollout/lengths/p50"
+LENGTHS_P90 = "rollout/lengths/p90"
+LENGTHS_P99 = "rollout/lengths/p99"
+LENGTHS_MAX = "rollout/lengths/max"
+SPEC_DRAFTED = "rollout/spec/drafted_tokens"
+SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
+SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
+HISTORY = "rollout/history"  # what the store says of itself stands below it
+HISTORY_ERRORS = "rollout/history/errors"
+HISTORY_HIT_RATE = "rollout/history/hit_rate"
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:
+    """Share of the rollout's request slots that stood idle.
+
+    ``sum_k (Q - r_k) dt_k / (Q sum_k dt_k)``: ``Q`` slots, ``r_k`` of them running during the interval ``dt_k``
+    between two consecutive starts or ends (SortedRL, section 2). The span is [first start, last end]; an interval
+    with more requests than slots counts as full.
+
+    Args:
+        started: Seconds, float, shape [requests]. Requests with a non-finite time are left out.
+        finished: Same clock and shape, not before ``started``.
+        slots: ``Q``, requests that all replicas together can run at once (replicas * max_num_seqs).
+
+    Returns:
+        In [0, 1]; 0.0 when nothing ran.
+
+    Raises:
+        ValueError: ``slots`` is below 1, the shapes differ, or a request ends before it starts.
+    """
+    if slots < 1:
+        raise ValueError(f"bubble_ratio: slots must be at least 1, not {slots}; pass replicas * max_num_seqs")
+    begin, end = np.asarray(started, dtype=np.float64), np.asarray(finished, dtype=np.float64)
+    if begin.shape != end.shape:
+        raise ValueError(f"bubble_ratio: started has shape {begin.shape}, finished {end.shape}; they must be equal")
+    known = np.isfinite(begin) & np.isfinite(end)
+    begin, end = begin[known], end[known]
+    if np.any(end < begin):
+        raise ValueError(f"bubble_ratio: {int(np.sum(end < begin))} requests end before they start; check the clocks")
+    if not len(begin) or end.max() == begin.min():
+        return 0.0
+    times = np.concatenate([begin, end])
+    order = np.argsort(times)
+    running = np.cumsum(np.repeat([1, -1], len(begin))[order])[:-1]
+    interval = np.diff(times[order])
+    busy = float(np.dot(np.clip(running, 0, slots), interval))
+    return min(max(1.0 - busy / (slots * float(end.max() - begin.min())), 0.0), 1.0)
+
+
+def useful_tokens_per_s(trained_tokens: float, rollout_s: float) -> float:
+    """Response tokens that reached the trainer per second of rollout; 0.0 when no time passed."""
+    return trained_tokens / rollout_s if rollout_s > 0 else 0.0
+
+
+def accept_rate(drafted: npt.ArrayLike, accepted: npt.ArrayLike) -> float:
+    """Mean over requests of accepted/drafted, 0 where nothing was drafted: verl's ``rollout/spec_accept_rate``."""
+    draft, accept = np.asarray(drafted, dtype=np.float64), np.asarray(accepted, dtype=np.float64)
+    return float(np.mean(np.divide(accept, draft, out=np.zeros_like(draft), where=draft > 0)))
+
+
+def accept_length(accepted: npt.ArrayLike, verify_steps: npt.ArrayLike) -> float:
+    """Mean over requests of 1 + accepted/verify steps, 0 where there were none: ``rollout/spec_accept_length``."""
+    accept, verify = np.asarray(accepted, dtype=np.float64), np.asarray(verify_steps, dtype=np.float64)
+    return float(np.mean(np.where(verify > 0, 1.0 + accept / np.maximum(verify, 1), 0.0)))
+
+
+def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:
+    """All metrics of one step's rollout that its requests tell.
+
+    Args:
+        requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
+            [attempts]. Validation requests are left out; what a missing column would tell is left out too.
+        slots: See :func:`bubble_ratio`; ``None`` where unknown: no bubble ratio then.
+        rollout_s: Seconds the step's rollout took (verl's ``timing_s/gen``).
+
+    Returns:
+        Metric name to value. ``rollout/spec_accept_*`` are verl's means over requests; the totals below
+        ``rollout/spec/`` are for means over tokens.
+    """
+    columns = {name: np.asarray(values) for name, values in requests.items()}
+    if "validate" in columns:
+        train = ~columns["validate"].astype(bool)
+        columns = {name: values[train] for name, values in columns.items()}
+    count = len(next(iter(columns.values()))) if columns else 0
+    if count == 0:
+        return {}
+    metrics: dict[str, float] = {REQUESTS: float(count)}
+
+    def has(*names: str) -> bool:
+        return all(name in columns for name in names)
+
+    if has("response_tokens"):
+        lengths = columns["response_tokens"].astype(np.float64)
+        p50, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99])
+        metrics |= {LENGTHS_P50: p50, LENGTHS_P90: p90, LENGTHS_P99: p99, LENGTHS_MAX: lengths.max()}
+        if has("trained"):
+            metrics[TRAINED_TOKENS] = lengths[columns["trained"].astype(bool)].sum()
+            metrics[USEFUL_TOKENS_PER_S] = useful_tokens_per_s(metrics[TRAINED_TOKENS], rollout_s)
+    if has("started_at", "finished_at"):
+        started, finished = columns["started_at"].astype(np.float64), columns["finished_at"].astype(np.float64)
+        if slots is not None:
+            # Clocks of two nodes may differ by more than a short request lasts: no reason to lose the step.
+            metrics[BUBBLE_RATIO] = bubble_ratio(started, np.maximum(started, finished), slots)
+        if has("queued_at"):
+            queue = started - columns["queued_at"].astype(np.float64)
+            queue = queue[np.isfinite(queue)].clip(min=0.0)
+            if len(queue):
+                metrics |= {QUEUE_S_MEAN: queue.mean(), QUEUE_S_MAX: queue.max()}
+    if has("drafted_tokens", "accepted_tokens", "verify_steps"):
+        drafted, accepted, verify = (columns[n] for n in ("drafted_tokens", "accepted_tokens", "verify_steps"))
+        metrics |= {
+            SPEC_DRAFTED: drafted.sum(),
+            SPEC_ACCEPTED: accepted.sum(),
+            SPEC_VERIFY_STEPS: verify.sum(),
+            SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
+            SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
+        }
+    if has("history_hit"):
+        metrics[HISTORY_HIT_RATE] = columns["history_hit"].astype(bool).mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def response_tokens(metrics: Mapping[str, Any]) -> float | None:
+    """Response tokens of a step from verl's metrics, which do not log them: ``None`` where they can't be known."""
+    seconds, per_token = finite(metrics, GEN_S), finite(metrics, GEN_MS_PER_TOKEN)
+    if seconds and per_token:
+        return float(round(seconds * 1000.0 / per_token))
+    total, prompt, response = (finite(metrics, n) for n in (TOTAL_TOKENS, PROMPT_LENGTH_MEAN, RESPONSE_LENGTH_MEAN))
+    if total is not None and prompt is not None and response is not None and prompt + response > 0:
+        return float(round(total * response / (prompt + response)))
+    return finite(metrics, TRAINED_TOKENS)
+
+
+def finite(metrics: Mapping[str, Any], name: str) -> float | None:
+    """``metrics[name]`` as a float; ``None`` where it is missing, null or not finite."""
+    value = metrics.get(name)
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return None

@@ -1,0 +1,226 @@
+"""Runs a training command quietly: its output to a log, one readable line per step and a bar to the terminal.
+
+``python -m verl_rhyme.observability.progress --metrics RUN/metrics.jsonl --log RUN/train.log --total-steps N -- CMD``
+
+The command runs in a session of its own and gets ``VERL_FILE_LOGGER_PATH``; its steps are read from there, so
+``trainer.logger`` must contain ``file``. Interrupts reach the whole session, and when the command is over nothing of
+that session is left. The exit status is the command's (128 + n for signal n).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from . import metrics, steps
+from .errors import last_error
+from .supervise import Supervised
+
+LOGGER_VARIABLE = "VERL_FILE_LOGGER_PATH"
+POLL_S = 0.2
+
+#: Without a terminal a silent stretch of this many seconds is broken by one line.
+HEARTBEAT_S = 30.0
+
+
+def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None) -> str:
+    """One line a person can read for one step's metrics; what is missing is left out.
+
+    Args:
+        step: From 1; 0 for the validation before training.
+        data: Metric name to value, as verl logs them.
+        total_steps: Of the whole training, where known.
+    """
+
+    def value(name: str) -> float | None:
+        return metrics.finite(data, name)
+
+    head = f"step {step}" + (f"/{total_steps}" if total_steps else "")
+    if (epoch := value(metrics.EPOCH)) is not None:
+        head += f" epoch {int(epoch) + 1}"
+    parts = [head]
+    reward = value(metrics.REWARD_MEAN)
+    reward = value(metrics.REWARD_MEAN_AFTER_KL) if reward is None else reward
+    if reward is not None:
+        parts.append(f"reward {reward:.2f}")
+    tokens, seconds = metrics.response_tokens(data), value(metrics.GEN_S)
+    if tokens is not None and seconds:
+        count = f"{tokens:,.0f}".replace(",", " ")
+        parts.append(f"{count} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tok/s)")
+    parts += _drafting(value)
+    if (bubble := value(metrics.BUBBLE_RATIO)) is not None:
+        parts.append(f"bubble {bubble:.0%}")
+    validation = {name: v for name in data if name.startswith("val-core/") and (v := value(name)) is not None}
+    parts += [f"validation {name.split('/', 1)[1]} {v:.2f}" for name, v in validation.items()]
+    return " | ".join(parts)
+
+
+def _drafting(value: Any) -> list[str]:
+    parts = []
+    drafted, accepted, verified = (
+        value(name) for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
+    )
+    if drafted and verified and accepted is not None:
+        parts += [f"{1 + accepted / verified:.1f} tokens/step", f"{accepted / drafted:.0%} accepted"]
+    elif value(metrics.SPEC_ACCEPT_LENGTH):
+        parts.append(f"{value(metrics.SPEC_ACCEPT_LENGTH):.1f} tokens/step")
+        if (rate := value(metrics.SPEC_ACCEPT_RATE)) is not None:
+            parts.append(f"{rate:.0%} accepted")
+    if (hits := value(metrics.HISTORY_HIT_RATE)) is not None:
+        parts.append(f"{hits:.0%} with history")
+    return [", ".join(parts)] if parts else []
+
+
+class MetricsFollower:
+    """Reads what is appended to verl's metrics file, whole lines only; the file may appear late or start anew."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._offset = 0
+
+    def poll(self) -> list[tuple[int, dict[str, Any]]]:
+        """(step, metrics) of the lines completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(steps.parse_lines(whole.splitlines(), self.path))
+
+
+class Display:
+    """A bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, total_steps: int | None) -> None:
+        self._console = console
+        self._total = total_steps
+        self._began = self._spoke = time.monotonic()
+        self._step = 0
+        self._first: tuple[int, float] | None = None
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = self._bar.add_task("starting", total=total_steps) if self._bar else None
+
+    def __enter__(self) -> Display:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._spoke = time.monotonic()
+
+    def step(self, step: int, data: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+        self._step = step
+        text = step_line(step, data, self._total)
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step, description="training")
+        elif left := self._seconds_left(step):
+            text += f" | about {_duration(left)} left"
+        self.line(text)
+
+    def tick(self) -> None:
+        """Say that the run is alive, when it has not been heard of for long."""
+        quiet = time.monotonic() - self._spoke
+        if self._bar is None and quiet >= HEARTBEAT_S:
+            doing = f"in step {self._step + 1}" if self._step else "still starting"
+            self.line(f"{doing}, {_duration(time.monotonic() - self._began)} since the start")
+
+    def _seconds_left(self, step: int) -> float | None:
+        """From the steps since the first one seen, which pays for all warming up."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first, at = self._first
+        if not self._total or step <= first or step >= self._total:
+            return None
+        return (now - at) / (step - first) * (self._total - step)
+
+
+def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int | None, console: Console) -> int:
+    """Run ``command`` to its end, see the module.
+
+    Returns:
+        Its exit status; 127 where it can't be started.
+    """
+    metrics_file.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    aside = steps.set_aside(metrics_file)
+    follower = MetricsFollower(metrics_file)
+    log_begin = log.stat().st_size if log.exists() else 0
+    environment = {**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())}
+    try:
+        child = Supervised(command, log, environment)
+    except OSError as error:
+        console.print(f"cannot start {command[0]}: {error.strerror}", markup=False, highlight=False)
+        return 127
+    with child, Display(console, total_steps) as display:
+        display.line(f"starting verl, Ray and vLLM (about a minute); log: {log}")
+        if aside:
+            display.line(f"metrics of the run before are kept in {aside}")
+        while child.wait(POLL_S) is None:
+            for step, data in follower.poll():
+                display.step(step, data)
+            if child.notice:
+                display.line(child.notice)
+                child.notice = None
+            display.tick()
+        for step, data in follower.poll():
+            display.step(step, data)
+    status = child.status
+    if status and not child.interrupted:
+        why = ", killed: out of memory?" if status == 128 + signal.SIGKILL else ""
+        console.print(
+            f"training failed (exit status {status}{why}); the end of {log} says:", markup=False, highlight=False
+        )
+        for text in last_error(log, log_begin):
+            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+    elif child.interrupted:
+        console.print(f"training interrupted; log: {log}", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.progress", description=__doc__)
+    parser.add_argument("--metrics", type=Path, required=True, help="where verl's file logger shall write")
+    parser.add_argument("--log", type=Path, required=True, help="takes the command's output, appended")
+    parser.add_argument("--total-steps", type=int, help="steps of the whole training")
+    parser.add_argument("command", nargs="+", help="the training command, after --")
+    options = parser.parse_args(arguments)
+    return run(options.command, options.metrics, options.log, options.total_steps, Console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

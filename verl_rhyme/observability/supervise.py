@@ -1,0 +1,159 @@
+"""A command in a session of its own that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+#: Seconds between an interrupt and the kill.
+GRACE_S = 15.0
+
+#: Seconds that what outlives the command itself (Ray's daemons) has to end by itself.
+LINGER_S = 5.0
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+class Supervised:
+    """Starts ``command`` and passes SIGINT, SIGTERM and SIGHUP on to its process group.
+
+    A command that has not ended :data:`GRACE_S` after the first signal, or at the second one, is killed with its
+    whole session. Ray and vLLM put processes into groups of their own, but never into sessions of their own.
+    Use as a context manager, in the main thread.
+
+    Args:
+        command: Program and arguments.
+        log: Takes standard output and error, appended.
+        environment: Of the command.
+
+    Raises:
+        OSError: The command can't be started.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.interrupted = False
+        #: Something to tell the user; the reader clears it.
+        self.notice: str | None = None
+        self._kill_at: float | None = None
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=_child_setup(),
+            )
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Supervised:
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._process.poll() is None:  # the reader failed
+                self._send(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(GRACE_S)
+            self._sweep()
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit status, or ``None`` when the command still runs after ``timeout`` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+            return self.status
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill_session()
+        return None
+
+    @property
+    def status(self) -> int:
+        """Exit status of the ended command as a shell gives it: 128 + n after signal n."""
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        again = self.interrupted
+        self.interrupted = True
+        self._kill_at = time.monotonic() + (0 if again else GRACE_S)
+        self.notice = None if again else f"stopping (at most {GRACE_S:.0f} s; once more to kill) ..."
+        self._send(signal.Signals(number))
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _sweep(self) -> None:
+        """End what the command left running."""
+        deadline = time.monotonic() + LINGER_S
+        while session_processes(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._kill_session()
+
+    def _kill_session(self) -> None:
+        """Kill all but Python's resource trackers at first: those remove shared memory once their users are gone."""
+        for spare_trackers in (True, False):
+            left = session_processes(self._process.pid)
+            killed = [pid for pid in left if not (spare_trackers and _is_resource_tracker(pid))]
+            for pid in killed:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + (2.0 if left else 0.0)
+            while time.monotonic() < deadline and set(session_processes(self._process.pid)) - {self._process.pid}:
+                time.sleep(0.05)
+
+
+def session_processes(session: int) -> list[int]:
+    """Process ids of a session, zombies left out. Without /proc: what is left of the process group, as its id."""
+    if not sys.platform.startswith("linux"):
+        try:
+            os.killpg(session, 0)
+        except OSError:
+            return []
+        return [-session]
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                # pid (name) state ppid pgrp session ...; the name may hold anything
+                fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    found.append(int(entry))
+    return found
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _child_setup() -> Callable[[], None]:
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    parent = os.getpid()
+
+    def setup() -> None:
+        # A shell starts background jobs with SIGINT ignored, and Python would then ignore it too.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with us, also when we are killed
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return setup
