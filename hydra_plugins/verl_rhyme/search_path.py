@@ -1,0 +1,15 @@
+"""Lets hydra find ``+rhyme=histospec`` from any command, any primary config and any working directory."""
+
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+_GROUPS = Path(__file__).parents[2] / "verl_rhyme" / "config"
+
+
+class VerlRhymeSearchPath(SearchPathPlugin):
+    """Appends the config groups that ship with verl-rhyme."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="verl-rhyme", path=f"file://{_GROUPS}")

@@ -1,0 +1,132 @@
+"""verl finds the plugin, it costs nothing, and it leaves stock verl to those who did not ask for rhyme."""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def python(code, *, cwd=None, timeout=180, **env):
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def test_import_costs_under_50_ms_and_loads_no_engine():
+    """``import verl`` takes seconds and varies by more than 50 ms, so the plugin is timed alone, after it."""
+    code = """
+import sys, time, json
+import verl
+before = set(sys.modules)
+start = time.perf_counter()
+import verl_rhyme.plugin
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({m.split(".")[0] for m in set(sys.modules) - before}), verl_rhyme.plugin.FAILURES]))
+"""
+    seconds, loaded, failures = zip(
+        *(json.loads(python(code, VERL_USE_EXTERNAL_PLUGINS="none").stdout.splitlines()[-1]) for _ in range(3)),
+        strict=True,
+    )
+    assert min(seconds) < 0.05
+    assert not {"vllm", "megatron", "numba", "lmdb", "matplotlib"} & set(loaded[0])
+    assert failures == ([], [], [])
+
+
+def test_everything_is_registered():
+    code = """
+import verl, verl_rhyme.plugin
+from verl.plugin.platform import get_platform
+from verl.workers.engine import EngineRegistry
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
+assert verl_rhyme.plugin.FAILURES == []
+assert type(get_platform()).__name__ == "PlatformCPU"
+assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHead"
+assert CheckpointEngineRegistry.get("shm").__name__ == "ShmCheckpointEngine"
+sync = get_trainer_cls("sync")
+assert issubclass(sync, PPOTrainerSync) and sync.__name__ == "RhymeTrainerSync", sync
+"""
+    python(code)
+
+
+def test_failures_are_loud_and_stop_a_run_that_asks_for_rhyme():
+    code = """
+import sys
+sys.modules["verl_rhyme.platforms.cpu"] = None  # its import fails
+import verl
+import verl_rhyme.plugin
+from omegaconf import OmegaConf
+from verl_rhyme import startup
+assert any("platforms.cpu" in line for line in verl_rhyme.plugin.FAILURES)
+try:
+    startup.check(OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {}}}}}))
+except startup.ConfigError as error:
+    assert "platforms.cpu" in str(error)
+else:
+    raise AssertionError("a broken plugin must not pass")
+"""
+    assert "verl-rhyme: FAILED" in python(code, VERL_PLATFORM="nvidia").stderr
+
+
+def compose(cwd, *overrides):
+    return subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
+        cwd=cwd,
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_the_group_is_found_from_any_folder_with_verls_own_yaml(tmp_path):
+    result = compose(tmp_path, "+rhyme=histospec", "actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens=5")
+    assert result.returncode == 0, result.stderr
+    assert "max_tokens: 5" in result.stdout
+
+
+def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(tmp_path):
+    result = compose(tmp_path, "+rhyme=sorted")
+    assert result.returncode != 0
+    assert "histospec" in result.stderr
+
+
+def test_disabled_rhyme_is_stock_verl():
+    code = """
+import verl
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
+from verl_rhyme.trainer.base import RhymeTrainerMixin
+built = []
+PPOTrainerSync.__init__ = lambda self, config: built.append(type(self))
+for tree in (None, {"rhyme": {"enable": False}}):
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
+    assert type(get_trainer_cls("sync")(config=config)) is PPOTrainerSync
+assert built == [PPOTrainerSync] * 2
+"""
+    python(code)
+
+
+def test_disabled_rhyme_launches_verls_own_server():
+    code = """
+import verl
+from verl.workers.rollout.replica import get_rollout_replica_class
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.workers.config import RolloutConfig
+from verl_rhyme.workers.vllm.server import RhymeHttpServer
+def server(custom):
+    config = RolloutConfig(name="vllm", custom=custom)
+    replica = get_rollout_replica_class("vllm")(replica_rank=0, config=config, model_config=None)
+    return replica.server_class.__ray_metadata__.modified_class
+assert not issubclass(server(None), RhymeHttpServer)
+assert not issubclass(server({"rhyme": {"enable": False}}), RhymeHttpServer)
+assert issubclass(server({"rhyme": {}}), RhymeHttpServer)
+"""
+    python(code)

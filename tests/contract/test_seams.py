@@ -1,0 +1,117 @@
+"""Every seam has its shape in the installed packages, and the doctor tells when one has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from verl_rhyme.seam_check import Seam, check
+from verl_rhyme.seams import SEAMS
+
+# The doctor in a process of its own; the code before it may break something.
+DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"
+
+BREAKAGES = {
+    "removed": (
+        "import verl.trainer.ppo.v1.trainer_base as m; del m.PPOTrainer.on_step_end",
+        "seam PPOTrainer.on_step_end",
+    ),
+    "another signature": (
+        "import vllm.v1.spec_decode.custom_class_proposer as m; m.create_custom_proposer = lambda config, runner: None",
+        "seam create_custom_proposer",
+    ),
+    "another original": (
+        "import verl.utils.config as m; m.validate_config = lambda config, **_: None",
+        "patch verl_early_check",
+    ),
+}
+
+
+def run_doctor(before: str = "", arguments: tuple[str, ...] = ("doctor", "--json"), **env: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", DOCTOR.format(before=before, arguments=list(arguments))],
+        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Any:
+    return run_doctor()
+
+
+def test_doctor_passes_here(healthy: Any) -> None:
+    report = json.loads(healthy.stdout)
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert failed == []
+    assert healthy.returncode == 0
+    assert report["ok"] is True
+    seams = next(check for check in report["checks"] if check["name"] == "seams")
+    assert seams["detail"] == f"all {len(SEAMS)} have their shape"
+    assert sum(check["name"].startswith("patch ") and check["status"] == "ok" for check in report["checks"]) >= 6
+
+
+@pytest.fixture(scope="module")
+def broken() -> Any:
+    return run_doctor("\n".join(before for before, _ in BREAKAGES.values()))
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_doctor_names_what_is_broken(broken: Any, breakage: str) -> None:
+    report = json.loads(broken.stdout)
+    assert broken.returncode == 1
+    assert report["ok"] is False
+    found = next(check for check in report["checks"] if check["name"] == BREAKAGES[breakage][1])
+    assert found["status"] == "fail"
+    assert found["remedy"]
+
+
+def test_doctor_names_nothing_else(broken: Any) -> None:
+    failed = {check["name"] for check in json.loads(broken.stdout)["checks"] if check["status"] == "fail"}
+    assert failed == {culprit for _, culprit in BREAKAGES.values()}
+
+
+def test_doctor_without_the_plugin() -> None:
+    done = run_doctor(arguments=("doctor",), VERL_USE_EXTERNAL_PLUGINS="none", COLUMNS="200")
+    assert done.returncode == 1
+    assert "VERL_USE_EXTERNAL_PLUGINS" in done.stdout
+    assert "failures" in done.stdout
+
+
+def test_seams_are_named_once() -> None:
+    assert len({seam.target for seam in SEAMS}) == len(SEAMS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        ({"target": "json:loads"}, None),
+        ({"target": "json:dumps", "accepts": ("obj", "indent")}, None),
+        ({"target": "json:dumps", "accepts": ("colour",)}, "takes no 'colour'"),
+        ({"target": "json:load_all"}, "AttributeError"),
+        ({"target": "no_such_module:x"}, "ModuleNotFoundError"),
+        ({"target": "json.decoder:JSONDecoder.decode", "signature": "(self, s, _w)"}, None),
+        ({"target": "json.decoder:JSONDecoder.decode", "signature": "(self, s)"}, "expected (self, s)"),
+        ({"target": "json.decoder:JSONDecoder.decode", "contains": ("obj,end = self.raw_decode(",)}, None),
+        ({"target": "json.decoder:JSONDecoder.decode", "contains": ("raw_encode",)}, "does not contain"),
+        ({"target": "json.decoder:JSONDecoder", "has": ("raw_decode",)}, None),
+        ({"target": "json.decoder:JSONDecoder", "has": ("raw_encode",)}, "has no 'raw_encode'"),
+        ({"target": "collections.abc:Sized", "implemented_by": "collections.abc:Sequence"}, "lacks '__getitem__'"),
+        ({"target": "numbers:Number", "implemented_by": "numbers:Real"}, "lacks"),
+        ({"target": "json:JSONDecoder", "implemented_by": "json:JSONEncoder"}, "no subclass"),
+    ],
+)
+def test_a_seam_that_differs_is_told(wanted: dict[str, Any], problem: str | None) -> None:
+    found = check(Seam(used_for="a test", **wanted))
+    if problem is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert problem in found

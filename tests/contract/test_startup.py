@@ -1,0 +1,100 @@
+"""Bad input: one clear error before anything heavy starts."""
+
+import shutil
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme import startup
+from verl_rhyme.config import ConfigError
+
+
+def config(tmp_path, **rollout):
+    """As much of verl's config as the check reads; all of it right."""
+    (tmp_path / "train.parquet").touch()
+    return OmegaConf.create(
+        {
+            "data": {"train_files": str(tmp_path / "train.parquet"), "val_files": [str(tmp_path / "train.parquet")]},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "custom": {"rhyme": {}}, **rollout}},
+            "trainer": {"use_v1": True},
+        }
+    )
+
+
+def error(tree):
+    with pytest.raises(ConfigError) as caught:
+        startup.check(tree)
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def verl(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    import verl
+
+    return verl
+
+
+def test_right_input_passes(tmp_path):
+    startup.check(config(tmp_path))
+
+
+@pytest.mark.parametrize("package", ["verl", "vllm"])
+def test_wrong_version(tmp_path, monkeypatch, package):
+    monkeypatch.setattr(startup, "version", lambda name: "0.1.2" if name == package else startup.SUPPORTED[name])
+    message = error(config(tmp_path))
+    assert f"{package} 0.1.2" in message
+    assert f"{package}=={startup.SUPPORTED[package]}" in message
+
+
+def test_missing_dataset(tmp_path):
+    tree = config(tmp_path)
+    tree.data.val_files = [str(tmp_path / "nowhere.parquet")]
+    message = error(tree)
+    assert "data.val_files" in message
+    assert "nowhere.parquet" in message
+
+
+def test_hub_and_remote_files_are_not_looked_for(tmp_path):
+    tree = config(tmp_path)
+    tree.data.train_files = "hdfs://somewhere/train.parquet"
+    startup.check(tree)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"name": "sglang"}, ["sglang", "vllm"]),
+        ({"disaggregation": {"enabled": True}}, ["disaggregation"]),
+        (
+            {"engine_kwargs": {"vllm": {"speculative_config": {"method": "ngram"}}}},
+            ["speculative_config", "drafting.enable"],
+        ),
+    ],
+)
+def test_contradictions(tmp_path, rollout, words):
+    message = error(config(tmp_path, **rollout))
+    for word in words:
+        assert word in message
+
+
+def test_a_group_that_was_not_found(tmp_path):
+    tree = config(tmp_path)
+    tree.rhyme = "histospec"
+    assert "not installed beside verl" in error(tree)
+
+
+def test_no_shared_memory(tmp_path, monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(shutil, "disk_usage", missing)
+    assert "/dev/shm" in error(config(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 26, 0, 1 << 26))
+    assert "--shm-size" in error(config(tmp_path))
+
+
+def test_nothing_is_checked_without_rhyme(tmp_path):
+    tree = config(tmp_path, name="sglang")
+    tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
+    startup.check(tree)

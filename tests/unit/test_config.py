@@ -1,0 +1,63 @@
+"""The typed configuration: strict about keys, types, ranges and contradictions."""
+
+import dataclasses
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme import config
+from verl_rhyme.config import ConfigError, RhymeConfig, parse
+
+
+def test_defaults_survive_a_round_trip():
+    assert parse(RhymeConfig().to_dict()) == RhymeConfig()
+
+
+def test_no_tree_and_enable_false_are_stock_verl():
+    assert parse(None) is None
+    assert parse({"enable": False, "drafting": {"max_tokens": 8}}) is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"drafting": {"windw": {}}}, ["drafting.windw", "drafting.window?"]),
+        ({"histroy": {}}, ["histroy", "history?"]),
+        ({"zzz": 1}, ["zzz", "known here", "drafting"]),
+        ({"drafting": {"max_tokens": "many"}}, ["drafting.max_tokens", "int", "'many'"]),
+        ({"drafting": {"max_tokens": 129}}, ["drafting.max_tokens", "128"]),
+        ({"drafting": {"enable": 1}}, ["drafting.enable", "bool"]),
+        ({"drafting": 3}, ["drafting", "mapping"]),
+        ({"drafting": {"match": {"min": 9}}}, ["match.max", "match.min (9)"]),
+        ({"drafting": {"max_tokens": 4, "window": {"start": 8}}}, ["window.start=8", "max_tokens=4"]),
+        ({"history": {"max_bytes": 10}}, ["history.max_bytes", "1 MiB"]),
+        ({"history": {"epochs": 0}}, ["history.epochs"]),
+        ({"poll_interval": 0}, ["poll_interval"]),
+    ],
+)
+def test_errors_name_the_place_and_the_mend(tree, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(tree)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    parsed = parse({"history": {"max_bytes": 1e9}})
+    assert parsed is not None
+    assert parsed.history.max_bytes == 1_000_000_000
+    assert isinstance(parsed.history.max_bytes, int)
+
+
+def test_reads_verls_config_and_its_rollout_part():
+    whole = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {"poll_interval": 1}}}}})
+    assert config.from_verl(whole) == config.from_rollout(whole.actor_rollout_ref.rollout)
+    assert config.from_verl(OmegaConf.create({})) is None
+    assert config.from_rollout(OmegaConf.create({"custom": None})) is None
+
+
+def test_the_group_sets_every_key_and_its_defaults(request):
+    group = request.config.rootpath / "verl_rhyme" / "config" / "rhyme" / "histospec.yaml"
+    tree = OmegaConf.to_container(OmegaConf.load(group).actor_rollout_ref.rollout.custom.rhyme)
+    assert tree == RhymeConfig().to_dict()
+    assert {field.name for field in dataclasses.fields(RhymeConfig)} == set(tree)

@@ -1,0 +1,99 @@
+"""Imports point down only, and the policies stay pure: docs/architecture.md's floors, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "verl_rhyme"
+
+#: A package may import from the floors below its own, and from itself. What is on no floor is on the top one.
+FLOORS = [
+    {"history"},
+    {"drafting", "lengths", "scheduling", "sorting"},
+    {"observability"},
+    {"simulation", "platforms", "patches"},
+    {"workers"},
+    {"trainer"},
+]
+ANYWHERE = {"config", "__init__"}
+POLICIES = FLOORS[0] | FLOORS[1]
+ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
+#: (module, what it may import all the same) and why.
+EXCEPTIONS = {
+    ("verl_rhyme.lengths.ranker", "torch"),  # the length ranker is a model, alone in its file
+    ("verl_rhyme.lengths.ranker", "transformers"),
+    ("verl_rhyme.patches.verl_early_check", "verl_rhyme.startup"),  # verl's call up to our start-up check, at run time
+}
+
+
+def floor(package):
+    return next((i for i, packages in enumerate(FLOORS) if package in packages), len(FLOORS))
+
+
+def imports(source, module):
+    """Every absolute module name that a source imports, wherever in it; ``from a import b`` counts as ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def violations(source, module):
+    """What a module of ``verl_rhyme`` imports against the rules, as readable lines."""
+    package = [*module.split("."), "__init__"][1]
+    for name in imports(source, module):
+        top, _, rest = name.partition(".")
+        if any(module == who and f"{name}.".startswith(f"{what}.") for who, what in EXCEPTIONS):
+            continue
+        if package in POLICIES and top in ENGINES:
+            yield f"{module} imports {name}: a policy imports no engine"
+        if top == "verl_rhyme" and rest:
+            target = rest.split(".")[0]
+            known = (ROOT / target).exists() or (ROOT / f"{target}.py").exists()  # else an attribute of the package
+            if not known or target in ANYWHERE or target == package:
+                continue
+            lower = floor(target) < floor(package)
+            if not lower and not floor(package) == floor(target) == len(FLOORS):
+                yield f"{module} imports {name}: floor {floor(target)} is not below floor {floor(package)}"
+
+
+def sources():
+    for path in sorted({*ROOT.rglob("*.py"), *ROOT.glob("patches/*.py")}):  # patches is a link: rglob passes it by
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield pytest.param(path, ".".join(["verl_rhyme", *parts]), id="/".join(parts))
+
+
+@pytest.mark.parametrize(("path", "module"), sources())
+def test_imports_point_down(path, module):
+    if module.split(".")[1:2] == ["config"]:
+        assert not [name for name in imports(path.read_text(), module) if name.startswith("verl_rhyme.")]
+    assert not list(violations(path.read_text(), module))
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "broken"),
+    [
+        ("verl_rhyme.history.store", "import torch", True),
+        ("verl_rhyme.drafting.drafter", "def f():\n    from vllm.v1 import x", True),
+        ("verl_rhyme.drafting.drafter", "from verl_rhyme.history.record import PromptHistory", False),
+        ("verl_rhyme.drafting.drafter", "from verl_rhyme.config import DraftingConfig", False),
+        ("verl_rhyme.drafting.drafter", "from verl_rhyme import workers", True),
+        ("verl_rhyme.drafting.drafter", "from ..trainer import base", True),
+        ("verl_rhyme.drafting.drafter", "from . import choice", False),
+        ("verl_rhyme.history.store", "import verl_rhyme.drafting.choice", True),
+        ("verl_rhyme.history.store", "from verl_rhyme import __version__", False),
+        ("verl_rhyme.history.store", "import verl_rhyme_other", False),
+        ("verl_rhyme.workers.client", "import ray, torch, verl", False),
+        ("verl_rhyme.workers.client", "import verl_rhyme.trainer.base", True),
+        ("verl_rhyme.trainer.base", "import verl_rhyme.plugin", True),
+        ("verl_rhyme.plugin", "import verl_rhyme.trainer.base", False),
+        ("verl_rhyme.lengths.ranker", "import torch.nn", False),
+        ("verl_rhyme.lengths.ranker", "import ray", True),
+    ],
+)
+def test_the_rules_themselves(module, source, broken):
+    assert bool(list(violations(source, module))) == broken

@@ -1,0 +1,110 @@
+"""The command line: ``verl-rhyme COMMAND``. One function is one command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl_rhyme import __version__
+
+app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"verl-rhyme {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    history_dir: Annotated[str | None, typer.Option(help="The folder you set as history.dir.")] = None,
+) -> None:
+    """Check versions, plugin, every seam and patch, platform, disk and memory; exit 1 if anything fails."""
+    # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not as_json:
+        print("verl-rhyme: looking at the installed verl and vLLM, about 20 s", file=sys.stderr, flush=True)
+    with _silenced():
+        from verl_rhyme.doctor import examine
+
+        checks = examine(history_dir)
+    failed = sum(check.status == "fail" for check in checks)
+    if as_json:
+        report = {"version": __version__, "ok": not failed, "checks": [check.to_dict() for check in checks]}
+        print(json.dumps(report, indent=2))
+    else:
+        table = Table("", "check", box=None, pad_edge=False)
+        table.add_column("finding", overflow="fold")
+        for check in checks:
+            colour = _COLOURS[check.status]
+            finding = escape(check.detail) + (f"\n[{colour}]-> {escape(check.remedy)}[/]" if check.remedy else "")
+            table.add_row(f"[{colour}]{check.status}[/]", escape(check.name), finding)
+        Console().print(table)
+        warned = sum(check.status == "warn" for check in checks)
+        print(f"{len(checks)} checks, {warned} warnings, {failed} failures")
+    if failed:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Send the process's output and errors elsewhere, C libraries' too; an exception shows what was held back."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            sink.seek(0)
+            os.write(saved[1], sink.read())
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+            os.close(saved[0])
+            os.close(saved[1])
+
+
+if __name__ == "__main__":
+    app()
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="Run folder.")],
+    off: Annotated[str | None, typer.Option(help="Run folder of the stock arm, to compare with.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where summary.json and the picture go.")] = None,
+) -> None:
+    """Table, summary.json and picture of a finished run, or of two side by side."""
+    from verl_rhyme.observability import report as reports
+
+    arguments = ["--compare", off, run] if off else [run]
+    raise typer.Exit(reports.main(arguments + (["--out", out] if out else [])))

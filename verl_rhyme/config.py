@@ -1,0 +1,228 @@
+"""The typed configuration, read once from ``actor_rollout_ref.rollout.custom.rhyme``.
+
+A key that no dataclass has is an error that names the nearest one, also when it was appended with ``+``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Where the tree lives in verl's config; verl passes it to every rollout worker untouched.
+CONFIG_PATH = "actor_rollout_ref.rollout.custom.rhyme"
+
+#: vLLM's own limit on the draft tokens of one request in one step.
+MAX_DRAFT_TOKENS = 128
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message says where and how to mend it."""
+
+
+@dataclass(frozen=True)
+class HistoryConfig:
+    """What is kept of earlier responses.
+
+    Attributes:
+        dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
+        max_bytes: Upper bound of the store on each node, in bytes; the prompts seen longest ago go first.
+        epochs: How many of a prompt's latest epochs are kept.
+    """
+
+    dir: str | None = None
+    max_bytes: int = 8 << 30
+    epochs: int = 2
+
+    def __post_init__(self) -> None:
+        _require(self.max_bytes >= 1 << 20, "history.max_bytes", self.max_bytes, "at least 1048576 (1 MiB)")
+        _require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
+
+
+@dataclass(frozen=True)
+class MatchConfig:
+    """How much of the latest text must reappear in the history before it is continued (tokens)."""
+
+    min: int = 3
+    max: int = 7
+
+    def __post_init__(self) -> None:
+        _require(self.min >= 1, "drafting.match.min", self.min, "at least 1")
+        _require(self.min <= self.max <= 64, "drafting.match.max", self.max, f"from match.min ({self.min}) to 64")
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Draft length per request (RhymeRL section 4, HistoSpec): grows on full acceptance, falls back on rejection."""
+
+    start: int = 2
+    growth: int = 2
+    max: int = 32
+
+    def __post_init__(self) -> None:
+        _require(self.start >= 1, "drafting.window.start", self.start, "at least 1")
+        _require(self.growth >= 0, "drafting.window.growth", self.growth, "at least 0")
+        _require(
+            self.start <= self.max <= MAX_DRAFT_TOKENS,
+            "drafting.window.max",
+            self.max,
+            f"from window.start ({self.start}) to {MAX_DRAFT_TOKENS} (vLLM's limit)",
+        )
+
+
+@dataclass(frozen=True)
+class DraftingConfig:
+    """HistoSpec.
+
+    Attributes:
+        enable: Draft at all; off keeps the recorder and the event log.
+        max_tokens: Draft tokens of one request in one step, at most; vLLM reserves room for this many.
+        max_batch_tokens: Draft tokens of the whole batch in one step; ``None`` takes what the sampler memory
+            bound allows.
+        sampler_memory: Bytes the rejection sampler may take on top of vLLM's own profile.
+        reward_weight: Votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
+        match, window: see there.
+    """
+
+    enable: bool = True
+    max_tokens: int = 32
+    max_batch_tokens: int | None = None
+    sampler_memory: int = 1 << 30
+    reward_weight: float = 1.0
+    match: MatchConfig = field(default_factory=MatchConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.max_tokens <= MAX_DRAFT_TOKENS,
+            "drafting.max_tokens",
+            self.max_tokens,
+            f"from 1 to {MAX_DRAFT_TOKENS} (vLLM's limit)",
+        )
+        _require(
+            self.max_batch_tokens is None or self.max_batch_tokens >= 0,
+            "drafting.max_batch_tokens",
+            self.max_batch_tokens,
+            "null or at least 0",
+        )
+        _require(self.sampler_memory >= 1 << 20, "drafting.sampler_memory", self.sampler_memory, "at least 1 MiB")
+        _require(self.reward_weight >= 0, "drafting.reward_weight", self.reward_weight, "at least 0")
+
+
+@dataclass(frozen=True)
+class EventsConfig:
+    """The event log. ``dir=None`` writes below ``trainer.default_local_dir``."""
+
+    enable: bool = True
+    dir: str | None = None
+
+
+@dataclass(frozen=True)
+class RhymeConfig:
+    """Root of the tree. ``enable=false`` leaves stock verl.
+
+    Attributes:
+        poll_interval: Seconds between two looks of verl's replay buffer at its queue; ``None`` keeps verl's 2 s.
+    """
+
+    enable: bool = True
+    poll_interval: float | None = 0.25
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.poll_interval is None or self.poll_interval > 0, "poll_interval", self.poll_interval, "null or above 0"
+        )
+        if self.drafting.enable and self.drafting.window.start > self.drafting.max_tokens:
+            raise ConfigError(
+                f"{CONFIG_PATH}: drafting.window.start={self.drafting.window.start} contradicts "
+                f"drafting.max_tokens={self.drafting.max_tokens}: raise max_tokens or lower window.start"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict; ``parse`` reads it back."""
+        return dataclasses.asdict(self)
+
+
+def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
+    """Read the tree at :data:`CONFIG_PATH`.
+
+    Args:
+        tree: Plain nested mapping, or ``None`` when the command has no ``+rhyme=...``.
+
+    Returns:
+        The configuration, or ``None`` when there is none or ``enable`` is false.
+
+    Raises:
+        ConfigError: Unknown key, wrong type, value out of range, or a contradiction.
+    """
+    if tree is None:
+        return None
+    config = _build(RhymeConfig, tree, "")
+    return config if config.enable else None
+
+
+def from_verl(config: Any) -> RhymeConfig | None:
+    """Read verl's whole config (a ``DictConfig``); see :func:`parse`."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.select(config, CONFIG_PATH)
+    return parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+
+
+def from_rollout(rollout_config: Any) -> RhymeConfig | None:
+    """Read verl's rollout config (``DictConfig`` or the ``RolloutConfig`` dataclass); see :func:`parse`."""
+    from omegaconf import OmegaConf
+
+    tree = (rollout_config.get("custom", None) or {}).get("rhyme", None)
+    if OmegaConf.is_config(tree):
+        tree = OmegaConf.to_container(tree, resolve=True)
+    return parse(tree)
+
+
+def _build(cls: type[Any], tree: Any, where: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{CONFIG_PATH}.{where} must be a mapping, not {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key not in hints:
+            raise ConfigError(_unknown_key(str(key), path, list(hints)))
+        hint = hints[key]
+        nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[key] = _build(hint, value, path) if nested else _coerce(value, hint, path)
+    return cls(**values)
+
+
+def _unknown_key(key: str, path: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    parent = path[: -len(key)]
+    hint = f"did you mean {CONFIG_PATH}.{parent}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown key {CONFIG_PATH}.{path}: {hint}"
+
+
+def _coerce(value: Any, hint: Any, path: str) -> Any:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return None
+    for kind in allowed:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+    raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")
+
+
+def _require(ok: bool, path: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{CONFIG_PATH}.{path} must be {allowed}, not {value!r}")

@@ -1,0 +1,62 @@
+"""The ``verl.plugins`` entry point: verl imports this module in every one of its processes.
+
+All that verl-rhyme registers or patches in verl stands in :data:`REGISTRATIONS` and in ``patches/``.  Each entry waits
+until the module it needs has been imported, so that this module costs verl almost nothing.  verl hides the errors of
+plugins at DEBUG level; here they are printed and kept in :data:`FAILURES`, and a run that asks for rhyme refuses to
+start while there are any.
+"""
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+
+import wrapt
+
+logger = logging.getLogger(__name__)
+
+#: When this module of verl has been imported ... call this function of ours (without arguments).
+REGISTRATIONS: tuple[tuple[str, str], ...] = (
+    ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
+    ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
+    ("verl.checkpoint_engine.base", "verl_rhyme.workers.shm_checkpoint_engine:register"),
+    ("verl.workers.rollout.replica", "verl_rhyme.workers.registry:register"),
+    ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
+)
+
+#: What could not be done in this process, one line each.
+FAILURES: list[str] = []
+
+
+def _report(what: str) -> None:
+    """Say loudly, on standard error and in :data:`FAILURES`, that ``what`` failed with the current exception."""
+    line = f"{what}: {sys.exc_info()[1]!r}"
+    FAILURES.append(line)
+    print(f"verl-rhyme: FAILED {line}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+
+def _hook(function: str) -> Callable[[ModuleType], None]:
+    def call(_module: ModuleType) -> None:
+        try:
+            module, name = function.split(":")
+            getattr(importlib.import_module(module), name)()
+        except Exception:
+            _report(function)
+
+    return call
+
+
+def _load() -> None:
+    for module, function in REGISTRATIONS:
+        wrapt.register_post_import_hook(_hook(function), module)
+    try:
+        from verl_rhyme import patches
+
+        patches.apply_verl()
+    except Exception:
+        _report("verl_rhyme.patches")
+
+
+_load()

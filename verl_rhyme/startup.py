@@ -1,0 +1,107 @@
+"""What must be right before anything heavy starts. Called before Ray does, for commands with a rhyme tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+
+#: The releases whose seams this version was built on; the doctor checks the same.
+SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
+
+#: What a weight sync through /dev/shm needs at least.
+SHM_BYTES = 256 << 20
+
+
+def check(config: Any) -> None:
+    """Refuse, with how to mend it, what would fail later or be ignored in silence.
+
+    Args:
+        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, nothing is checked.
+
+    Raises:
+        ConfigError: See the message.
+    """
+    if isinstance(config.get("rhyme"), str):
+        raise ConfigError(
+            f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
+            "(pip show verl-rhyme), or the group has another name (histospec)"
+        )
+    if rhyme_config.from_verl(config) is None:
+        return
+    _check_versions()
+    _check_plugin()
+    _check_rollout(config)
+    _check_files(config)
+    _check_shared_memory()
+
+
+def _check_versions() -> None:
+    for package, supported in SUPPORTED.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ConfigError(f"{package} is not installed; verl-rhyme needs {package}=={supported}") from None
+        if Version(found).base_version != supported:
+            raise ConfigError(
+                f"{package} {found} is installed, verl-rhyme supports {supported}: "
+                f"pip install '{package}=={supported}', or set {CONFIG_PATH}.enable=false"
+            )
+
+
+def _check_plugin() -> None:
+    from verl_rhyme import patches, plugin
+
+    failures = [*plugin.FAILURES, *map(str, patches.refused())]
+    if failures:
+        listed = "\n  ".join(failures)
+        raise ConfigError(f"verl-rhyme could not be set up (see `verl-rhyme doctor`):\n  {listed}")
+
+
+def _check_rollout(config: Any) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name}: rhyme works with vllm only")
+    if rollout.get("disaggregation", {}).get("enabled", False):
+        raise ConfigError("rhyme does not work with actor_rollout_ref.rollout.disaggregation.enabled=true")
+    if not config.trainer.get("use_v1", True):
+        raise ConfigError("rhyme needs verl's V1 trainer: drop trainer.use_v1=false")
+    engine_kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    rhyme = rhyme_config.from_verl(config)
+    assert rhyme is not None
+    if rhyme.drafting.enable and engine_kwargs.get("speculative_config"):
+        raise ConfigError(
+            "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
+            f"{CONFIG_PATH}.drafting.enable=false"
+        )
+
+
+def _check_files(config: Any) -> None:
+    for option in ("train_files", "val_files"):
+        files = config.data.get(option) or []
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+                raise ConfigError(f"data.{option}: no file {file}; make or download the dataset, or mend the path")
+
+
+def _check_shared_memory() -> None:
+    """verl moves weights through /dev/shm where devices have no IPC."""
+    from verl.plugin.platform import get_platform
+
+    if get_platform().is_ipc_supported():
+        return
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        raise ConfigError(f"no shared memory ({error}): mount a tmpfs on /dev/shm; weights go through it") from None
+    if free < SHM_BYTES:
+        raise ConfigError(
+            f"/dev/shm has {free >> 20} MiB free, weights need at least {SHM_BYTES >> 20}: free some, or start the "
+            "container with a larger --shm-size"
+        )
