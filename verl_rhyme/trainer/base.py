@@ -1,0 +1,173 @@
+"""The common base of our trainers: history, event log and metrics around any of verl's V1 trainers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.observability.events import EventLog
+from verl_rhyme.trainer.recorder import Recorder
+from verl_rhyme.workers.client import rhymed
+from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 20
+
+
+class StageTimes(dict):
+    """verl's ``timing_raw`` that also remembers when each stage ended: ``(name, start, seconds)`` in ``stages``."""
+
+    def __init__(self, durations: dict[str, float]) -> None:
+        super().__init__(durations)
+        self.stages: list[tuple[str, float, float]] = []
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        spent = seconds - self.get(name, 0.0)  # verl adds up repeated stages
+        self.stages.append((name, time.time() - spent, spent))
+        super().__setitem__(name, seconds)
+
+
+class RhymeTrainerMixin(PPOTrainer):
+    """Put it before one of verl's trainers: ``class Mine(RhymeTrainerMixin, PPOTrainerSync)``.
+
+    Constructed with a config that has no rhyme tree, or one with ``enable=false``, it yields verl's own trainer.
+    """
+
+    def __new__(cls, config: DictConfig) -> Any:
+        if rhyme_config.from_verl(config) is None:
+            stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
+            return stock(config)  # no instance of cls: Python calls no second __init__
+        return super().__new__(cls)
+
+    def __init__(self, config: DictConfig) -> None:
+        rhyme = rhyme_config.from_verl(config)
+        assert rhyme is not None
+        run_dir = Path(config.trainer.default_local_dir).absolute()
+        if rhyme.history.dir is None:
+            # One folder for each run on each machine; the workers find it in the rollout config they are given.
+            name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
+            with open_dict(config):
+                tree = config.actor_rollout_ref.rollout.custom.rhyme
+                tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
+            rhyme = rhyme_config.from_verl(config)
+            assert rhyme is not None
+        self._rhyme = rhyme
+        self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
+        super().__init__(config)
+        if rhyme.poll_interval is not None:
+            self.replay_buffer.poll_interval = rhyme.poll_interval
+        self._watch_validation()
+
+    # ---- set-up ----
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()
+        self._history = HistoryService(self._rhyme.history, tokenizer_namespace(self.tokenizer))
+        self._recorder = Recorder(self._history, self._event_log, self._request_slots)
+
+    def _setup(self) -> None:
+        super()._setup()
+        if self._event_log is not None:
+            rollout = self.config.actor_rollout_ref.rollout
+            slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
+            engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
+            arm = "histospec" if self._rhyme.drafting.enable else "rhyme without drafting"
+            self._event_log.describe(arm=arm, engine=engine, slots=slots)
+
+    def get_llm_client(self) -> Any:
+        return rhymed(super().get_llm_client())
+
+    def _request_slots(self) -> int:
+        """Requests the rollout can run at a time: Q of the bubble ratio."""
+        replicas = sum(len(manager.get_replicas()) for manager in self._rollout_server_managers())
+        return replicas * self.config.actor_rollout_ref.rollout.max_num_seqs
+
+    # ---- recording: while the training of the step runs ----
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        # The first stage after the rewards are known.
+        part = self.global_steps * self.parameter_sync_step + self.local_trigger_step
+        self._recorder.start(batch, step=self.global_steps, part=part, epoch=self._epoch())
+        return super()._compute_old_log_prob(batch, metrics)
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._recorder.join()  # verl clears the batch from its queue next
+        self._history.add_nodes()
+
+    def _compute_metrics(
+        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
+    ) -> None:
+        recorded = self._recorder.take_metrics(rollout_s=timing_raw.get("gen", 0.0))
+        timing_raw["history_update"] = recorded.pop("timing_s/history_update", 0.0)
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
+        metrics.update(recorded)
+        if self._event_log is not None:
+            stages, started, seconds = zip(*self.timing_raw.stages, strict=True)
+            columns = {"stage": stages, "started_at": started, "duration_s": seconds}
+            self._event_log.append_stages(global_steps, self._epoch(), columns)
+
+    def _watch_validation(self) -> None:
+        """Validation requests go into the event log as well; verl clears them before any hook."""
+        sample = self.replay_buffer.sample
+
+        def watched(*args: Any, partition_id: str, **kwargs: Any) -> Any:
+            sampled = sample(*args, partition_id=partition_id, **kwargs)
+            if partition_id == "val":
+                self._recorder.log_validation(sampled[0], step=self.global_steps, epoch=self._epoch())
+            return sampled
+
+        self.replay_buffer.sample = watched
+
+    def _epoch(self) -> int:
+        """From 0, as verl counts."""
+        return max(0, self.global_steps - 1) // self.steps_per_epoch
+
+    @property
+    def timing_raw(self) -> StageTimes:
+        return self._timing_raw
+
+    @timing_raw.setter
+    def timing_raw(self, durations: dict[str, float]) -> None:
+        self._timing_raw = StageTimes(durations)
+
+    # ---- checkpoints ----
+
+    def _save_checkpoint(self) -> None:
+        self._recorder.join()
+        folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+        try:
+            # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
+            self._history.snapshot(os.path.abspath(folder))
+        except Exception:
+            logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps > 0:
+            trainer = self.config.trainer
+            folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
+            if trainer.resume_mode == "resume_path":
+                folder = trainer.resume_from_path
+            self._history.restore(os.path.abspath(folder))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            self._recorder.close()
+            self._history.close()
+            servers = [s for m in self._rollout_server_managers() for r in m.get_replicas() for s in r.servers]
+            ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)

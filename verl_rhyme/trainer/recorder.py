@@ -1,0 +1,138 @@
+"""Carries finished trajectories into history and event log, in a thread of its own, while training runs.
+
+Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import transfer_queue as tq
+
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.metrics import step_metrics
+from verl_rhyme.workers.history_service import HistoryService
+from verl_rhyme.workers.request import FIELD
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """One step may come in several parts (verl's ``parameter_sync_step``); their metrics are computed over all."""
+
+    def __init__(self, history: HistoryService, events: EventLog | None, slots: Callable[[], int]) -> None:
+        self._history, self._events, self._slots = history, events, slots
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
+        self._pending: list[Future] = []
+        self._requests: list[dict[str, Any]] = []
+        self._seconds = 0.0
+        self._errors = 0
+        self._store: dict[str, Any] = {}
+
+    def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
+        """Begin to record a training batch (``KVBatchMeta``); returns at once."""
+        self._pending.append(self._executor.submit(self._guarded, self._record, batch, step, part, epoch))
+
+    def log_validation(self, batch: Any, step: int, epoch: int) -> None:
+        """Event log only, and at once: verl clears the batch soon after."""
+        self._guarded(self._log_validation, batch, step, epoch)
+
+    def join(self) -> None:
+        """Wait for what was started."""
+        while self._pending:
+            self._pending.pop().result()
+
+    def take_metrics(self, rollout_s: float) -> dict[str, float]:
+        """Metrics of the parts recorded since the last call."""
+        requests, self._requests = self._requests, []
+        metrics: dict[str, float] = {
+            names.HISTORY_UPDATE_S: self._seconds,
+            names.HISTORY_ERRORS: float(self._errors),
+            **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
+        }
+        self._seconds = 0.0
+        if requests:
+            # A batch smaller than the engines leaves slots empty that no schedule could fill.
+            slots = min(self._slots(), len(requests))
+            metrics.update(step_metrics(_columns(requests), slots=slots, rollout_s=rollout_s))
+        return metrics
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        started = time.perf_counter()
+        try:
+            function(*args)
+        except Exception:
+            self._errors += 1
+            if self._errors == 1:
+                logger.warning("recording failed; training goes on (told once)", exc_info=True)
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def _record(self, batch: Any, step: int, part: int, epoch: int) -> None:
+        samples = _fetch(batch, epoch, validate=False)
+        trajectories = [sample["trajectory"] for sample in samples]
+        self._store = self._history.append(trajectories, step=part)
+        rows = [row for sample in samples for row in sample["requests"]]
+        self._requests.extend(rows)
+        if self._events is not None:
+            self._events.append_requests(step, epoch, _columns(rows))
+
+    def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
+        if self._events is not None:
+            rows = [row for sample in _fetch(batch, epoch, validate=True) for row in sample["requests"]]
+            self._events.append_requests(step, epoch, _columns(rows))
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {})}
+
+
+def _fetch(batch: Any, epoch: int, validate: bool) -> list[dict[str, Any]]:
+    """Trajectory and request rows of each sample in a batch; padding left out."""
+    kept = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+    keys = [batch.keys[i] for i in kept]
+    data = tq.kv_batch_get(
+        keys=keys,
+        partition_id=batch.partition_id,
+        select_fields=["prompts", "responses", "rm_scores", "extra_fields"],
+    )
+    prompts, responses, scores = (data[name].unbind() for name in ("prompts", "responses", "rm_scores"))
+    samples = []
+    for i, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
+        uid, session, _ = key.rsplit("_", 2)
+        records = extra.get(FIELD) or []
+        prompt = bytes.fromhex(records[0]["prompt_key"]) if records else prompt_key(prompts[i].tolist())
+        reward = float(scores[i].sum())
+        tag = batch.tags[kept[i]]
+        trajectory = Trajectory(
+            key=prompt,
+            tokens=responses[i].numpy().astype(np.int32),
+            reward=reward,
+            policy_version=int(tag.get("max_global_steps") or 0),
+            epoch=epoch,
+            sample=int(session),
+        )
+        rows = [
+            {
+                **record,
+                "uid": uid,
+                "sample": int(session),
+                "reward": reward,
+                "validate": validate,
+                "trained": not validate,
+            }
+            for record in records
+        ]
+        samples.append({"trajectory": trajectory, "requests": rows})
+    return samples

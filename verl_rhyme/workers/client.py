@@ -1,0 +1,104 @@
+"""LLM clients that name the prompt on each request and keep what the server reports about every attempt.
+
+verl's own client gives each request a fresh id, each step a fresh uid and, when it resumes an aborted request, drops
+what the server said of the earlier attempts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.workers.request import FIELD, RequestMeta
+
+#: Conversations whose first-turn key is remembered for their later turns.
+_MAX_CONVERSATIONS = 65536
+
+
+@dataclass
+class _Conversation:
+    key: str
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Conversations(LLMServerClient):
+    """What is remembered of each conversation; a client is pickled before it has any."""
+
+    def _conversation(self, request_id: str, prompt_ids: Any) -> _Conversation:
+        known: OrderedDict[str, _Conversation] = self.__dict__.setdefault("_rhyme_conversations", OrderedDict())
+        if request_id not in known:
+            known[request_id] = _Conversation(prompt_key(prompt_ids).hex())
+            if len(known) > _MAX_CONVERSATIONS:
+                known.popitem(last=False)
+        known.move_to_end(request_id)
+        return known[request_id]
+
+
+class _Attempts(_Conversations):
+    """Below verl's resume loop: one call is one attempt on one server."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        conversation = self._conversation(request_id, prompt_ids)
+        meta = RequestMeta.of(sampling_params)
+        meta.key, meta.attempt, meta.queued_at = conversation.key, len(conversation.records), time.time()
+        output = await super().generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=meta.put(sampling_params), **kwargs
+        )
+        conversation.records.extend(output.extra_fields.pop(FIELD, []))
+        return output
+
+
+class _PromptKeys(_Conversations):
+    """Above verl's resume loop: one call is one turn of a conversation."""
+
+    async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
+        conversation = self._conversation(request_id, prompt_ids)
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        # Those of all turns: an agent loop keeps the extra fields of its last one.
+        records = list(conversation.records)
+        output.extra_fields[FIELD] = records
+        if records:
+            output.extra_fields["spec_num_draft_tokens"] = sum(record["drafted_tokens"] for record in records)
+            output.extra_fields["spec_num_accepted_tokens"] = sum(record["accepted_tokens"] for record in records)
+            output.extra_fields["spec_num_verify_steps"] = sum(record["verify_steps"] for record in records)
+        return output
+
+
+class RhymeLLMServerClient(_PromptKeys, _Attempts):
+    """For verl's ``sync`` mode."""
+
+
+class RhymeFullyAsyncLLMServerClient(_PromptKeys, FullyAsyncLLMServerClient, _Attempts):
+    """For ``colocate_async`` and ``separate_async``: verl's resume loop runs between the two halves."""
+
+
+_RHYMED: dict[type, type] = {
+    LLMServerClient: RhymeLLMServerClient,
+    FullyAsyncLLMServerClient: RhymeFullyAsyncLLMServerClient,
+}
+
+
+def rhymed(client: LLMServerClient) -> LLMServerClient:
+    """The same client with prompt keys and records.
+
+    Raises:
+        TypeError: A client class this package has no subclass for.
+    """
+    if isinstance(client, _PromptKeys):
+        return client
+    try:
+        client.__class__ = _RHYMED[type(client)]
+    except KeyError:
+        raise TypeError(
+            f"no rhyme client for {type(client).__name__}; derive yours from "
+            "verl_rhyme.workers.client.RhymeLLMServerClient or RhymeFullyAsyncLLMServerClient"
+        ) from None
+    return client

@@ -1,0 +1,71 @@
+"""What travels with a request: set by agent loop and client, read by server and proposer, returned with the tokens.
+
+Both ways it is a plain dict under the key ``"rhyme"``: towards the engine in ``SamplingParams.extra_args``, which verl
+and vLLM pass through untouched, and back in ``TokenOutput.extra_fields``, which verl stores with the trajectory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: The key in ``extra_args`` and in ``extra_fields``.
+FIELD = "rhyme"
+
+
+@dataclass
+class RequestMeta:
+    """Towards the engine.
+
+    Attributes:
+        key: Prompt key in hex (see ``history.keys``); empty when no client of ours sent the request.
+        sample: Number of the sample in its group, -1 when unknown.
+        id: The server's name of the request.
+        queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
+        attempt: 0 for the first, then one more for each resumption of an aborted request and each further turn.
+    """
+
+    key: str = ""
+    sample: int = -1
+    id: str = ""
+    queued_at: float = 0.0
+    attempt: int = 0
+
+    @classmethod
+    def of(cls, sampling_params: dict[str, Any]) -> RequestMeta:
+        return cls(**((sampling_params.get("extra_args") or {}).get(FIELD) or {}))
+
+    def put(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``sampling_params`` that carries this."""
+        extra = {**(sampling_params.get("extra_args") or {}), FIELD: asdict(self)}
+        return {**sampling_params, "extra_args": extra}
+
+
+@dataclass
+class RequestRecord:
+    """One attempt, as the server saw it: columns of the event log (``observability.events.REQUESTS``).
+
+    Times are seconds since the epoch, NaN when it never came to that.
+    """
+
+    prompt_key: str
+    sample: int
+    attempt: int
+    replica: int
+    node: str
+    queued_at: float
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    prompt_tokens: int
+    response_tokens: int
+    policy_version_start: int
+    policy_version_end: int
+    drafted_tokens: int
+    accepted_tokens: int
+    verify_steps: int
+    history_hit: bool
+    stop_reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

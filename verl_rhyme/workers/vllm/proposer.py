@@ -1,0 +1,181 @@
+"""HistoSpec inside vLLM: a ``custom_class`` proposer that drafts from the prompt's own earlier responses.
+
+The policy is ``drafting.Drafter``; this file only maps batch rows to requests and keeps vLLM's bounds.  Drafting can
+fail, generation can't: any error gives empty drafts, a counter and one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits
+from verl_rhyme.drafting.drafter import Drafter, RequestCounts, warm
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.workers.request import FIELD, RequestMeta
+
+logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
+
+#: Counts nobody asked for (of requests that others sent, say) are forgotten beyond this many.
+_MAX_FINISHED = 8192
+
+
+@dataclass(slots=True)
+class _Request:
+    id: str
+    max_tokens: int
+
+
+class HistoryProposer:
+    """Built by vLLM from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
+
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = vllm_config.additional_config[FIELD]
+        self._config = rhyme_config.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._history = HistoryReader(settings["history_dir"], settings["namespace"])
+        self._drafter = Drafter(self._config, self._history.get)
+        self._requests: dict[str, _Request] = {}  # by vLLM's internal id
+        self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
+        self._runner: Any = None
+        self._drafts = False
+        self._drafted = self._accepted = self._errors = 0
+        self._seconds = 0.0
+        self._calls = 0
+        warm()
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """vLLM asks every drafter to load its model; this one has none."""
+
+    def attach(self, model_runner: Any) -> None:
+        """Called through the worker extension once the engine is up."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self._runner = model_runner
+        # The scheduler takes the drafts of the first rank only.
+        self._drafts = get_tensor_model_parallel_rank() == 0
+        # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
+        # length of max_model_len. The bounds below are per request, so that cliff is not needed.
+        model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
+    ) -> list[list[int]]:
+        """Drafts for the next step.
+
+        Args:
+            sampled_token_ids: Tokens this step gave each row; none while a prompt is still being prefilled.
+            num_tokens_no_spec: int32 [rows], tokens of each row, those included.
+            token_ids_cpu: int32 [rows, max_model_len], prompt and response of each row.
+
+        Returns:
+            Draft tokens of each row, ragged.
+        """
+        started = time.perf_counter()
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception:
+            self._errors += 1
+            if self._errors == 1:
+                logger.warning("drafting failed; this step goes on without drafts (told once)", exc_info=True)
+            return [[] for _ in sampled_token_ids]
+        finally:
+            self._seconds += time.perf_counter() - started
+            self._calls += 1
+
+    def _propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any
+    ) -> list[list[int]]:
+        if not self._drafts:
+            if self._runner is None:
+                raise RuntimeError("no model runner: the worker extension's attach_proposer() was never called")
+            return [[] for _ in sampled_token_ids]
+        self._retire()
+        batch = self._runner.input_batch
+        req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
+        rows, ids, contexts, max_tokens = [], [], [], []
+        for row, sampled in enumerate(sampled_token_ids):
+            if not sampled:
+                continue
+            request = self._requests.get(req_ids[row]) or self._admit(req_ids[row])
+            drafted, accepted = len(scheduled[row]), len(sampled) - 1
+            self._drafter.observe(request.id, drafted, accepted)
+            self._drafted += drafted
+            self._accepted += accepted
+            length = num_tokens_no_spec[row]
+            rows.append(row)
+            ids.append(request.id)
+            contexts.append(token_ids_cpu[row, max(0, length - self._config.match.max) : length])
+            max_tokens.append(request.max_tokens)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if rows:
+            lengths = num_tokens_no_spec[rows]
+            longest, budget = self._bounds(len(sampled_token_ids))
+            limits = request_limits(
+                lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
+            )
+            for row, draft in zip(rows, self._drafter.draft_batch(ids, contexts, limits, budget), strict=True):
+                drafts[row] = draft.tolist()
+        return drafts
+
+    def _bounds(self, rows: int) -> tuple[int, int]:
+        """Draft tokens of one row and of the whole batch: what sampler memory, the step's tokens and the user allow."""
+        config = self._config
+        longest = longest_draft(self._vocab_size, rows, config.sampler_memory, config.max_tokens)
+        budget = batch_budget(self._vocab_size, rows, longest, config.sampler_memory)
+        budget = max(0, min(budget, self._step_tokens - rows))
+        return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
+
+    def _admit(self, req_id: str) -> _Request:
+        state = self._runner.requests[req_id]
+        params = state.sampling_params
+        meta = RequestMeta.of({"extra_args": params.extra_args})
+        request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
+        key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
+        self._drafter.start(request.id, key)
+        self._requests[req_id] = request
+        return request
+
+    def _retire(self) -> None:
+        """Finished requests leave vLLM's table; keep their counts until the server asks."""
+        for req_id in self._requests.keys() - self._runner.requests.keys():
+            id = self._requests.pop(req_id).id
+            self._finished[id] = self._drafter.finish(id)
+        while len(self._finished) > _MAX_FINISHED:
+            self._finished.popitem(last=False)
+
+    def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
+
+        Returns:
+            ``{id: {"drafted", "accepted", "verify_steps", "history_hit"}}`` of those this worker drafted for.
+        """
+        self._retire()
+        # The engine tells the server of a request's end before it tells the workers.
+        for req_id in [req_id for req_id, request in self._requests.items() if request.id in ids]:
+            id = self._requests.pop(req_id).id
+            self._finished[id] = self._drafter.finish(id)
+        return {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
+
+    def totals(self) -> dict[str, Any]:
+        """Since the start: tokens drafted and accepted, calls, seconds in them, errors of drafter and history."""
+        return {
+            "drafted": self._drafted,
+            "accepted": self._accepted,
+            "calls": self._calls,
+            "seconds": self._seconds,
+            "errors": self._errors,
+            "history_errors": self._history.errors,
+        }

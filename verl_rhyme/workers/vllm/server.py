@@ -1,0 +1,172 @@
+"""verl's vLLM server with HistoSpec and a record of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
+from verl_rhyme.workers.request import FIELD, RequestMeta, RequestRecord
+
+PROPOSER = "verl_rhyme.workers.vllm.proposer.HistoryProposer"
+EXTENSION = "verl_rhyme.workers.vllm.extension.RhymeWorkerExtension"
+
+
+class RhymeHttpServer(vLLMHttpServer):
+    """Drop-in for verl's server; to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
+
+    def _post_init(self, *args: Any, **kwargs: Any) -> None:
+        super()._post_init(*args, **kwargs)
+        rhyme = rhyme_config.from_rollout(self.config)
+        assert rhyme is not None, "RhymeReplica builds this server only when rhyme is enabled"
+        self._rhyme = rhyme
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
+        self._counts: _CountsCollector | None = None
+
+    # ---- engine settings ----
+
+    def _get_worker_extension_cls(self) -> str:
+        return EXTENSION
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        extension = engine_kwargs.setdefault("worker_extension_cls", EXTENSION)
+        if extension != EXTENSION:
+            raise ConfigError(
+                f"engine_kwargs.vllm.worker_extension_cls={extension} hides ours: derive your class from {EXTENSION} "
+                f"and set {CONFIG_PATH}.enable=false, or drop the option"
+            )
+        # When a request was scheduled and when its first token came: vLLM tells it with its statistics only.
+        engine_kwargs.setdefault("disable_log_stats", False)
+        if not self._rhyme.drafting.enable:
+            return
+        if engine_kwargs.get("speculative_config"):
+            raise ConfigError(
+                "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
+                f"{CONFIG_PATH}.drafting.enable=false"
+            )
+        assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
+        engine_kwargs["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": self._rhyme.drafting.max_tokens,
+        }
+        engine_kwargs["additional_config"] = {
+            **(engine_kwargs.get("additional_config") or {}),
+            FIELD: {
+                "drafting": self._rhyme.to_dict()["drafting"],
+                "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
+                "namespace": tokenizer_namespace(self.model_config.tokenizer),
+            },
+        }
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        refused = sorted({line for lines in await self.engine.collective_rpc("refused_patches") for line in lines})
+        if refused:
+            raise RuntimeError("vLLM lacks patches it needs, see `verl-rhyme doctor`:\n  " + "\n  ".join(refused))
+        attached = await self.engine.collective_rpc("attach_proposer")
+        if self._rhyme.drafting.enable and not all(attached):
+            raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
+        self._counts = _CountsCollector(self.engine)
+        # Its last output carries the request's times; verl's generate() keeps only the tokens.
+        self._engine_generate = self.engine.generate
+        self.engine.generate = self._observed_generate  # type: ignore[method-assign]
+
+    async def _observed_generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async for output in self._engine_generate(prompt, sampling_params, request_id, **kwargs):
+            if request_id in self._final:
+                self._final[request_id] = output
+            yield output
+
+    async def stop_engine(self) -> None:
+        """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
+        if self.node_rank == 0:
+            self.engine.shutdown()
+
+    # ---- requests ----
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        meta = RequestMeta.of(sampling_params)
+        meta.id = request_id
+        arrived = time.time()
+        version = self.global_steps
+        self._final[request_id] = None
+        try:
+            output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
+        finally:
+            final = self._final.pop(request_id)
+        counts: dict[str, Any] = {}
+        if self._counts is not None and self._rhyme.drafting.enable and final is not None:
+            counts = await self._counts.take(request_id)
+        scheduled, first = _wall_times(getattr(final, "metrics", None))
+        record = RequestRecord(
+            prompt_key=meta.key,
+            sample=meta.sample,
+            attempt=meta.attempt,
+            replica=self.replica_rank,
+            node=self._node_id,
+            queued_at=meta.queued_at or arrived,
+            started_at=scheduled,
+            first_token_at=first,
+            finished_at=time.time(),
+            prompt_tokens=len(prompt_ids),
+            response_tokens=len(output.token_ids),
+            policy_version_start=-1 if version is None else version,
+            policy_version_end=-1 if self.global_steps is None else self.global_steps,
+            drafted_tokens=counts.get("drafted", 0),
+            accepted_tokens=counts.get("accepted", 0),
+            verify_steps=counts.get("verify_steps", 0),
+            history_hit=counts.get("history_hit", False),
+            stop_reason=output.stop_reason or "",
+        )
+        output.extra_fields[FIELD] = [record.to_dict()]
+        return output
+
+
+class _CountsCollector:
+    """Asks the workers once for all requests that finished since the last question."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._waiting: dict[str, asyncio.Future] = {}
+        self._task: asyncio.Task | None = None
+
+    async def take(self, id: str) -> dict[str, Any]:
+        future = self._waiting[id] = asyncio.get_running_loop().create_future()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._ask())
+        return await future
+
+    async def _ask(self) -> None:
+        while self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            try:
+                answers = await self._engine.collective_rpc("take_request_counts", args=(list(waiting),))
+                counts = {id: count for answer in answers for id, count in answer.items()}
+            except Exception:
+                counts = {}  # counts are for the log: a request never fails for them
+            for id, future in waiting.items():
+                if not future.done():
+                    future.set_result(counts.get(id, {}))
+
+
+def _wall_times(stats: Any) -> tuple[float, float]:
+    """(scheduled, first token) in seconds since the epoch, from vLLM's monotonic stamps; NaN where there is none."""
+    offset = time.time() - time.monotonic()
+    scheduled, first = getattr(stats, "scheduled_ts", 0.0), getattr(stats, "first_token_ts", 0.0)
+    return (scheduled + offset if scheduled else math.nan, first + offset if first else math.nan)
