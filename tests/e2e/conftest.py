@@ -1,0 +1,119 @@
+"""The real engine on a model small enough to know its law exactly."""
+
+import os
+
+import pytest
+
+# Before vLLM is imported: one process, so that a test can break the sampler on purpose.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# A second thread waits at every operation for whatever else has its core.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+VOCABULARY = 12
+NAMESPACE = "test-vocabulary"
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """Folder of a random Qwen2 over 12 tokens: far from uniform, and every token possible."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("small_model")
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def law_of(small_model):
+    """``law_of(prompt, length, temperature, top_p, top_k)``: exact probabilities, shape [VOCABULARY] * length."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float64)
+
+    @torch.no_grad()
+    def law(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
+        prefixes = torch.empty(1, 0, dtype=torch.long)
+        probabilities = torch.ones(1, dtype=torch.float64)
+        for _ in range(length):
+            tokens = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
+            logits = model(tokens).logits[:, -1] / temperature
+            if top_k:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+            if top_p < 1:
+                ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+                outside = ordered.cumsum(-1) - ordered >= top_p
+                logits = logits.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), -torch.inf)
+            probabilities = (probabilities[:, None] * logits.softmax(-1)).flatten()
+            prefixes = torch.cat(
+                [prefixes.repeat_interleave(VOCABULARY, 0), torch.arange(VOCABULARY).repeat(len(prefixes))[:, None]], 1
+            )
+        return probabilities.numpy().reshape([VOCABULARY] * length)
+
+    return law
+
+
+@pytest.fixture(scope="session")
+def build_engine(small_model):
+    """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store."""
+
+    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, **options):
+        from vllm import LLM
+
+        settings = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 64,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            **options,
+        }
+        if history_dir is not None:
+            settings |= {
+                "worker_extension_cls": "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+                "speculative_config": {
+                    "method": "custom_class",
+                    "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
+                    "num_speculative_tokens": (drafting or {}).get("max_tokens", 8),
+                },
+                "additional_config": {
+                    "rhyme": {
+                        "drafting": {"max_tokens": 8, "match": {"min": 1, "max": 4}, **(drafting or {})},
+                        "history_dir": str(history_dir),
+                        "namespace": namespace,
+                    }
+                },
+            }
+        engine = LLM(model=str(model or small_model), **settings)
+        if history_dir is not None:
+            assert engine.collective_rpc("attach_proposer") == [True]
+        return engine
+
+    return build

@@ -1,0 +1,161 @@
+"""Promises 1 and 2: drafting changes neither the law of the output nor the returned log-probabilities.
+
+A chi-square test against the exact law of a 12-token model; the last test breaks the rejection sampler on purpose and
+demands that the same test notices.
+"""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+VOCABULARY = 12
+NAMESPACE = "test-vocabulary"
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
+SAMPLES = 6400
+SETTINGS = {
+    "T=1": {"temperature": 1.0},
+    "T=0.7": {"temperature": 0.7},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "top-k": {"temperature": 1.0, "top_k": 4},
+}
+
+
+_WRITER = """
+import json, sys
+import numpy as np
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+
+folder, namespace, responses = json.load(sys.stdin)
+store = HistoryStore(folder, namespace, max_bytes=1 << 24, epochs=2)
+store.clear()
+trajectories = [Trajectory(prompt_key(p), np.asarray(r, np.int32), 1.0, 0, 0, i) for i, (p, r) in enumerate(responses)]
+if trajectories:
+    store.append(trajectories, step=1)
+store.close()
+"""
+
+
+def write_history(folder, responses):
+    """``responses``: pairs of prompt and response. In another process, as in training: LMDB wants one opening each."""
+    message = json.dumps([str(folder), NAMESPACE, responses], default=int)
+    subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
+
+
+def history_of(kind, law):
+    """Responses the drafter is given; drafts begin after the first token, where it occurs in one of them."""
+    joint = law(PROMPT, LENGTH)
+    if kind == "true":  # what the model itself would say, more of it where it is likelier
+        cells = np.random.default_rng(0).choice(joint.size, p=joint.ravel(), size=16)
+    elif kind == "adversarial":  # after each first token, what is least likely to follow
+        cells = np.arange(VOCABULARY) * VOCABULARY**2 + joint.reshape(VOCABULARY, -1).argmin(axis=1)
+    else:
+        cells = []
+    return [(PROMPT, [int(token) for token in np.unravel_index(cell, joint.shape)]) for cell in cells]
+
+
+def sample(engine, params, n):
+    """int [n, LENGTH] sampled tokens."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(max_tokens=LENGTH + 1, ignore_eos=True, detokenize=False, n=64, **params)
+    outputs = engine.generate([{"prompt_token_ids": PROMPT}] * (n // 64), settings, use_tqdm=False)
+    return np.array([o.token_ids[:LENGTH] for output in outputs for o in output.outputs])
+
+
+def p_value(tokens, law):
+    """Chi-square of the joint law; cells with few expected samples are pooled. 0 when an impossible one occurs."""
+    cells = np.ravel_multi_index(tokens.T, law.shape)
+    counts = np.bincount(cells, minlength=law.size)
+    expected = law.ravel() * len(tokens)
+    if counts[expected < 1e-9 * len(tokens)].sum():
+        return 0.0
+    rare = expected < 8
+    observed = np.append(counts[~rare], counts[rare].sum())
+    predicted = np.append(expected[~rare], expected[rare].sum())
+    kept = predicted > 0
+    return stats.chisquare(observed[kept], predicted[kept] * observed.sum() / predicted[kept].sum()).pvalue
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    write_history(folder, [])
+    built = build_engine(folder)
+    built.history_folder = folder
+    return built
+
+
+@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_law_is_the_targets(engine, law_of, kind, setting):
+    write_history(engine.history_folder, history_of(kind, law_of))
+    before = engine.collective_rpc("draft_totals")[0]
+    tokens = sample(engine, SETTINGS[setting], SAMPLES)
+    after = engine.collective_rpc("draft_totals")[0]
+    drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))
+    assert (drafted > 0) == (kind != "empty")
+    if kind == "true":
+        assert 0 < accepted < drafted, "the test must see acceptances and rejections"
+    if kind == "adversarial":
+        assert drafted - accepted > SAMPLES / 2
+    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
+
+
+def test_a_broken_rejection_sampler_is_noticed(engine, law_of, monkeypatch):
+    import vllm.v1.sample.rejection_sampler as sampler
+
+    write_history(engine.history_folder, history_of("true", law_of))
+    kernel = sampler.rejection_random_sample_kernel
+    original = kernel.func
+
+    def accept_more(output, cu, draft, draft_probs, target, bonus, recovered, uniform, *args, **kwargs):
+        return original(output, cu, draft, draft_probs, target, bonus, recovered, uniform * 0.5, *args, **kwargs)
+
+    monkeypatch.setattr(kernel, "func", accept_more)
+    assert p_value(sample(engine, SETTINGS["T=1"], SAMPLES), law_of(PROMPT, LENGTH)) < 1e-4
+
+
+def test_greedy_output_is_the_undrafted_one(engine, build_engine, law_of):
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(32)]
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    stock = [o.outputs[0].token_ids for o in build_engine().generate(requests, greedy, use_tqdm=False)]
+    # Half true, half broken off and continued wrongly.
+    responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(stock)]
+    write_history(engine.history_folder, list(zip(prompts, responses, strict=True)))
+    before = engine.collective_rpc("draft_totals")[0]
+    drafted = [o.outputs[0].token_ids for o in engine.generate(requests, greedy, use_tqdm=False)]
+    after = engine.collective_rpc("draft_totals")[0]
+    assert after["accepted"] - before["accepted"] > 200
+    assert drafted == stock
+
+
+def test_log_probabilities_are_the_targets(engine, small_model, law_of):
+    """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    write_history(engine.history_folder, history_of("true", law_of))
+    settings = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=0, n=32)
+    output = engine.generate([{"prompt_token_ids": PROMPT}], settings, use_tqdm=False)[0]
+    tokens = torch.tensor([o.token_ids for o in output.outputs])
+    returned = torch.tensor(
+        [[p[t].logprob for t, p in zip(o.token_ids, o.logprobs, strict=True)] for o in output.outputs]
+    )
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    with torch.no_grad():
+        sequence = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
+        logits = model(sequence).logits[:, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    torch.testing.assert_close(returned, expected, atol=2e-4, rtol=2e-4)

@@ -1,0 +1,203 @@
+"""The one command, as a user runs it: real verl, Ray, vLLM; killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_rhyme.observability import events
+
+ROOT = Path(__file__).parents[2]
+#: 16 prompts x 4 samples, two steps an epoch.
+SMALL = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # separate_async wants it so
+    "trainer.save_freq=2",
+)
+STEPS_AN_EPOCH = 2
+
+
+def start(run_dir, *overrides, epochs, **env):
+    return subprocess.Popen(
+        ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), *SMALL, *overrides],
+        env={**os.environ, "RUN_DIR": str(run_dir), "EPOCHS": str(epochs), "PROMPTS": "16", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, run_dir, timeout=420):
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        output += "\n(timed out)"
+    log = run_dir / "train.log"
+    tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    assert process.returncode == 0, f"{output[-4000:]}\n--- train.log\n{tail}"
+    return output
+
+
+def steps_of(run_dir):
+    """(step, metrics) in the order they were logged, over all files that resumes have left."""
+    files = sorted(run_dir.glob("metrics*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return [(line["step"], line["data"]) for file in files for line in map(json.loads, file.read_text().splitlines())]
+
+
+def wait_for_step(process, run_dir, step, timeout=300):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(found >= step for found, _ in steps_of(run_dir)):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step}: {process.communicate(timeout=60)[0][-3000:]}")
+
+
+def kill_all(process):
+    """kill -9 of the whole run: everything that descends from the command, wherever it moved to."""
+    import psutil
+
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    sessions = {os.getsid(p.pid) for p in family if p.is_running()}
+    for victim in psutil.process_iter(["pid"]):
+        try:
+            if os.getsid(victim.pid) in sessions or victim in family:
+                victim.kill()
+        except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+            continue
+    process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    return run_dir, finish(start(run_dir, epochs=2), run_dir)
+
+
+def test_trains_drafts_and_reports(trained):
+    run_dir, output = trained
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert set(summary) == {"arm", "epochs", "engine", "versions"}
+    assert summary["arm"] == "histospec"
+    first, second = summary["epochs"]
+    assert set(first) == {
+        *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
+        *("useful_tokens_per_s", "bubble_ratio", "staleness_max"),
+    }
+    assert first["history_hit_rate"] == 0
+    assert second["history_hit_rate"] == 1
+    assert second["accept_length"] > 1
+    assert 0 < second["accept_rate"] <= 1
+    assert second["staleness_max"] == 0
+    assert 0 <= second["bubble_ratio"] < 1
+    assert str(run_dir / "summary.json") in output.replace("\n", "")
+    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 4/4" in output
+
+
+def test_every_request_and_stage_is_logged(trained):
+    run_dir, _ = trained
+    requests = events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+    assert len(requests["step"]) == 2 * STEPS_AN_EPOCH * 8 * 4
+    assert set(requests["sample"]) == {0, 1, 2, 3}
+    assert len(set(map(bytes, requests["prompt_key"]))) == 16
+    for earlier, later in (
+        ("queued_at", "started_at"),
+        ("started_at", "first_token_at"),
+        ("first_token_at", "finished_at"),
+    ):
+        assert (requests[earlier] <= requests[later] + 0.05).all(), (earlier, later)
+    np.testing.assert_array_equal(requests["policy_version_start"], requests["step"] - 1)
+    np.testing.assert_array_equal(requests["policy_version_end"], requests["step"] - 1)
+    warm = requests["epoch"] == 1
+    assert requests["drafted_tokens"][~warm].sum() == 0
+    assert requests["accepted_tokens"][warm].sum() > 0
+    assert (requests["accepted_tokens"] <= requests["drafted_tokens"]).all()
+    assert (requests["response_tokens"] <= 384).all()
+    stages = events.to_numpy(events.read_stages(run_dir / "checkpoints" / "events"))
+    assert {"gen", "update_actor", "update_weights", "step"} <= set(stages["stage"])
+
+
+def test_metrics_carry_verls_names_and_ours(trained):
+    _, metrics = steps_of(trained[0])[-1]
+    for name in (
+        *("rollout/spec_accept_rate", "rollout/spec_accept_length", "rollout/bubble_ratio"),
+        *("rollout/useful_tokens_per_s", "rollout/history/hit_rate", "timing_s/history_update"),
+    ):
+        assert name in metrics
+    assert metrics["rollout/history/errors"] == 0
+    # What vLLM returned against the actor's own recomputation, over the whole step.
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert metrics["training/rollout_probs_diff_max"] < 0.02
+
+
+def test_killed_and_resumed(trained):
+    run_dir, _ = trained
+    process = start(run_dir, epochs=4)
+    wait_for_step(process, run_dir, 5)  # one step after the checkpoint of step 4
+    kill_all(process)
+    output = finish(start(run_dir, epochs=4), run_dir)
+    assert "step 8/8" in output
+    history = steps_of(run_dir)
+    # Step 5 and perhaps 6 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
+    assert [step for step, _ in history][-4:] == [5, 6, 7, 8]
+    assert history[-4][1]["rollout/history/hit_rate"] == 1, "the history was not restored"
+    assert history[-4][1]["rollout/history/errors"] == 0
+    check_nothing_twice(run_dir, last_step=8)
+    assert len(json.loads((run_dir / "summary.json").read_text())["epochs"]) == 4
+
+
+def check_nothing_twice(run_dir, last_step):
+    """Of all attempts, those that stand cover each step and each prompt of an epoch once."""
+    requests = events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+    steps, counts = np.unique(requests["step"], return_counts=True)
+    assert steps.tolist() == list(range(1, last_step + 1))
+    assert set(counts) == {8 * 4}, "a step's trajectories were counted twice"
+    for epoch in range(last_step // STEPS_AN_EPOCH):
+        prompts = requests["prompt_key"][requests["epoch"] == epoch]
+        assert set(np.unique(prompts, return_counts=True)[1]) == {4}, "a prompt was trained twice in one epoch"
+
+
+@pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="ten minutes of starts; set RHYME_SLOW=1")
+@pytest.mark.timeout(2400)
+def test_killed_at_five_random_moments(tmp_path):
+    rng = np.random.default_rng(2026)
+    for _ in range(5):
+        process = start(tmp_path, epochs=6)
+        try:
+            process.wait(timeout=float(rng.uniform(20, 150)))
+        except subprocess.TimeoutExpired:
+            kill_all(process)
+    finish(start(tmp_path, epochs=6), tmp_path)
+    check_nothing_twice(tmp_path, last_step=12)
+    _, metrics = steps_of(tmp_path)[-1]
+    assert metrics["rollout/history/hit_rate"] == 1
+    assert metrics["rollout/history/errors"] == 0
+    assert metrics["rollout/history/responses"] == 16 * 4 * 2  # two epochs of every prompt
+    assert 0 <= metrics["critic/score/mean"] <= 1
+
+
+def test_separate_rollout_pool(tmp_path):
+    finish(start(tmp_path, epochs=3, MODE="separate_async"), tmp_path)
+    drafted = [metrics["rollout/spec/drafted_tokens"] for _, metrics in steps_of(tmp_path)]
+    assert drafted[-1] > 0
+    assert steps_of(tmp_path)[-1][1]["rollout/history/errors"] == 0
+
+
+def test_somebodys_own_trainer(tmp_path):
+    modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"
+    process = start(tmp_path, epochs=3, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)
+    finish(process, tmp_path)
+    _, metrics = steps_of(tmp_path)[-1]
+    assert "mine/full_length" in metrics
+    assert metrics["rollout/spec/drafted_tokens"] > 0
+    assert metrics["rollout/history/errors"] == 0

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs the linters and the tests; makes .venv first when it is missing.
+#   bash tests/run.sh                      everything
+#   bash tests/run.sh tests/unit -k store  arguments go to pytest, without the linters
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=requirements/bootstrap.sh
+source "$ROOT/requirements/bootstrap.sh"
+cd "$ROOT"
+
+# Threads of one process would wait at every operation for the cores that the others have.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VERL_PLATFORM=${VERL_PLATFORM:-cpu} RAY_USAGE_STATS_ENABLED=0
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+if [ $# -gt 0 ]; then
+  exec python -m pytest "$@"
+fi
+
+echo "verl-rhyme: linters"
+ruff check .
+ruff format --check .
+mypy
+shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
+echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, a real training"
+python -m pytest -n 2 tests/unit tests/contract
+exec python -m pytest tests/e2e
