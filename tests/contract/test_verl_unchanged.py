@@ -11,21 +11,26 @@ from pathlib import Path
 import pytest
 
 
-def verls_tests():
-    wheel = distribution("verl")
+VERL = distribution("verl")
+
+
+def verls_tests() -> list[str]:
     return sorted(
-        str(wheel.locate_file(path))
-        for path in wheel.files or []
+        str(VERL.locate_file(path))
+        for path in VERL.files or []
         if str(path).startswith("tests/") and path.match("*_on_cpu.py")
     )
 
 
-def outcomes(plugins, folder):
-    """Test name to outcome."""
+def outcomes(plugins, folder, only=()):
+    """Test name to outcome; ``only`` these tests, as pytest's ``-k`` has them."""
     report = folder / f"{plugins}.xml"
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)),
-        *("--import-mode=importlib", "--timeout=300", f"--junit-xml={report}", *verls_tests()),
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull),
+        # Relative to verl's own root, or the names of the tests lose their modules and hide each other.
+        *("--rootdir", str(VERL.locate_file("")), "--import-mode=importlib"),
+        *("--timeout=300", f"--junit-xml={report}", *verls_tests()),
+        *(("-k", " or ".join(only)) if only else ()),
     ]
     env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}  # as verl runs them
     subprocess.run(
@@ -43,6 +48,10 @@ def outcomes(plugins, folder):
     return found
 
 
+def differences(without, with_plugin):
+    return {name: (state, with_plugin[name]) for name, state in without.items() if with_plugin[name] != state}
+
+
 @pytest.mark.timeout(1300)
 def test_same_outcomes_with_and_without_the_plugin(tmp_path):
     folders = {plugins: tmp_path / plugins for plugins in ("none", "verl_rhyme")}
@@ -50,9 +59,12 @@ def test_same_outcomes_with_and_without_the_plugin(tmp_path):
         Path(folder).mkdir()
     with ThreadPoolExecutor(2) as pool:
         without, with_plugin = pool.map(lambda item: outcomes(*item), folders.items())
-    assert sum(state == "passed" for state in without.values()) > 400, "verl's tests did not run"
-    changed = {
-        name: (state, with_plugin.get(name)) for name, state in without.items() if with_plugin.get(name) != state
-    }
-    assert changed == {}
+    assert len(without) == 317, "verl 0.9.1 has 317 tests that need no GPU"
+    assert list(without.values()).count("passed") >= 310, without
     assert with_plugin.keys() == without.keys()
+    if changed := differences(without, with_plugin):
+        # Two copies of verl's Ray tests at once can run into their time limits: again, one after the other.
+        only = {name.split("::")[-1].split("[")[0] for name in changed}
+        without, with_plugin = (outcomes(plugins, folder, only) for plugins, folder in folders.items())
+        assert changed.keys() <= without.keys() == with_plugin.keys()
+        assert differences(without, with_plugin) == {}
