@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 VERL = distribution("verl")
 
 
