@@ -7,6 +7,7 @@ demands that the same test notices.
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ def write_history(folder, responses):
     """``responses``: pairs of prompt and response. In another process, as in training: LMDB wants one opening each."""
     message = json.dumps([str(folder), NAMESPACE, responses], default=int)
     subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
+    time.sleep(1.1)  # a reader looks once a second whether the store was replaced
 
 
 def history_of(kind, law):
