@@ -115,10 +115,17 @@ class DraftingConfig:
 
 @dataclass(frozen=True)
 class EventsConfig:
-    """The event log. ``dir=None`` writes below ``trainer.default_local_dir``."""
+    """The event log.
+
+    Attributes:
+        dir: ``None`` writes below ``trainer.default_local_dir``.
+        responses: Log the tokens of every trained response as well, about 8 bytes a token, to replay the run with
+            ``python -m benchmarks.draft_quality``.
+    """
 
     enable: bool = True
     dir: str | None = None
+    responses: bool = False
 
 
 @dataclass(frozen=True)

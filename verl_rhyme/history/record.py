@@ -41,6 +41,7 @@ class Trajectory:
         policy_version: Version of the weights that ended it.
         epoch: Pass over the data set it was made in.
         sample: Its number within the group of its prompt.
+        logprobs: float32[length], of the tokens under the policy that sampled them; ``None`` where they are not known.
     """
 
     key: bytes
@@ -49,6 +50,7 @@ class Trajectory:
     policy_version: int
     epoch: int
     sample: int
+    logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The event log: one row per request attempt and one per stage of a step, Arrow files in the run folder.
+"""The event log: one row per request attempt and one per stage of a step, and, where asked for, one per response with
+its tokens; Arrow files in the run folder.
 
 Each flush is one small file, written under another name and then renamed: a run killed at any moment leaves earlier
 files whole. Every opened log is a new session, numbered in the file names. Where a later session begins at step k
@@ -67,9 +68,24 @@ STAGES = pa.schema(
     ]
 )
 
-_SCHEMAS = {"requests": REQUESTS, "stages": STAGES}
+#: One row per response that was trained: what a replay of the run needs (``benchmarks/``). Off unless asked for.
+RESPONSES = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("epoch", pa.int64()),
+        ("prompt_key", pa.binary(16)),
+        ("sample", pa.int32()),
+        ("reward", pa.float64()),
+        ("policy_version", pa.int64()),
+        ("prompt", pa.list_(pa.int32())),
+        ("tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+    ]
+)
+
+_SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
 INFO_FILE = "run.json"
-_FILE = re.compile(r"(requests|validation|stages)-(\d+)-(\d+)-(\d+)\.arrow")
+_FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
 class EventLog:
@@ -117,6 +133,10 @@ class EventLog:
     def append_stages(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
         """Log stages of one step; as :meth:`append_requests`, with the columns of :data:`STAGES`."""
         self._append("stages", step, epoch, columns)
+
+    def append_responses(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
+        """Log the responses of one step; as :meth:`append_requests`, with the columns of :data:`RESPONSES`."""
+        self._append("responses", step, epoch, columns)
 
     def describe(self, **info: Any) -> None:
         """Keep facts of the run that the report needs, as JSON: ``arm``, ``engine``, ``slots`` (see ``bubble_ratio``).
@@ -172,6 +192,11 @@ def read_requests(folder: str | os.PathLike[str]) -> pa.Table:
 def read_stages(folder: str | os.PathLike[str]) -> pa.Table:
     """All stages of a run, schema :data:`STAGES`; see :func:`read_requests`."""
     return _read(Path(folder), "stages")
+
+
+def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
+    """All logged responses of a run, schema :data:`RESPONSES`; see :func:`read_requests`."""
+    return _read(Path(folder), "responses")
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -74,7 +74,13 @@ class RhymeTrainerMixin(PPOTrainer):
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
         self._history = HistoryService(self._rhyme.history, tokenizer_namespace(self.tokenizer))
-        self._recorder = Recorder(self._history, self._event_log, self._request_slots)
+        self._recorder = Recorder(
+            self._history,
+            self._event_log,
+            self._request_slots,
+            logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
+            log_responses=self._rhyme.events.responses,
+        )
 
     def _setup(self) -> None:
         super()._setup()

@@ -24,12 +24,22 @@ from verl_rhyme.workers.request import FIELD
 
 logger = logging.getLogger(__name__)
 
+_LOGGED = ("sample", "reward", "policy_version", "tokens", "logprobs")
+
 
 class Recorder:
     """One step may come in several parts (verl's ``parameter_sync_step``); their metrics are computed over all."""
 
-    def __init__(self, history: HistoryService, events: EventLog | None, slots: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        history: HistoryService,
+        events: EventLog | None,
+        slots: Callable[[], int],
+        logprobs: bool = True,
+        log_responses: bool = False,
+    ) -> None:
         self._history, self._events, self._slots = history, events, slots
+        self._logprobs, self._log_responses = logprobs, log_responses
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
         self._pending: list[Future] = []
         self._requests: list[dict[str, Any]] = []
@@ -80,13 +90,15 @@ class Recorder:
             self._seconds += time.perf_counter() - started
 
     def _record(self, batch: Any, step: int, part: int, epoch: int) -> None:
-        samples = _fetch(batch, epoch, validate=False)
+        samples = _fetch(batch, epoch, validate=False, logprobs=self._logprobs)
         trajectories = [sample["trajectory"] for sample in samples]
         self._store = self._history.append(trajectories, step=part)
         rows = [row for sample in samples for row in sample["requests"]]
         self._requests.extend(rows)
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
+            if self._log_responses:
+                self._events.append_responses(step, epoch, _responses(samples))
 
     def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
         if self._events is not None:
@@ -98,16 +110,22 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {})}
 
 
-def _fetch(batch: Any, epoch: int, validate: bool) -> list[dict[str, Any]]:
-    """Trajectory and request rows of each sample in a batch; padding left out."""
+def _responses(samples: list[dict[str, Any]]) -> dict[str, list]:
+    trajectories = [sample["trajectory"] for sample in samples]
+    return {
+        "prompt_key": [t.key for t in trajectories],
+        "prompt": [sample["prompt"] for sample in samples],
+        **{name: [getattr(t, name) for t in trajectories] for name in _LOGGED},
+    }
+
+
+def _fetch(batch: Any, epoch: int, validate: bool, logprobs: bool = False) -> list[dict[str, Any]]:
+    """Trajectory, prompt and request rows of each sample in a batch; padding left out."""
     kept = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     keys = [batch.keys[i] for i in kept]
-    data = tq.kv_batch_get(
-        keys=keys,
-        partition_id=batch.partition_id,
-        select_fields=["prompts", "responses", "rm_scores", "extra_fields"],
-    )
-    prompts, responses, scores = (data[name].unbind() for name in ("prompts", "responses", "rm_scores"))
+    per_token = ["prompts", "responses", "rm_scores", *(["rollout_log_probs"] if logprobs else [])]
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[*per_token, "extra_fields"])
+    prompts, responses, scores, *sampled = (data[name].unbind() for name in per_token)
     samples = []
     for i, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
         uid, session, _ = key.rsplit("_", 2)
@@ -122,6 +140,7 @@ def _fetch(batch: Any, epoch: int, validate: bool) -> list[dict[str, Any]]:
             policy_version=int(tag.get("max_global_steps") or 0),
             epoch=epoch,
             sample=int(session),
+            logprobs=sampled[0][i].numpy().astype(np.float32) if sampled else None,
         )
         rows = [
             {
@@ -134,5 +153,5 @@ def _fetch(batch: Any, epoch: int, validate: bool) -> list[dict[str, Any]]:
             }
             for record in records
         ]
-        samples.append({"trajectory": trajectory, "requests": rows})
+        samples.append({"trajectory": trajectory, "prompt": prompts[i].numpy(), "requests": rows})
     return samples
