@@ -19,6 +19,9 @@ CONFIG_PATH = "actor_rollout_ref.rollout.custom.rhyme"
 #: vLLM's own limit on the draft tokens of one request in one step.
 MAX_DRAFT_TOKENS = 128
 
+#: Values of ``drafting.policy``.
+POLICIES = ("adaptive", "paper")
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message says where and how to mend it."""
@@ -80,18 +83,25 @@ class DraftingConfig:
 
     Attributes:
         enable: Draft at all; off keeps the recorder and the event log.
+        policy: ``"adaptive"``, or ``"paper"`` (RhymeRL, HistoSpec: one source, one window).
         max_tokens: Draft tokens of one request in one step, at most; vLLM reserves room for this many.
         max_batch_tokens: Draft tokens of the whole batch in one step; ``None`` takes what the sampler memory
             bound allows.
         sampler_memory: Bytes the rejection sampler may take on top of vLLM's own profile.
-        reward_weight: Votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
-        match, window: see there.
+        floor: Adaptive: draft a token only if the probability that it is reached and accepted is at least this.
+        live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 12 bytes each and as much
+            again for the index.
+        reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
+        match, window: Paper: see there.
     """
 
     enable: bool = True
+    policy: str = "adaptive"
     max_tokens: int = 32
     max_batch_tokens: int | None = None
     sampler_memory: int = 1 << 30
+    floor: float = 0.2
+    live_tokens: int = 1 << 22
     reward_weight: float = 1.0
     match: MatchConfig = field(default_factory=MatchConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
@@ -110,6 +120,11 @@ class DraftingConfig:
             "null or at least 0",
         )
         _require(self.sampler_memory >= 1 << 20, "drafting.sampler_memory", self.sampler_memory, "at least 1 MiB")
+        _require(self.policy in POLICIES, "drafting.policy", self.policy, " or ".join(POLICIES))
+        _require(0 < self.floor < 1, "drafting.floor", self.floor, "above 0 and below 1")
+        _require(
+            1 << 10 <= self.live_tokens <= 1 << 30, "drafting.live_tokens", self.live_tokens, "from 2**10 to 2**30"
+        )
         _require(self.reward_weight >= 0, "drafting.reward_weight", self.reward_weight, "at least 0")
 
 
@@ -146,7 +161,8 @@ class RhymeConfig:
         _require(
             self.poll_interval is None or self.poll_interval > 0, "poll_interval", self.poll_interval, "null or above 0"
         )
-        if self.drafting.enable and self.drafting.window.start > self.drafting.max_tokens:
+        drafting = self.drafting
+        if drafting.enable and drafting.policy == "paper" and drafting.window.start > drafting.max_tokens:
             raise ConfigError(
                 f"{CONFIG_PATH}: drafting.window.start={self.drafting.window.start} contradicts "
                 f"drafting.max_tokens={self.drafting.max_tokens}: raise max_tokens or lower window.start"

@@ -119,8 +119,10 @@ def test_every_request_and_stage_is_logged(trained):
     np.testing.assert_array_equal(requests["policy_version_start"], requests["step"] - 1)
     np.testing.assert_array_equal(requests["policy_version_end"], requests["step"] - 1)
     warm = requests["epoch"] == 1
-    assert requests["drafted_tokens"][~warm].sum() == 0
-    assert requests["accepted_tokens"][warm].sum() > 0
+    assert requests["accepted_tokens"][~warm].sum() > 0, "the group's live texts gave no draft"
+    assert requests["accepted_tokens"][warm].sum() > requests["accepted_tokens"][~warm].sum()
+    assert not requests["history_hit"][~warm].any()
+    assert requests["history_hit"][warm].all()
     assert (requests["accepted_tokens"] <= requests["drafted_tokens"]).all()
     assert (requests["response_tokens"] <= 384).all()
     stages = events.to_numpy(events.read_stages(run_dir / "checkpoints" / "events"))

@@ -29,7 +29,10 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ({"drafting": {"enable": 1}}, ["drafting.enable", "bool"]),
         ({"drafting": 3}, ["drafting", "mapping"]),
         ({"drafting": {"match": {"min": 9}}}, ["match.max", "match.min (9)"]),
-        ({"drafting": {"max_tokens": 4, "window": {"start": 8}}}, ["window.start=8", "max_tokens=4"]),
+        (
+            {"drafting": {"policy": "paper", "max_tokens": 4, "window": {"start": 8}}},
+            ["window.start=8", "max_tokens=4"],
+        ),
         ({"history": {"max_bytes": 10}}, ["history.max_bytes", "1 MiB"]),
         ({"history": {"epochs": 0}}, ["history.epochs"]),
         ({"poll_interval": 0}, ["poll_interval"]),

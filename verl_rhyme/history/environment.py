@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import shutil
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -30,12 +31,14 @@ import msgpack
 from lmdb import verify
 
 #: Format of the environment; another one is treated as damaged.
-FORMAT = 1
+FORMAT = 2
 DATA_FILE = "data.mdb"
 _CURRENT = "current"
 _LOCK = "writer.lock"
 _NAME = re.compile(r"env-\d+")
 _META_KEY = b"meta"
+#: Of LMDB's meta page: page size, last page in use, number of the transaction.
+_META = struct.Struct("=40x I 92x Q Q")
 #: Processes that may read at once: the vLLM workers of a node, and some room.
 _MAX_READERS = 1024
 
@@ -172,13 +175,36 @@ def check(folder: Path) -> None:
         Damaged: It is cut off, altered, or no LMDB file.
     """
     try:
-        problems = verify.verify(str(folder / DATA_FILE))
+        problems = _cut_off(folder / DATA_FILE) + verify.verify(str(folder / DATA_FILE))
     except (verify.VerifyError, OSError) as error:
         raise Damaged(str(error)) from error
     except Exception as error:  # bytes that the verifier itself did not expect
         raise Damaged(f"unreadable: {error!r}") from error
     if problems:
         raise Damaged("; ".join(problems[:3]))
+
+
+def fill_up(folder: Path, env: lmdb.Environment) -> None:
+    """Make the file as long as it says it is: LMDB does not write pages that a transaction took and gave back."""
+    size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if os.stat(folder / DATA_FILE).st_size < size:
+        os.truncate(folder / DATA_FILE, size)
+
+
+def _cut_off(file: Path) -> list[str]:
+    """What the verifier does not look for: the end of a large value beyond the end of the file."""
+    with open(file, "rb") as opened:
+        first = opened.read(_META.size)
+        if len(first) < _META.size:
+            return ["it is cut off"]
+        page = _META.unpack(first)[0]
+        opened.seek(page)
+        second = opened.read(_META.size)
+        if len(second) < _META.size:
+            return ["it is cut off"]
+        last = max((meta[2], meta[1]) for meta in map(_META.unpack, (first, second)))[1]
+        size = opened.seek(0, os.SEEK_END)
+    return [f"{size} bytes where it says it has {(last + 1) * page}"] if size < (last + 1) * page else []
 
 
 def current(path: Path) -> Path | None:

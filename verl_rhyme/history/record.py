@@ -1,12 +1,12 @@
 """What is recorded: one trajectory, and all that is kept of one prompt.
 
-A prompt's value in the store is a 16-byte header and arrays, little-endian, each element 4 bytes::
+A prompt's value in the store is a 16-byte header and arrays, little-endian::
 
-    magic "RHY1" | crc32 of all that follows it | n | m
+    magic "RHY2" | crc32 of all that follows it | n | m
     bounds int32[m+1] | reward float32[m] | epoch, policy_version, sample, step int32[m] each
-    tokens int32[n] | suffixes int32[n-m-1]
+    tokens int32[n] | suffixes int32[n-m-1] | confidence uint8[n]
 
-About 8 bytes a token. It is read as views over the bytes; nothing is unpickled.
+About 9 bytes a token. It is read as views over the bytes; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,28 @@ import numpy as np
 
 from verl_rhyme.history import suffix_index
 
-_MAGIC = b"RHY1"
+_MAGIC = b"RHY2"
 _HEADER = struct.Struct("<4sIII")
 _PER_RESPONSE = ("epoch", "policy_version", "sample", "step")
+
+
+def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
+    """Probabilities of sampled tokens in a byte each.
+
+    Args:
+        logprobs: float[length], natural logarithms, or ``None`` where they are not known.
+        length: Tokens.
+
+    Returns:
+        uint8[length]: ``128 + 16 * logit`` within 1 to 255; 0 where nothing is known.
+    """
+    if logprobs is None:
+        return np.zeros(length, dtype=np.uint8)
+    if len(logprobs) != length:
+        raise ValueError(f"{len(logprobs)} log-probabilities for {length} tokens")
+    p = np.clip(np.exp(np.asarray(logprobs, dtype=np.float64)), 1e-4, 1 - 1e-4)
+    codes = np.clip(np.rint(128 + 16 * np.log(p / (1 - p))), 1, 255)
+    return np.where(np.isfinite(p), codes, 0).astype(np.uint8)
 
 
 class CorruptRecord(ValueError):
@@ -66,6 +85,7 @@ class PromptHistory:
         suffixes: int32[n - m - 1], the suffix array of the reversed text.
         reward: float32[m].
         epoch, policy_version, sample, step: int32[m]; step is the trainer's step that recorded the response.
+        confidence: uint8[n], how probable each token was when it was sampled; see :func:`confidence_codes`.
     """
 
     tokens: np.ndarray
@@ -76,6 +96,7 @@ class PromptHistory:
     policy_version: np.ndarray
     sample: np.ndarray
     step: np.ndarray
+    confidence: np.ndarray
 
     @classmethod
     def build(cls, trajectories: Sequence[Trajectory], step: int = 0) -> PromptHistory:
@@ -84,14 +105,22 @@ class PromptHistory:
             [t.tokens for t in trajectories],
             [t.reward for t in trajectories],
             [[t.epoch, t.policy_version, t.sample, step] for t in trajectories],
+            [confidence_codes(t.logprobs, len(t.tokens)) for t in trajectories],
         )
 
     @classmethod
-    def _build(cls, responses: Sequence[np.ndarray], reward: Sequence[float], labels: Sequence) -> PromptHistory:
+    def _build(
+        cls, responses: Sequence[np.ndarray], reward: Sequence[float], labels: Sequence, codes: Sequence[np.ndarray]
+    ) -> PromptHistory:
         tokens, bounds = suffix_index.join(responses)
         columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
-        arrays = [tokens, bounds, suffix_index.build(tokens, bounds), np.array(reward, dtype=np.float32), *columns]
-        return cls(*arrays)
+        confidence = np.zeros(len(tokens), dtype=np.uint8)
+        for code, start, end in zip(codes, bounds[:-1], bounds[1:], strict=True):
+            confidence[start + 1 : end] = code
+        rewards = np.array(reward, dtype=np.float32)
+        epoch, version, sample, step = columns
+        suffixes = suffix_index.build(tokens, bounds)
+        return cls(tokens, bounds, suffixes, rewards, epoch, version, sample, step, confidence)
 
     def __len__(self) -> int:
         """Responses kept."""
@@ -99,7 +128,10 @@ class PromptHistory:
 
     def response(self, i: int) -> np.ndarray:
         """Tokens of response ``i``, int32."""
-        return self.tokens[self.bounds[i] + 1 : self.bounds[i + 1]]
+        return self.tokens[self._span(i)]
+
+    def _span(self, i: int) -> slice:
+        return slice(self.bounds[i] + 1, self.bounds[i + 1])
 
     @cached_property
     def scaled_reward(self) -> np.ndarray:
@@ -137,12 +169,13 @@ class PromptHistory:
             [self.reward[i] for i in old] + [t.reward for t in new],
             [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
             + [[t.epoch, t.policy_version, t.sample, step] for t in new],
+            [self.confidence[self._span(i)] for i in old] + [confidence_codes(t.logprobs, len(t.tokens)) for t in new],
         )
 
     def encode(self) -> bytes:
         """The prompt's value in the store."""
         labels = [getattr(self, name) for name in _PER_RESPONSE]
-        arrays = [self.bounds, self.reward, *labels, self.tokens, self.suffixes]
+        arrays = [self.bounds, self.reward, *labels, self.tokens, self.suffixes, self.confidence]
         body = [struct.pack("<II", len(self.tokens), len(self)), *(a.tobytes() for a in arrays)]
         checksum = 0
         for part in body:
@@ -160,7 +193,7 @@ class PromptHistory:
         if len(value) < _HEADER.size or value[:4] != _MAGIC:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
         _, checksum, n, m = _HEADER.unpack_from(value)
-        expected = _HEADER.size + 4 * ((m + 1) + 5 * m + n + (n - m - 1))
+        expected = _HEADER.size + 4 * ((m + 1) + 5 * m + n + (n - m - 1)) + n
         if n < m + 1 or len(value) != expected:
             raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
         if zlib.crc32(memoryview(value)[8:]) != checksum:
@@ -170,10 +203,10 @@ class PromptHistory:
         def take(dtype: str, count: int) -> np.ndarray:
             nonlocal offset
             array = np.frombuffer(value, dtype=dtype, count=count, offset=offset)
-            offset += 4 * count
+            offset += array.nbytes
             return array
 
         bounds, reward = take("<i4", m + 1), take("<f4", m)
-        labels = [take("<i4", m) for _ in _PER_RESPONSE]
+        epoch, version, sample, step = (take("<i4", m) for _ in _PER_RESPONSE)
         tokens, suffixes = take("<i4", n), take("<i4", n - m - 1)
-        return cls(tokens, bounds, suffixes, reward, *labels)
+        return cls(tokens, bounds, suffixes, reward, epoch, version, sample, step, take("<u1", n))

@@ -116,12 +116,12 @@ class HistoryStore:
             for trajectory in trajectories:
                 if len(trajectory.tokens) == 0:
                     continue
-                if len(trajectory.key) != KEY_BYTES or not _are_tokens(trajectory.tokens):
+                if len(trajectory.key) != KEY_BYTES or not _is_sound(trajectory):
                     bad += 1
                 else:
                     groups.setdefault(bytes(trajectory.key), []).append(trajectory)
             if bad:
-                self._warn(f"{bad} trajectories with a bad key or bad tokens are not recorded")
+                self._warn(f"{bad} trajectories with a bad key, bad tokens or bad log-probs are not recorded")
             error: Exception | None = None
             evicted = 0
             for kept in (None, *_KEPT):
@@ -265,6 +265,7 @@ class HistoryStore:
                     evicted.append(key)
                     txn.delete(key, db=self._env.prompts)
                     txn.delete(key, db=self._env.seen)
+        environment.fill_up(self._env.folder, self._env.env)
         for key in (*evicted, *seen):
             self._seen.pop(key, None)
         self._seen.update(seen)
@@ -376,8 +377,11 @@ class HistoryStore:
             logger.warning("history in %s: %s (told once)", self._path, message)
 
 
-def _are_tokens(tokens: np.ndarray) -> bool:
-    """Token ids are neither negative, as the separators of the index are, nor beyond int32."""
+def _is_sound(trajectory: Trajectory) -> bool:
+    """Token ids are neither negative, as the separators of the index are, nor beyond int32; log-probs go with them."""
+    tokens, logprobs = trajectory.tokens, trajectory.logprobs
+    if logprobs is not None and len(logprobs) != len(tokens):
+        return False
     return int(np.min(tokens)) >= 0 and int(np.max(tokens)) < 1 << 31
 
 

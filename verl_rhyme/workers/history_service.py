@@ -39,9 +39,12 @@ def tokenizer_namespace(tokenizer: Any) -> str:
 def pack(trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
     """Columns of a list of trajectories: one object that Ray ships to all nodes without pickling each."""
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    unknown = [np.full(length, np.nan, np.float32) for length in lengths]
+    logprobs = [lost if t.logprobs is None else t.logprobs for t, lost in zip(trajectories, unknown, strict=True)]
     return {
         "keys": np.frombuffer(b"".join(t.key for t in trajectories), dtype="V16"),
         "tokens": np.concatenate([t.tokens for t in trajectories]) if trajectories else np.empty(0, np.int32),
+        "logprobs": np.concatenate(logprobs, dtype=np.float32) if trajectories else np.empty(0, np.float32),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "rewards": np.array([t.reward for t in trajectories], np.float32),
         "versions": np.array([t.policy_version for t in trajectories], np.int64),
@@ -62,6 +65,7 @@ def unpack(columns: dict[str, np.ndarray]) -> list[Trajectory]:
             policy_version=int(columns["versions"][i]),
             epoch=int(columns["epochs"][i]),
             sample=int(columns["samples"][i]),
+            logprobs=columns["logprobs"][start : ends[i]],
         )
         for i, start in enumerate(starts)
     ]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory
+from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory, confidence_codes
 
 KEY = b"k" * 16
 
@@ -31,10 +31,25 @@ def test_encode_and_decode(tokens):
     assert decoded.step.tolist() == [7] * len(tokens)
 
 
-def test_about_eight_bytes_a_token():
+def test_about_nine_bytes_a_token():
     tokens = np.arange(4096)
     value = PromptHistory.build([trajectory(tokens, sample=i) for i in range(16)]).encode()
-    assert len(value) / (16 * 4096) < 8.02
+    assert len(value) / (16 * 4096) < 9.02
+
+
+def test_confidence_follows_its_response():
+    logprobs = np.log(np.array([0.5, 0.999, 1e-9], np.float32))
+    told = Trajectory(KEY, np.array([1, 2, 3], np.int32), 0.0, 0, 0, 0, logprobs=logprobs)
+    untold = trajectory([4, 5], sample=1)
+    history = PromptHistory.decode(PromptHistory.build([told]).extended([untold], step=2, epochs=2).encode())
+    assert history.response(0).tolist() == [1, 2, 3]
+    codes = history.confidence[history.bounds[0] + 1 : history.bounds[1]]
+    assert codes[0] == 128
+    assert codes[1] > 230
+    assert codes[2] == 1
+    assert not history.confidence[history.bounds[1] :].any()
+    with pytest.raises(ValueError, match="3 log-probabilities for 2 tokens"):
+        confidence_codes(logprobs, 2)
 
 
 @settings(deadline=None)  # the first example compiles

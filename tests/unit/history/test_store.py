@@ -201,9 +201,9 @@ def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
     """Every step rewrites everything: old and new pages do not fit at once."""
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=1) as store:
         for step in range(10):
-            stats = store.append([trajectory(i, [step] * 8000, epoch=step) for i in range(10)], step)
+            stats = store.append([trajectory(i, [step] * 7000, epoch=step) for i in range(10)], step)
             assert stats.dropped == 0
-            assert all(responses(reader.get(key(i))) == [[step] * 8000] for i in range(10))
+            assert all(responses(reader.get(key(i))) == [[step] * 7000] for i in range(10))
             assert file_bytes(tmp_path / "h") <= 1 << 20
 
 
@@ -295,4 +295,4 @@ def test_values_carry_lmdbs_format(tmp_path, store):
     with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
         assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
         meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
-        assert meta == {"format": 1, "namespace": NAMESPACE}
+        assert meta == {"format": 2, "namespace": NAMESPACE}

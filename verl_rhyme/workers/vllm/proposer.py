@@ -1,7 +1,7 @@
 """HistoSpec inside vLLM: a ``custom_class`` proposer that drafts from the prompt's own earlier responses.
 
-The policy is ``drafting.Drafter``; this file only maps batch rows to requests and keeps vLLM's bounds.  Drafting can
-fail, generation can't: any error gives empty drafts, a counter and one warning.
+The policy is a ``drafting.policy.DraftPolicy``; this file only maps batch rows to requests and keeps vLLM's bounds.
+Drafting can fail, generation can't: any error gives empty drafts, a counter and one warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits
-from verl_rhyme.drafting.drafter import Drafter, RequestCounts, warm
+from verl_rhyme.drafting.policies import build
+from verl_rhyme.drafting.policy import RequestCounts
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
@@ -46,7 +47,8 @@ class HistoryProposer:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._history = HistoryReader(settings["history_dir"], settings["namespace"])
-        self._drafter = Drafter(self._config, self._history.get)
+        slots = vllm_config.scheduler_config.max_num_seqs
+        self._drafter = build(self._config, self._history.get, slots, self._vocab_size)
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
@@ -54,7 +56,6 @@ class HistoryProposer:
         self._drafted = self._accepted = self._errors = 0
         self._seconds = 0.0
         self._calls = 0
-        warm()
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM asks every drafter to load its model; this one has none."""
@@ -105,29 +106,28 @@ class HistoryProposer:
         self._retire()
         batch = self._runner.input_batch
         req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
-        rows, ids, contexts, max_tokens = [], [], [], []
+        rows, ids, drafted, accepted, max_tokens = [], [], [], [], []
         for row, sampled in enumerate(sampled_token_ids):
             if not sampled:
                 continue
             request = self._requests.get(req_ids[row]) or self._admit(req_ids[row])
-            drafted, accepted = len(scheduled[row]), len(sampled) - 1
-            self._drafter.observe(request.id, drafted, accepted)
-            self._drafted += drafted
-            self._accepted += accepted
-            length = num_tokens_no_spec[row]
             rows.append(row)
             ids.append(request.id)
-            contexts.append(token_ids_cpu[row, max(0, length - self._config.match.max) : length])
+            drafted.append(len(scheduled[row]))
+            accepted.append(len(sampled) - 1)
             max_tokens.append(request.max_tokens)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if rows:
+            self._drafted += sum(drafted)
+            self._accepted += sum(accepted)
             lengths = num_tokens_no_spec[rows]
             longest, budget = self._bounds(len(sampled_token_ids))
             limits = request_limits(
                 lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
             )
-            for row, draft in zip(rows, self._drafter.draft_batch(ids, contexts, limits, budget), strict=True):
-                drafts[row] = draft.tolist()
+            planned = self._drafter.step(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget)
+            for row, draft in zip(rows, planned, strict=True):
+                drafts[row] = draft
         return drafts
 
     def _bounds(self, rows: int) -> tuple[int, int]:

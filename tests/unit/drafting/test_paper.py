@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig, MatchConfig, WindowConfig
-from verl_rhyme.drafting import drafter as drafter_module
-from verl_rhyme.drafting.drafter import Drafter, RequestCounts
+from verl_rhyme.drafting import paper
+from verl_rhyme.drafting.paper import PaperDrafter
+from verl_rhyme.drafting.policy import RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 KEY, OTHER = b"k" * 16, b"o" * 16
@@ -27,7 +28,7 @@ def one(drafter, request, context, limit=32, budget=10_000):
 
 
 def test_window_follows_the_verification():
-    drafter = Drafter(DraftingConfig(), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     assert one(drafter, "a", [0, 1, 2]) == [3, 4]
     drafter.observe("a", 2, 2)
@@ -40,7 +41,7 @@ def test_window_follows_the_verification():
 
 
 def test_backs_off_to_the_shortest_match_and_no_further():
-    drafter = Drafter(DraftingConfig(match=MatchConfig(min=3, max=7)), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(match=MatchConfig(min=3, max=7)), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     assert one(drafter, "a", [99, 99, 5, 6, 7]) == [8, 9]
     assert one(drafter, "a", [99, 99, 99, 6, 7]) == []
@@ -49,7 +50,7 @@ def test_backs_off_to_the_shortest_match_and_no_further():
 
 
 def test_limits_of_config_and_row():
-    drafter = Drafter(DraftingConfig(max_tokens=3, window=WindowConfig(start=2, growth=9)), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(max_tokens=3, window=WindowConfig(start=2, growth=9)), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     drafter.observe("a", 2, 2)
     assert one(drafter, "a", [0, 1, 2]) == [3, 4, 5]
@@ -61,7 +62,7 @@ def test_limits_of_config_and_row():
 
 
 def test_what_is_unknown_is_ignored():
-    drafter = Drafter(DraftingConfig(), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     assert one(drafter, "never started", [0, 1, 2]) == []
     drafter.observe("never started", 4, 4)
     assert drafter.finish("never started") == RequestCounts()
@@ -71,7 +72,7 @@ def test_what_is_unknown_is_ignored():
 
 
 def test_impossible_acceptance_is_clamped():
-    drafter = Drafter(DraftingConfig(), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     drafter.observe("a", 2, 5)
     drafter.observe("a", 2, -1)
@@ -80,7 +81,7 @@ def test_impossible_acceptance_is_clamped():
 
 def test_a_prompts_history_is_read_once_for_its_live_requests():
     reads = []
-    drafter = Drafter(DraftingConfig(), lambda key: reads.append(key) or COUNTING)
+    drafter = PaperDrafter(DraftingConfig(), lambda key: reads.append(key) or COUNTING)
     for request in "abc":
         drafter.start(request, KEY)
     assert reads == [KEY]
@@ -91,7 +92,7 @@ def test_a_prompts_history_is_read_once_for_its_live_requests():
 
 
 def test_starting_again_begins_anew():
-    drafter = Drafter(DraftingConfig(), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     drafter.observe("a", 2, 2)
     drafter.start("a", KEY)
@@ -102,8 +103,8 @@ def test_starting_again_begins_anew():
 
 
 def test_requests_never_finished_are_forgotten(monkeypatch):
-    monkeypatch.setattr(drafter_module, "MAX_LIVE", 3)
-    drafter = Drafter(DraftingConfig(), {KEY: COUNTING}.get)
+    monkeypatch.setattr(paper, "MAX_LIVE", 3)
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     for request in "abc":
         drafter.start(request, KEY)
     assert one(drafter, "a", [0, 1, 2])  # b is now the one drafted for longest ago
@@ -128,7 +129,7 @@ rows = st.lists(
 def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(responses, steps):
     index = history(*responses)
     config = DraftingConfig(max_tokens=20, window=WindowConfig(start=2, growth=6, max=32), match=MatchConfig(1, 5))
-    pair = [Drafter(config, {KEY: index}.get) for _ in range(2)]
+    pair = [PaperDrafter(config, {KEY: index}.get) for _ in range(2)]
     for drafter in pair:
         for i in range(6):  # 6 and 7 stay unknown
             drafter.start(str(i), KEY if i < 5 else OTHER)
@@ -156,8 +157,8 @@ def test_a_row_costs_microseconds():
     rng = np.random.default_rng(0)
     base = rng.integers(0, 150_000, 4_096)
     index = history(*(np.where(rng.random(4_096) < 0.03, 7, base) for _ in range(16)))
-    drafter_module.warm()
-    drafter = Drafter(DraftingConfig(), {KEY: index}.get)
+    paper.warm()
+    drafter = PaperDrafter(DraftingConfig(), {KEY: index}.get)
     requests = [str(i) for i in range(64)]
     for request in requests:
         drafter.start(request, KEY)

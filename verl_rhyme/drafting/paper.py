@@ -1,4 +1,4 @@
-"""Drafts for the live requests of one engine: match, choose, window, budget. A state machine, no clock, no thread."""
+"""The paper's drafter (RhymeRL section 4, HistoSpec): match, choose, window. A state machine, no clock, no thread."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
 from verl_rhyme.drafting.bounds import share
+from verl_rhyme.drafting.policy import RequestCounts
 from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
@@ -19,22 +20,6 @@ from verl_rhyme.history.record import PromptHistory
 MAX_LIVE = 16_384
 
 _NO_DRAFT = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """What drafting did for one request.
-
-    Attributes:
-        drafted, accepted: Tokens.
-        verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
-        history_hit: Its prompt had a history.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    verify_steps: int = 0
-    history_hit: bool = False
 
 
 @dataclass(slots=True)
@@ -55,9 +40,9 @@ class _Shared:
     users: int = 0
 
 
-class Drafter:
-    """Drafts from each prompt's history (RhymeRL, HistoSpec): the latest ``match.max`` tokens, backing off to
-    ``match.min``, are looked up in it and continued by :func:`verl_rhyme.drafting.choice.choose`.
+class PaperDrafter:
+    """Drafts from each prompt's history: the latest ``match.max`` tokens, backing off to ``match.min``, are looked up
+    in it and continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
 
     Args:
         config: The drafting tree.
@@ -83,9 +68,30 @@ class Drafter:
         if shared is None:
             shared = self._shared[key] = _Shared(self._lookup(key))
         shared.users += 1
+        self._live[request] = _Request(key, shared.history, self._window())
+
+    def _window(self) -> WindowPolicy:
         window = self._config.window
-        policy = WindowPolicy(window.start, window.growth, min(window.max, self._config.max_tokens))
-        self._live[request] = _Request(key, shared.history, policy)
+        return WindowPolicy(window.start, window.growth, min(window.max, self._config.max_tokens))
+
+    def step(
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        limits: np.ndarray,
+        budget: int,
+    ) -> list[list[int]]:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+        longest = self._config.match.max
+        contexts = []
+        for request, row, length, d, a in zip(requests, rows, lengths, drafted, accepted, strict=True):
+            self.observe(request, d, a)
+            contexts.append(tokens[row, max(0, length - longest) : length])
+        return [draft.tolist() for draft in self.draft_batch(requests, contexts, limits, budget)]
 
     def draft_batch(
         self, requests: Sequence[str], contexts: Sequence[np.ndarray], limits: np.ndarray, budget: int

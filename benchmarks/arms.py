@@ -1,0 +1,218 @@
+"""The drafters compared: none, ngram of vLLM, suffix decoding of arctic-inference, both HistoSpecs, ours, ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numba import njit
+
+from benchmarks.replay import Arm
+from benchmarks.traces import Response
+from verl_rhyme.config import DraftingConfig, MatchConfig
+from verl_rhyme.drafting.paper import PaperDrafter
+from verl_rhyme.drafting.policies import build
+from verl_rhyme.drafting.policy import DraftPolicy
+from verl_rhyme.drafting.window import WindowPolicy
+from verl_rhyme.history.record import PromptHistory, Trajectory
+
+#: Draft tokens of a whole batch where the arm alone decides.
+_NO_BUDGET = 1 << 30
+
+
+class NoDrafts:
+    """Plain decoding."""
+
+    def start(self, response: Response) -> None:
+        pass
+
+    def step(self, responses: Sequence[Response], *_: object) -> list[list[int]]:
+        return [[] for _ in responses]
+
+    def finish(self, response: Response) -> None:
+        pass
+
+    def end_step(self, responses: Sequence[Response]) -> None:
+        pass
+
+
+class Ngram(NoDrafts):
+    """vLLM's ``ngram``, by vLLM's own function: the earliest longest match within the request's own text."""
+
+    def __init__(self, shortest: int = 2, longest: int = 5) -> None:
+        from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
+
+        self._find, self._shortest, self._longest = _find_longest_matched_ngram_and_propose_tokens, shortest, longest
+
+    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+        return [
+            self._find(
+                origin_tokens=tokens[row, :length],
+                min_ngram=self._shortest,
+                max_ngram=self._longest,
+                max_model_len=1 << 20,
+                k=int(limit),
+            ).tolist()
+            for row, length, limit in zip(rows, lengths, limits, strict=True)
+        ]
+
+
+class Arctic(NoDrafts):
+    """vLLM's ``suffix``: arctic-inference's C++, called as vLLM's adapter calls it, with vLLM's defaults."""
+
+    def __init__(self, factor: float = 1.0, depth: int = 24, cached: int = 10_000, least: float = 0.1) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self._cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=cached)
+        self._factor, self._depth, self._least = factor, depth, least
+        self._seen: dict[str, int] = {}
+
+    def start(self, response: Response) -> None:
+        self._cache.start_request(response.id, response.prompt)
+        self._seen[response.id] = len(response.prompt)
+
+    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+        drafts = []
+        for response, row, length, limit in zip(responses, rows, lengths, limits, strict=True):
+            self._cache.add_active_response(response.id, tokens[row, self._seen[response.id] : length].tolist())
+            self._seen[response.id] = length
+            draft = self._cache.speculate(
+                response.id,
+                tokens[row, max(0, length - self._depth) : length],
+                max_spec_tokens=int(limit),
+                max_spec_factor=self._factor,
+                min_token_prob=self._least,
+            )
+            drafts.append(draft.token_ids)
+        return drafts
+
+    def finish(self, response: Response) -> None:
+        self._cache.stop_request(response.id)
+        del self._seen[response.id]
+
+
+class Histories(dict[bytes, PromptHistory]):
+    """Every prompt's history, as the store keeps it."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__()
+        self._epochs = epochs
+
+    def record(self, responses: Sequence[Response]) -> None:
+        groups: dict[bytes, list[Trajectory]] = {}
+        for r in responses:
+            trajectory = Trajectory(r.key, r.tokens, r.reward, r.step, r.epoch, r.sample, r.logprobs)
+            groups.setdefault(r.key, []).append(trajectory)
+        for key, group in groups.items():
+            old = self.get(key) or PromptHistory.build([])
+            self[key] = old.extended(group, responses[0].step, self._epochs)
+
+
+class Rhyme(NoDrafts):
+    """One of verl-rhyme's policies, with the history that its store would hold."""
+
+    def __init__(
+        self, config: DraftingConfig, epochs: int = 2, make: Callable[..., DraftPolicy] | None = None, slots: int = 64
+    ) -> None:
+        self.histories = Histories(epochs)
+        self.policy = (make or build)(config, self.histories.get, slots, 1 << 30)
+
+    def start(self, response: Response) -> None:
+        self.policy.start(response.id, response.key)
+
+    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+        ids = [response.id for response in responses]
+        return self.policy.step(ids, rows, tokens, lengths, drafted, accepted, limits, _NO_BUDGET)
+
+    def finish(self, response: Response) -> None:
+        self.policy.finish(response.id)
+
+    def end_step(self, responses: Sequence[Response]) -> None:
+        self.histories.record(responses)
+
+
+@dataclass(slots=True)
+class _DoublingWindow(WindowPolicy):
+    """The window of the released HistoSpec: doubled on full acceptance, halved on a rejection, 16 at most."""
+
+    size: int = field(init=False, default=2)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if drafted > 0:
+            self.size = min(2 * self.size, self.cap) if accepted >= drafted else max(1, self.size // 2)
+
+
+class _Released(PaperDrafter):
+    def _window(self) -> WindowPolicy:
+        return _DoublingWindow(cap=16)
+
+
+def released() -> Rhyme:
+    """HistoSpec as its authors' code has it: matches of 7 to 4 tokens, most votes, no reward, the last epoch only."""
+    config = DraftingConfig(policy="paper", match=MatchConfig(min=4, max=7), reward_weight=0.0)
+    return Rhyme(config, epochs=1, make=lambda config, lookup, *_: _Released(config, lookup))
+
+
+class Hindsight(NoDrafts):
+    """A ceiling: of all copies (this prompt's history, live siblings, own text), the one that proves right longest.
+
+    A copy begins after a match of at least ``least`` tokens. It drafts only what will be accepted.
+    """
+
+    def __init__(self, least: int = 4, epochs: int = 8) -> None:
+        self._least = least
+        self._histories = Histories(epochs)
+        self._texts: dict[bytes, list[np.ndarray]] = {}
+
+    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+        live: dict[bytes, list[np.ndarray]] = {}
+        for response, row, length in zip(responses, rows, lengths, strict=True):
+            live.setdefault(response.key, []).append(tokens[row, :length])
+        drafts = []
+        for response, row, length, limit in zip(responses, rows, lengths, limits, strict=True):
+            future = response.tokens[length - len(response.prompt) :]
+            history = self._histories.get(response.key)
+            texts = [*live[response.key], *self._texts.get(response.key, []), *([history.tokens] if history else [])]
+            most = max(_longest_copy(text, tokens[row, length - self._least : length], future, limit) for text in texts)
+            drafts.append(future[:most].tolist())
+        return drafts
+
+    def finish(self, response: Response) -> None:
+        self._texts.setdefault(response.key, []).append(np.concatenate([response.prompt, response.tokens]))
+
+    def end_step(self, responses: Sequence[Response]) -> None:
+        self._histories.record(responses)
+        self._texts.clear()
+
+
+@njit(cache=True)
+def _longest_copy(text, context, future, limit):
+    most = 0
+    for start in range(len(context), len(text)):
+        agrees = True
+        for i in range(1, len(context) + 1):
+            agrees &= text[start - i] == context[len(context) - i]
+        if agrees:
+            n = 0
+            while n < limit and n < len(future) and start + n < len(text) and text[start + n] == future[n]:
+                n += 1
+            most = max(most, n)
+    return most
+
+
+#: Arms by name; every call makes a fresh one.
+ARMS: dict[str, Callable[[], Arm]] = {
+    "none": NoDrafts,
+    "ngram": Ngram,
+    **{f"arctic factor {factor}": (lambda factor=factor: Arctic(factor)) for factor in (1, 2, 4)},
+    "released HistoSpec": released,
+    "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
+    **{
+        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor)))
+        for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)
+    },
+    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1), epochs=8),
+    "hindsight, match of 4": Hindsight,
+    "hindsight, match of 1": lambda: Hindsight(least=1),
+}

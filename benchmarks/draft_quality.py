@@ -1,0 +1,100 @@
+"""Quality of drafts on recorded traces: tokens per verify step against verified tokens per emitted token.
+
+    python -m benchmarks.draft_quality [--json] [--quick] [TRACE.parquet ...]
+
+Arctic's arms need its package: ``uv pip install --no-deps arctic-inference==0.3.0`` (it compiles C++); without it they
+are left out, and the output says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks import traces
+from benchmarks.arms import ARMS
+from benchmarks.machine import describe
+from benchmarks.replay import Tally, replay
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def summary(tallies: list[Tally]) -> dict[str, float]:
+    """Figures over several epochs, with the range of the single ones."""
+    emitted, drafted, accepted, steps = (
+        sum(getattr(t, name) for t in tallies) for name in ("emitted", "drafted", "accepted", "steps")
+    )
+    single = [t.emitted / t.steps for t in tallies]
+    per_request = np.concatenate([t.per_request for t in tallies])
+    return {
+        "tokens_per_step": round(emitted / steps, 3),
+        "tokens_per_step_min": round(min(single), 3),
+        "tokens_per_step_max": round(max(single), 3),
+        "verified_per_token": round((drafted + steps) / emitted, 3),
+        "drafted_per_token": round(drafted / emitted, 3),
+        "accept_rate": round(accepted / drafted, 3) if drafted else 0.0,
+        "longest_tokens_per_step": round(float(np.mean([x for t in tallies for x in t.longest])), 3),
+        "us_per_request_step": round(1e6 * float(np.median(per_request)), 2),
+    }
+
+
+def available(arm: str) -> bool:
+    return not arm.startswith("arctic") or importlib.util.find_spec("arctic_inference") is not None
+
+
+@app.command()
+def main(
+    files: Annotated[list[Path] | None, typer.Argument(help="default: all in benchmarks/traces")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="two epochs of one trace, a few arms")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="only these arms")] = None,
+    slots: int = 64,
+) -> None:
+    """Replay traces against every arm."""
+    chosen = arm or list(ARMS)
+    if quick:
+        chosen = arm or ["none", "arctic factor 1", "paper HistoSpec", "adaptive floor 0.1"]
+    left_out = [name for name in chosen if not available(name)]
+    if left_out:
+        print(f"left out, arctic_inference is not installed: {', '.join(left_out)}", file=sys.stderr)
+    paths = files or sorted(traces.FOLDER.glob("*.parquet"))
+    for path in paths[:1] if quick else paths:
+        steps = traces.load(path)
+        if quick:
+            steps = [step for step in steps if step[0].epoch < 2]
+        if not as_json:
+            print(
+                f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'tok/step':>14} {'verified/tok':>12} {'accept':>7} {'us':>6}"
+            )
+        for name in chosen:
+            if name in left_out:
+                continue
+            tallies = replay(steps, ARMS[name](), slots=slots)
+            for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e > 0])):
+                if part:
+                    report(path.stem, name, epochs, summary(part), slots, as_json)
+
+
+def report(trace: str, arm: str, epochs: str, figures: dict[str, Any], slots: int, as_json: bool) -> None:
+    if as_json:
+        row = {"benchmark": "draft_quality", "trace": trace, "arm": arm, "epochs": epochs, "slots": slots, **figures}
+        print(json.dumps({**row, "machine": describe()}), flush=True)
+        return
+    spread = (
+        f"{figures['tokens_per_step']:.2f} ({figures['tokens_per_step_min']:.2f}-{figures['tokens_per_step_max']:.2f})"
+    )
+    print(
+        f"{arm:32} {epochs:>7} {spread:>16} {figures['verified_per_token']:12.2f} {figures['accept_rate']:8.2f}"
+        f" {figures['us_per_request_step']:6.1f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    app()

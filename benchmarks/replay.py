@@ -1,0 +1,147 @@
+"""Replay a trace against a drafter, as an engine would run it.
+
+Each recorded response is the path that the target sampled. A draft token is accepted when it equals that path, which is
+an unbiased estimate of one-hot rejection sampling: a draft x is accepted with probability p(x), and x is what was
+sampled with probability p(x). Requests run interleaved in a fixed number of slots, so that live siblings can teach;
+a step's responses become history when the step is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.traces import Response
+
+
+class Arm(Protocol):
+    """One drafter under test."""
+
+    def start(self, response: Response) -> None:
+        """The prompt has been prefilled; the arm must not look at ``response.tokens``."""
+
+    def step(
+        self,
+        responses: Sequence[Response],
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        limits: np.ndarray,
+    ) -> list[list[int]]:
+        """As :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+        ...
+
+    def finish(self, response: Response) -> None:
+        """The response has ended."""
+
+    def end_step(self, responses: Sequence[Response]) -> None:
+        """A training step is over: its responses are history now."""
+
+
+@dataclass
+class Tally:
+    """Counts of one epoch.
+
+    Attributes:
+        emitted, drafted, accepted: Tokens; emitted ones leave out the first of each response, which prefill gives.
+        steps: Verify steps, one for each request and decode step.
+        longest: For each training step, tokens per verify step of its longest response.
+        seconds: In the arm, all methods but ``end_step``.
+        per_request: Seconds of each decode step divided by its requests.
+    """
+
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    longest: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    per_request: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Live:
+    response: Response
+    row: int
+    position: int = 1  # tokens of the response emitted
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longest_draft: int = 32) -> dict[int, Tally]:
+    """Run a trace through ``arm``.
+
+    Returns:
+        A tally by epoch, from 0.
+    """
+    width = 1 + max(len(r.prompt) + len(r.tokens) for step in steps for r in step)
+    tokens = np.zeros((slots, width), dtype=np.int32)
+    tallies: dict[int, Tally] = {}
+    for responses in steps:
+        tally = tallies.setdefault(responses[0].epoch, Tally())
+        queue = deque(r for r in responses if len(r.tokens))
+        free = list(range(slots))
+        live: list[_Live] = []
+        taken: dict[str, int] = {}
+        while queue or live:
+            started = time.perf_counter()
+            while queue and free:
+                request = _Live(queue.popleft(), free.pop())
+                live.append(request)
+                text = np.concatenate([request.response.prompt, request.response.tokens[:1]])
+                tokens[request.row, : len(text)] = text
+                arm.start(request.response)
+            spent = time.perf_counter() - started
+            ended = [request for request in live if request.position >= len(request.response.tokens)]
+            for request in ended:
+                started = time.perf_counter()
+                arm.finish(request.response)
+                spent += time.perf_counter() - started
+                taken[request.response.id] = request.steps
+                free.append(request.row)
+                live.remove(request)
+            tally.seconds += spent
+            if not live:
+                continue
+            lengths = np.array([len(r.response.prompt) + r.position for r in live])
+            arguments = (
+                [r.response for r in live],
+                np.array([r.row for r in live]),
+                tokens,
+                lengths,
+                [r.drafted for r in live],
+                [r.accepted for r in live],
+                np.full(len(live), longest_draft),
+            )
+            started = time.perf_counter()
+            drafts = arm.step(*arguments)
+            spent = time.perf_counter() - started
+            tally.seconds += spent
+            tally.per_request.append(spent / len(live))
+            for request, draft in zip(live, drafts, strict=True):
+                future = request.response.tokens[request.position :]
+                accepted = 0
+                while accepted < min(len(draft), len(future)) and draft[accepted] == future[accepted]:
+                    accepted += 1
+                emitted = future[: accepted + 1]
+                end = len(request.response.prompt) + request.position
+                tokens[request.row, end : end + len(emitted)] = emitted
+                request.position += len(emitted)
+                request.steps += 1
+                request.drafted, request.accepted = len(draft), len(emitted) - 1
+                tally.steps += 1
+                tally.drafted += len(draft)
+                tally.accepted += accepted
+                tally.emitted += len(emitted)
+        longest = max(responses, key=lambda r: len(r.tokens))
+        tally.longest.append((len(longest.tokens) - 1) / max(1, taken[longest.id]))
+        arm.end_step(responses)
+    return tallies

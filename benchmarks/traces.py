@@ -1,0 +1,102 @@
+"""Traces: what a training run sampled, to replay it against any drafter.
+
+    python -m benchmarks.traces record OUT.parquet [--env MODEL=llama ...] [-- hydra overrides]
+    python -m benchmarks.traces convert RUN_DIR OUT.parquet
+
+A trace holds every trained response of a run: step, epoch, prompt (key and tokens), sample, tokens, log-probs, reward.
+``record`` trains through the real stack (``recipes/run_tiny_cpu.sh``); ``convert`` takes any run that logged its
+responses (``actor_rollout_ref.rollout.custom.rhyme.events.responses=true``), yours too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+
+from verl_rhyme.observability import events
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent / "traces"
+_RESPONSES_ON = "actor_rollout_ref.rollout.custom.rhyme.events.responses=true"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One row of a trace; arrays as in :data:`verl_rhyme.observability.events.RESPONSES`."""
+
+    id: str
+    step: int
+    epoch: int
+    key: bytes
+    sample: int
+    reward: float
+    prompt: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def load(path: str | os.PathLike[str]) -> list[list[Response]]:
+    """A trace's responses by step, in the order of their prompts and samples."""
+    rows = pq.read_table(path).to_pylist()
+    steps: dict[int, list[Response]] = {}
+    for i, row in enumerate(rows):
+        steps.setdefault(row["step"], []).append(
+            Response(
+                id=str(i),
+                step=row["step"],
+                epoch=row["epoch"],
+                key=row["prompt_key"],
+                sample=row["sample"],
+                reward=row["reward"],
+                prompt=np.array(row["prompt"], dtype=np.int32),
+                tokens=np.array(row["tokens"], dtype=np.int32),
+                logprobs=np.array(row["logprobs"], dtype=np.float32),
+            )
+        )
+    return [sorted(steps[step], key=lambda r: (r.key, r.sample)) for step in sorted(steps)]
+
+
+@app.command()
+def convert(run_dir: Path, out: Path) -> None:
+    """Collect the responses that a run logged into one file."""
+    table = events.read_responses(run_dir / "checkpoints" / "events")
+    if not len(table):
+        raise SystemExit(f"{run_dir} logged no responses; train it with {_RESPONSES_ON}")
+    # Three digits of a log-prob are enough, and compress well.
+    logprobs = table["logprobs"].combine_chunks()
+    rounded = np.round(logprobs.values.to_numpy(zero_copy_only=False), 3)
+    table = table.set_column(
+        table.schema.get_field_index("logprobs"), "logprobs", pa.ListArray.from_arrays(logprobs.offsets, rounded)
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, out, compression="zstd", compression_level=19)
+    print(f"{out}: {len(table)} responses, {len(rounded)} tokens, {out.stat().st_size / 1e6:.1f} MB")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def record(
+    context: typer.Context,
+    out: Path,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for recipes/run_tiny_cpu.sh")] = None,
+) -> None:
+    """Train the tiny world for six epochs and keep what it sampled."""
+    settings = {"EPOCHS": "6", **dict(item.split("=", 1) for item in env or [])}
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), _RESPONSES_ON, "trainer.save_freq=-1"]
+        subprocess.run([*command, *context.args], env={**os.environ, **settings, "RUN_DIR": run_dir}, check=True)
+        convert(Path(run_dir), out)
+
+
+if __name__ == "__main__":
+    app()

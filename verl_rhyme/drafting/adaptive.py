@@ -1,0 +1,232 @@
+"""The adaptive drafter: several sources, calibrated confidence, drafts that end where the next token no longer pays.
+
+Sources are the prompt's history, the live texts of its group, the request's own text, and other prompts' recent texts
+(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). At each draft position the token most likely to be accepted is
+taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
+accepted falls below ``drafting.floor``, and a batch that wants more than its budget keeps its likeliest tokens.
+
+A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting import confidence, kernels
+from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS, SlotArrays
+from verl_rhyme.drafting.live_texts import LiveTexts
+from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.history.record import PromptHistory
+
+
+@dataclass(slots=True)
+class _Shared:
+    """One prompt's history, read once for all its live requests."""
+
+    history: PromptHistory | None
+    group: int
+    users: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    key: bytes
+    slot: int
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+
+
+class AdaptiveDrafter:
+    """See the module; the interface is :class:`verl_rhyme.drafting.policy.DraftPolicy`.
+
+    Args:
+        config: The drafting tree.
+        lookup: A prompt's history by its key, or ``None``; called when the first of a prompt's requests starts.
+        slots: Requests that run at a time; more may, at the price of a copy.
+        vocabulary: Token ids that may be drafted are below it.
+    """
+
+    def __init__(
+        self,
+        config: DraftingConfig,
+        lookup: Callable[[bytes], PromptHistory | None],
+        slots: int = 256,
+        vocabulary: int = 1 << 31,
+    ):
+        self._config, self._lookup, self._vocabulary = config, lookup, min(vocabulary, (1 << 31) - 1)
+        self._slots = _slot_arrays(max(1, slots), config.max_tokens)
+        self._live = LiveTexts(config.live_tokens, max(1, slots))
+        self._model = confidence.prior()
+        self._scratch = kernels.scratch(config.max_tokens)
+        self._free = list(range(max(1, slots)))[::-1]
+        self._requests: dict[str, _Request] = {}
+        self._shared: dict[bytes, _Shared] = {}
+        self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
+        self._texts = 0
+
+    def __len__(self) -> int:
+        """Live requests."""
+        return len(self._requests)
+
+    def start(self, request: str, key: bytes) -> None:
+        """Begin a request; starting it again (after a resume, say) begins it anew."""
+        self._forget(request)
+        shared = self._shared.get(key)
+        if shared is None:
+            history = self._lookup(key)
+            # Texts that the history has by now are no siblings any more: the group's number changes with it.
+            newest = int(history.step.max()) if history is not None and len(history) else -1
+            shared = self._shared[key] = _Shared(history, zlib.crc32(key, newest & 0xFFFFFFFF))
+        shared.users += 1
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._requests[request] = _Request(key, slot)
+        slots = self._slots
+        slots.length[slot] = slots.planned[slot] = slots.candidates[slot] = 0
+        slots.planned_at[slot] = -1
+        slots.recent[slot] = 0.0
+        slots.block[slot] = -1
+        slots.owner[slot] = self._texts
+        slots.group[slot] = shared.group
+        self._texts += 1
+        self._attach(slot, shared.history)
+
+    def step(
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        limits: np.ndarray,
+        budget: int,
+    ) -> list[list[int]]:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+        ids = np.empty(len(requests), dtype=np.int32)
+        for i, request in enumerate(requests):
+            live = self._requests[request]
+            ids[i] = live.slot
+            if drafted[i]:
+                live.drafted += drafted[i]
+                live.accepted += accepted[i]
+                live.verify_steps += 1
+        longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
+        draft = np.empty((len(ids), longest), dtype=np.int32)
+        reach = np.zeros((len(ids), longest))
+        planned = kernels.step(
+            self._live.arrays,
+            self._slots,
+            self._model,
+            self._scratch,
+            ids,
+            np.asarray(rows, dtype=np.int32),
+            tokens,
+            np.asarray(lengths, dtype=np.int64),
+            np.asarray(limits if budget > 0 else np.zeros(len(ids)), dtype=np.int64),
+            self._config.floor,
+            self._vocabulary,
+            draft,
+            reach,
+        )
+        granted = within_budget(reach, planned, budget)
+        return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
+
+    def finish(self, request: str) -> RequestCounts:
+        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        live = self._requests.get(request)
+        if live is None:
+            return RequestCounts()
+        hit = self._shared[live.key].history is not None
+        self._forget(request)
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
+
+    def _attach(self, slot: int, history: PromptHistory | None) -> None:
+        slots = self._slots
+        self._histories.pop(slot, None)
+        slots.history_size[slot] = 0
+        if history is None or not len(history.suffixes):
+            return
+        arrays = (history.tokens, history.suffixes, history.confidence)
+        self._histories[slot] = arrays  # their addresses are valid as long as this holds them
+        slots.history[slot] = [array.ctypes.data for array in arrays]
+        slots.history_size[slot] = len(history.tokens), len(history.suffixes)
+
+    def _forget(self, request: str) -> None:
+        live = self._requests.pop(request, None)
+        if live is None:
+            return
+        self._live.close(int(self._slots.block[live.slot]))
+        self._attach(live.slot, None)
+        self._free.append(live.slot)
+        shared = self._shared[live.key]
+        shared.users -= 1
+        if not shared.users:
+            del self._shared[live.key]
+
+    def _grow(self) -> None:
+        """Twice the slots. The live texts stay: their blocks may all be open then, and new text goes unindexed."""
+        old, count = self._slots, len(self._slots.length)
+        self._slots = _slot_arrays(2 * count, self._config.max_tokens)
+        for new_array, old_array in zip(self._slots, old, strict=True):
+            new_array[:count] = old_array
+        self._free = list(range(count, 2 * count))[::-1]
+
+
+def within_budget(reach: np.ndarray, planned: np.ndarray, budget: int) -> np.ndarray:
+    """Cut drafts down to a budget: the tokens most likely to be reached and accepted stay, wherever they are.
+
+    Args:
+        reach: float64[B, K], falling along each row.
+        planned: int64[B], tokens of each row that count.
+        budget: Tokens for all.
+
+    Returns:
+        int64[B], tokens granted; together ``min(budget, sum(planned))``.
+    """
+    if budget <= 0:
+        return np.zeros(len(planned), dtype=np.int64)
+    if int(planned.sum()) <= budget:
+        return planned
+    mask = np.arange(reach.shape[1]) < planned[:, None]
+    # A stable order by falling reach: within a row the earlier token comes first, so each row keeps a beginning.
+    rows, columns = np.nonzero(mask)
+    order = np.argsort(-reach[rows, columns], kind="stable")[:budget]
+    return np.bincount(rows[order], minlength=len(planned)).astype(np.int64)
+
+
+def _slot_arrays(slots: int, longest: int) -> SlotArrays:
+    return SlotArrays(
+        length=np.zeros(slots, dtype=np.int64),
+        block=np.full(slots, -1, dtype=np.int32),
+        owner=np.zeros(slots, dtype=np.int64),
+        group=np.zeros(slots, dtype=np.int64),
+        history=np.zeros((slots, 3), dtype=np.int64),
+        history_size=np.zeros((slots, 2), dtype=np.int64),
+        recent=np.zeros(slots),
+        planned=np.zeros(slots, dtype=np.int32),
+        planned_at=np.full(slots, -1, dtype=np.int64),
+        draft=np.zeros((slots, longest), dtype=np.int32),
+        inputs=np.zeros((slots, longest, N_INPUTS), dtype=np.float32),
+        weight_set=np.zeros((slots, longest), dtype=np.int8),
+        bin=np.zeros((slots, longest), dtype=np.int8),
+        candidates=np.zeros(slots, dtype=np.int32),
+        candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
+        candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
+    )
+
+
+def warm() -> None:
+    """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
+    drafter.start("", b"")
+    tokens = np.array([[1, 2, 1, 2, 1, 2]], dtype=np.int32)
+    for length in (5, 6):
+        drafter.step([""], np.zeros(1), tokens, np.array([length]), [0], [0], np.ones(1), 1)

@@ -1,0 +1,572 @@
+"""The compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
+
+One call of :func:`step` serves a whole batch. It holds no state of its own: :mod:`verl_rhyme.drafting.live_texts`,
+:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All in
+one file, because numba's disk cache does not notice a change in another one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+#: Tokens of one block of live text.
+BLOCK = 128
+#: Shortest match looked for among live texts of the same group, and among all others (tokens).
+GROUP_NGRAM, OTHER_NGRAM = 2, 3
+#: Latest tokens compared, at most.
+MAX_MATCH = 32
+#: Occurrences looked at, at most: in the prompt's history, in its group's live texts, in other prompts' texts.
+MAX_HISTORY, MAX_GROUP, MAX_OTHER = 8, 8, 8
+_MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP + MAX_OTHER
+#: With fewer occurrences left than this the walk looks for new ones.
+_REFRESH_BELOW = 1
+
+HISTORY, SIBLING, OWN, OTHER = range(4)
+SOURCES = 4
+#: Match lengths (tokens) at which a new class of occurrences begins, beside 1.
+TIERS = (3, 5, 9, 17)
+N_TIERS = len(TIERS) + 1
+_N_VOTES = SOURCES * N_TIERS
+#: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, one, recent acceptance.
+N_INPUTS = _N_VOTES + N_TIERS + 2
+#: Weight sets: by the longest match, for the first draft token and for later ones.
+N_SETS = 2 * N_TIERS
+#: Candidates of a first draft token that are learnt from.
+MAX_CANDIDATES = 12
+#: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
+_BINS = 32
+N_BINS = 2 * _BINS
+
+#: Smoothing of vote shares, learning rate of the weights, memory of the calibration and of recent acceptance.
+_SMOOTHING = 0.3
+_LEARNING_RATE = 0.005
+_CALIBRATION_DECAY = 0.999
+_RECENT_DECAY = 0.8
+
+
+def _logit_of(p: np.ndarray) -> np.ndarray:
+    p = np.clip(p, 0.002, 0.998)
+    return np.log(p / (1 - p))
+
+
+_VOTES = np.arange(_MAX_OCCURRENCES + 1.0)
+#: Input for a share of ``votes`` out of ``total``, by ``[votes, total]``.
+_SHARE = _logit_of((_VOTES[:, None] + _SMOOTHING) / (_VOTES[None, :] + 2 * _SMOOTHING)).astype(np.float32)
+#: Probability by its code in a history; see :func:`verl_rhyme.history.record.confidence_codes`.
+_RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32)
+
+
+class LiveArrays(NamedTuple):
+    """See :class:`verl_rhyme.drafting.live_texts.LiveTexts`. A position is ``block * BLOCK + offset``."""
+
+    text: np.ndarray  # int32[blocks * BLOCK]
+    link_group: np.ndarray  # int32[blocks * BLOCK], the position before with the same n-gram in the same group, or -1
+    link_other: np.ndarray  # int32[blocks * BLOCK], the same for n-grams of any text
+    head_group: np.ndarray  # int32[2**k], the latest position by hash
+    head_other: np.ndarray  # int32[2**k]
+    fill: np.ndarray  # int32[blocks], tokens in it
+    before: np.ndarray  # int32[blocks], its text's block before it, or -1
+    after: np.ndarray  # int32[blocks]
+    owner: np.ndarray  # int64[blocks], number of its text
+    group: np.ndarray  # int64[blocks]
+    open: np.ndarray  # bool[blocks], a running request writes here
+    cursor: np.ndarray  # int64[1], the block to take next
+
+
+class SlotArrays(NamedTuple):
+    """One entry for each live request; see :class:`verl_rhyme.drafting.adaptive.AdaptiveDrafter`."""
+
+    length: np.ndarray  # int64[slots], tokens seen, prompt and response
+    block: np.ndarray  # int32[slots], where its text ends, or -1
+    owner: np.ndarray  # int64[slots], number of its text
+    group: np.ndarray  # int64[slots]
+    history: np.ndarray  # int64[slots, 3], addresses of text, suffix array and confidence of its prompt's history
+    history_size: np.ndarray  # int64[slots, 2], entries of the text and of the suffix array
+    recent: np.ndarray  # float64[slots], from -1 to 1, how first draft tokens fared
+    # What was planned at the last step, to learn from. K is the longest draft.
+    planned: np.ndarray  # int32[slots], draft tokens, granted or not
+    planned_at: np.ndarray  # int64[slots], length at which it was made
+    draft: np.ndarray  # int32[slots, K]
+    inputs: np.ndarray  # float32[slots, K, N_INPUTS]
+    weight_set: np.ndarray  # int8[slots, K]
+    bin: np.ndarray  # int8[slots, K]
+    candidates: np.ndarray  # int32[slots], candidates of the first token
+    candidate: np.ndarray  # int32[slots, MAX_CANDIDATES]
+    candidate_inputs: np.ndarray  # float32[slots, MAX_CANDIDATES, N_INPUTS]
+
+
+class Scratch(NamedTuple):
+    """Room for one walk: an entry for each occurrence, and one for each candidate."""
+
+    position: np.ndarray  # int64[_MAX_OCCURRENCES], of the last token agreed on
+    source: np.ndarray  # int32
+    match: np.ndarray  # int32, tokens agreed on
+    following: np.ndarray  # int64, position of what follows
+    which: np.ndarray  # int32, its candidate
+    candidate: np.ndarray  # int32, tokens
+    votes: np.ndarray  # int32[_MAX_OCCURRENCES, _N_VOTES]
+    mass: np.ndarray  # float32[_MAX_OCCURRENCES, N_TIERS], sum of recorded probabilities
+    known: np.ndarray  # int32[_MAX_OCCURRENCES, N_TIERS], how many were recorded
+    total: np.ndarray  # int32[_N_VOTES]
+    active: np.ndarray  # int32[1 + _N_VOTES], its entries that are not 0, after their number plus one
+    inputs: np.ndarray  # float32[N_INPUTS]
+    best: np.ndarray  # float32[N_INPUTS]
+    context: np.ndarray  # int32[MAX_MATCH + longest draft]
+
+
+def scratch(longest: int) -> Scratch:
+    """Room for walks of up to ``longest`` draft tokens."""
+    n = _MAX_OCCURRENCES
+    return Scratch(
+        position=np.zeros(n, dtype=np.int64),
+        source=np.zeros(n, dtype=np.int32),
+        match=np.zeros(n, dtype=np.int32),
+        following=np.zeros(n, dtype=np.int64),
+        which=np.zeros(n, dtype=np.int32),
+        candidate=np.zeros(n, dtype=np.int32),
+        votes=np.zeros((n, _N_VOTES), dtype=np.int32),
+        mass=np.zeros((n, N_TIERS), dtype=np.float32),
+        known=np.zeros((n, N_TIERS), dtype=np.int32),
+        total=np.zeros(_N_VOTES, dtype=np.int32),
+        active=np.zeros(1 + _N_VOTES, dtype=np.int32),
+        inputs=np.zeros(N_INPUTS, dtype=np.float32),
+        best=np.zeros(N_INPUTS, dtype=np.float32),
+        context=np.zeros(MAX_MATCH + longest, dtype=np.int32),
+    )
+
+
+class Model(NamedTuple):
+    """See :mod:`verl_rhyme.drafting.confidence`."""
+
+    weights: np.ndarray  # float64[N_SETS, N_INPUTS]
+    calibration: np.ndarray  # float64[N_BINS, 2], accepted and tried, both decayed
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def step(live, slots, model, scratch, ids, rows, tokens, lengths, limits, floor, vocabulary, draft, reach):
+    """Take in what a step sampled and plan the next drafts.
+
+    Args:
+        live, slots, model: State, changed in place.
+        scratch: Room to work in.
+        ids: int32[B], slots of the rows to draft for.
+        rows: int32[B], their rows of ``tokens``.
+        tokens: int32[rows, positions], prompt and response of each request so far.
+        lengths: int64[B], tokens of each.
+        limits: int64[B], draft tokens each may have.
+        floor: Plan a token only if its probability to be reached and accepted is at least this.
+        vocabulary: Token ids are below it.
+        draft: int32[B, K], filled with the planned drafts.
+        reach: float64[B, K], filled with the probability that each is reached and accepted.
+
+    Returns:
+        int64[B], tokens planned for each.
+    """
+    planned = np.zeros(len(ids), dtype=np.int64)
+    for b in range(len(ids)):
+        slot = ids[b]
+        text = tokens[rows[b]]
+        known, length = min(slots.length[slot], lengths[b]), lengths[b]
+        if slots.planned_at[slot] == known and known < length:
+            _learn(slots, model, slot, text[known:length])
+        slots.planned[slot] = 0
+        slots.candidates[slot] = 0
+        slots.planned_at[slot] = length
+        for position in range(known, length):
+            _append(live, slots, slot, text, position)
+        slots.length[slot] = length
+        if limits[b] > 0:
+            limit = min(limits[b], draft.shape[1])
+            planned[b] = _plan(
+                live, slots, model, scratch, slot, text, length, limit, floor, vocabulary, draft[b], reach[b]
+            )
+    return planned
+
+
+@njit(cache=True, nogil=True)
+def _hash(text, end, n, salt, size):
+    value = np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(n)
+    for i in range(n):
+        value = (value ^ np.uint64(text[end - i])) * np.uint64(0x100000001B3)
+        value ^= value >> np.uint64(29)
+    return np.int64(value & np.uint64(size - 1))
+
+
+@njit(cache=True, nogil=True)
+def _append(live, slots, slot, text, index):
+    """Add ``text[index]`` to the slot's live text."""
+    block = slots.block[slot]
+    if block < 0 or live.fill[block] == BLOCK:
+        block = _take_block(live, block)
+        if block < 0:
+            return
+        slots.block[slot] = block
+        live.owner[block] = slots.owner[slot]
+        live.group[block] = slots.group[slot]
+    position = block * BLOCK + live.fill[block]
+    live.text[position] = text[index]
+    live.fill[block] += 1
+    live.link_group[position] = -1
+    live.link_other[position] = -1
+    if index + 1 >= GROUP_NGRAM:
+        bucket = _hash(text, index, GROUP_NGRAM, slots.group[slot], len(live.head_group))
+        live.link_group[position] = live.head_group[bucket]
+        live.head_group[bucket] = position
+    if index + 1 >= OTHER_NGRAM:
+        bucket = _hash(text, index, OTHER_NGRAM, 0, len(live.head_other))
+        live.link_other[position] = live.head_other[bucket]
+        live.head_other[bucket] = position
+
+
+@njit(cache=True, nogil=True)
+def _take_block(live, previous):
+    """The block filled longest ago, to follow ``previous``; -1 if running requests hold all."""
+    blocks = len(live.fill)
+    for _ in range(blocks):
+        block = live.cursor[0]
+        live.cursor[0] = (block + 1) % blocks
+        if not live.open[block]:
+            break
+    else:
+        return -1
+    # Links into it may remain: whoever follows one compares tokens, so that an old link finds nothing or a true match.
+    if live.before[block] >= 0:
+        live.after[live.before[block]] = -1
+    if live.after[block] >= 0:
+        live.before[live.after[block]] = -1
+    live.before[block] = previous
+    live.after[block] = -1
+    live.fill[block] = 0
+    live.open[block] = True
+    if previous >= 0:
+        live.after[previous] = block
+        live.open[previous] = False
+    return block
+
+
+@njit(cache=True, nogil=True)
+def _next(fill, after, position):
+    """The position after ``position`` in its text, or -1."""
+    block = position // BLOCK
+    offset = position % BLOCK + 1
+    if offset < fill[block]:
+        return position + 1
+    if offset == BLOCK and after[block] >= 0 and fill[after[block]] > 0:
+        return np.int64(after[block]) * BLOCK
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def _agreement(text, before, position, context, end):
+    """Tokens before and at ``position`` that agree with ``context[:end]``, newest first."""
+    n = 0
+    limit = min(end, MAX_MATCH)
+    while n < limit and text[position] == context[end - 1 - n]:
+        n += 1
+        if position % BLOCK:
+            position -= 1
+        else:
+            block = before[position // BLOCK]
+            if block < 0:
+                break
+            position = np.int64(block) * BLOCK + BLOCK - 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _occurrences(live, slots, scratch, slot, end, own_position):
+    """Where the tail of ``context[:end]`` was seen; longest matches in the history, latest ones in live texts."""
+    context, positions, sources, matches = scratch.context, scratch.position, scratch.source, scratch.match
+    n = 0
+    size = slots.history_size[slot, 1]
+    if size > 0:
+        text = carray(_pointer(slots.history[slot, 0]), (slots.history_size[slot, 0],), dtype=np.int32)
+        suffixes = carray(_pointer(slots.history[slot, 1]), (size,), dtype=np.int32)
+        n = _history_occurrences(text, suffixes, context, end, positions, sources, matches)
+    # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
+    text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
+    group, owner = slots.group[slot], slots.owner[slot]
+    found, seen = 0, 0
+    if end >= GROUP_NGRAM:
+        links = live.link_group
+        position = np.int64(live.head_group[_hash(context, end - 1, GROUP_NGRAM, group, len(live.head_group))])
+        while position >= 0 and seen < 2 * MAX_GROUP and found < MAX_GROUP:
+            seen += 1
+            block = position // BLOCK
+            if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
+                match = _agreement(text, before, position, context, end)
+                if match >= GROUP_NGRAM and _next(fill, after, position) >= 0:
+                    positions[n] = position
+                    sources[n] = OWN if owners[block] == owner else SIBLING
+                    matches[n] = match
+                    n += 1
+                    found += 1
+            position = np.int64(links[position])
+    found, seen = 0, 0
+    if end >= OTHER_NGRAM:
+        links = live.link_other
+        position = np.int64(live.head_other[_hash(context, end - 1, OTHER_NGRAM, 0, len(live.head_other))])
+        while position >= 0 and seen < 2 * MAX_OTHER and found < MAX_OTHER:
+            seen += 1
+            block = position // BLOCK
+            if groups[block] != group and position % BLOCK < fill[block]:
+                match = _agreement(text, before, position, context, end)
+                if match >= OTHER_NGRAM and _next(fill, after, position) >= 0:
+                    positions[n] = position
+                    sources[n] = OTHER
+                    matches[n] = match
+                    n += 1
+                    found += 1
+            position = np.int64(links[position])
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _history_occurrences(text, suffixes, context, end, positions, sources, matches):
+    """Up to MAX_HISTORY entries of the suffix array, those of the longest match first."""
+    lows = np.empty(MAX_MATCH + 1, dtype=np.int64)
+    highs = np.empty(MAX_MATCH + 1, dtype=np.int64)
+    low, high, length = 0, len(suffixes), 0
+    while length < min(end, MAX_MATCH):
+        token = context[end - 1 - length]
+        if high - low == 1:  # nothing to search: does the one entry agree on?
+            if text[suffixes[low] - length] != token:
+                break
+            length += 1
+            lows[length], highs[length] = low, high
+            continue
+        first, last = low, high
+        while first < last:
+            middle = (first + last) // 2
+            if text[suffixes[middle] - length] < token:
+                first = middle + 1
+            else:
+                last = middle
+        start, last = first, high
+        while first < last:
+            middle = (first + last) // 2
+            if text[suffixes[middle] - length] <= token:
+                first = middle + 1
+            else:
+                last = middle
+        if start == first:
+            break
+        low, high = start, first
+        length += 1
+        lows[length], highs[length] = low, high
+    n = 0
+    inner_low, inner_high = low, low
+    while length > 0 and n < MAX_HISTORY:
+        # Those that agree on `length` tokens and no more lie around those that agree on more.
+        left = inner_low - lows[length]
+        total = left + highs[length] - inner_high
+        take = min(total, MAX_HISTORY - n)
+        for i in range(take):
+            nth = i * total // take
+            entry = lows[length] + nth if nth < left else inner_high + nth - left
+            positions[n] = suffixes[entry]
+            sources[n] = HISTORY
+            matches[n] = length
+            n += 1
+        inner_low, inner_high = lows[length], highs[length]
+        length -= 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _tier(match):
+    tier = 0
+    for start in TIERS:
+        if match >= start:
+            tier += 1
+    return tier
+
+
+@njit(cache=True, nogil=True)
+def _logit(p):
+    p = min(max(p, 0.002), 0.998)
+    return math.log(p / (1 - p))
+
+
+@njit(cache=True, nogil=True)
+def _probability(logit):
+    return 1 / (1 + math.exp(-min(max(logit, -20.0), 20.0)))
+
+
+@njit(cache=True, nogil=True)
+def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabulary, draft, reach):
+    """Walk on from the occurrences of the latest tokens, each time to the candidate most likely to be accepted."""
+    start = max(0, length - MAX_MATCH)
+    end = length - start
+    scratch.context[:end] = text[start:length]
+    own_position = np.int64(-1)
+    if slots.block[slot] >= 0:
+        own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
+    n = _occurrences(live, slots, scratch, slot, end, own_position)
+    size = slots.history_size[slot, 0]
+    history = carray(_pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
+    recorded = carray(_pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
+    votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
+    active = scratch.active
+    planned = 0
+    reached = 1.0
+    while planned < limit and n > 0:
+        n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
+        if n == 0:
+            break
+        weight_set = longest if planned == 0 else N_TIERS + longest
+        weights = model.weights[weight_set]
+        active[0] = 1
+        scratch.inputs[:] = 0
+        for k in range(_N_VOTES):
+            if total[k]:
+                active[active[0]] = k
+                active[0] += 1
+        best, most = 0, -np.inf
+        for j in range(distinct):
+            logit = _weigh(votes, total, mass, known, active, weights, j, recent, scratch.inputs)
+            if planned == 0 and j < MAX_CANDIDATES:
+                slots.candidate[slot, j] = scratch.candidate[j]
+                slots.candidate_inputs[slot, j] = scratch.inputs
+                slots.candidates[slot] = j + 1
+            if logit > most:
+                best, most = j, logit
+                scratch.best[:] = scratch.inputs
+        bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
+        accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
+        reached *= 0.5 * (accepted + _probability(most))
+        token = scratch.candidate[best]
+        slots.draft[slot, planned] = token
+        slots.inputs[slot, planned] = scratch.best
+        slots.weight_set[slot, planned] = weight_set
+        slots.bin[slot, planned] = bin
+        slots.planned[slot] = planned + 1
+        if reached < floor:
+            break
+        draft[planned] = token
+        reach[planned] = reached
+        planned += 1
+        scratch.context[end] = token
+        end += 1
+        kept = 0
+        for i in range(n):
+            if scratch.which[i] == best:
+                scratch.position[kept] = scratch.following[i]
+                scratch.source[kept] = scratch.source[i]
+                scratch.match[kept] = scratch.match[i] + 1
+                kept += 1
+        n = kept
+        if n < _REFRESH_BELOW and planned < limit:
+            n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
+    return planned
+
+
+@njit(cache=True, nogil=True)
+def _vote(live, scratch, history, recorded, n, vocabulary):
+    """What follows each occurrence. Returns occurrences that go on, candidates, and the tier of the longest match."""
+    positions, sources, matches, following = scratch.position, scratch.source, scratch.match, scratch.following
+    which, candidates, votes, total = scratch.which, scratch.candidate, scratch.votes, scratch.total
+    mass, known = scratch.mass, scratch.known
+    text, fill, after = live.text, live.fill, live.after
+    total[:] = 0
+    kept, distinct, longest = 0, 0, 0
+    for i in range(n):
+        code = 0
+        source = sources[i]
+        if source == HISTORY:
+            position = positions[i] + 1
+            token = history[position]
+            code = recorded[position]
+        else:
+            position = _next(fill, after, positions[i])
+            if position < 0:
+                continue
+            token = text[position]
+        if token < 0 or token >= vocabulary:  # the end of a response, or a history we should not trust
+            continue
+        positions[kept], sources[kept], matches[kept], following[kept] = positions[i], source, matches[i], position
+        tier = _tier(matches[i])
+        longest = max(longest, tier)
+        j = 0
+        while j < distinct and candidates[j] != token:
+            j += 1
+        if j == distinct:
+            candidates[j] = token
+            votes[j] = 0
+            mass[j] = 0
+            known[j] = 0
+            distinct += 1
+        which[kept] = j
+        kept += 1
+        votes[j, source * N_TIERS + tier] += 1
+        total[source * N_TIERS + tier] += 1
+        if code:
+            mass[j, tier] += _RECORDED[code]
+            known[j, tier] += 1
+    return kept, distinct, longest
+
+
+@njit(cache=True, nogil=True)
+def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
+    """Logit that candidate ``j`` is accepted; ``inputs`` is filled with what it was made of.
+
+    ``active[1:active[0]]`` are the classes of votes that there are; the inputs of all others are 0 and stay so.
+    """
+    logit = weights[N_INPUTS - 2] + weights[N_INPUTS - 1] * recent
+    inputs[N_INPUTS - 2] = 1.0
+    inputs[N_INPUTS - 1] = recent
+    for i in range(1, active[0]):
+        k = active[i]
+        inputs[k] = _SHARE[votes[j, k], total[k]]
+        logit += weights[k] * inputs[k]
+        if k < N_TIERS:  # of the history
+            recorded = _N_VOTES + k
+            inputs[recorded] = _logit(mass[j, k] / known[j, k]) if known[j, k] else 0.0
+            logit += weights[recorded] * inputs[recorded]
+    return logit
+
+
+@njit(cache=True, nogil=True)
+def _learn(slots, model, slot, sampled):
+    """Learn from what was sampled after the last plan: every candidate of the first token, then the planned path."""
+    if slots.planned[slot] == 0:
+        return
+    for j in range(slots.candidates[slot]):
+        hit = 1.0 if slots.candidate[slot, j] == sampled[0] else 0.0
+        _descend(model, slots.weight_set[slot, 0], slots.candidate_inputs[slot, j], hit)
+    for d in range(min(slots.planned[slot], len(sampled))):
+        hit = 1.0 if slots.draft[slot, d] == sampled[d] else 0.0
+        if d == 0:
+            slots.recent[slot] = _RECENT_DECAY * slots.recent[slot] + (1 - _RECENT_DECAY) * (2 * hit - 1)
+        else:
+            _descend(model, slots.weight_set[slot, d], slots.inputs[slot, d], hit)
+        bin = slots.bin[slot, d]
+        model.calibration[bin, 0] = _CALIBRATION_DECAY * model.calibration[bin, 0] + hit
+        model.calibration[bin, 1] = _CALIBRATION_DECAY * model.calibration[bin, 1] + 1
+        if not hit:
+            break
+
+
+@njit(cache=True, nogil=True)
+def _descend(model, weight_set, inputs, hit):
+    weights = model.weights[weight_set]
+    logit = 0.0
+    for k in range(N_INPUTS):
+        logit += weights[k] * inputs[k]
+    error = _LEARNING_RATE * (hit - _probability(logit))
+    for k in range(N_INPUTS):
+        weights[k] += error * inputs[k]

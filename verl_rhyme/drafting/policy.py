@@ -1,0 +1,63 @@
+"""What a draft policy is: the one interface between the engine's adapter and the drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What drafting did for one request.
+
+    Attributes:
+        drafted, accepted: Tokens.
+        verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
+        history_hit: Its prompt had a history.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+    history_hit: bool = False
+
+
+class DraftPolicy(Protocol):
+    """Drafts for the live requests of one engine."""
+
+    def start(self, request: str, key: bytes) -> None:
+        """Begin a request of the prompt ``key``; starting it again begins it anew."""
+
+    def step(
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        limits: np.ndarray,
+        budget: int,
+    ) -> list[list[int]]:
+        """Take in a decode step and draft for the next one.
+
+        Args:
+            requests: B started requests.
+            rows: int[B], their rows of ``tokens``.
+            tokens: int32[rows, positions], prompt and response of each, C-contiguous.
+            lengths: int[B], tokens of each so far.
+            drafted, accepted: B each, what this step verified; both 0 where nothing had been drafted.
+            limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
+            budget: Draft tokens for the whole batch.
+
+        Returns:
+            B drafts, each within its limit, together within the budget.
+        """
+        ...
+
+    def finish(self, request: str) -> RequestCounts:
+        """End a request and tell what drafting did for it; zeros for one that is not known."""
+        ...
