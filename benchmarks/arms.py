@@ -64,20 +64,20 @@ class Arctic(NoDrafts):
     def __init__(self, factor: float = 1.0, depth: int = 24, cached: int = 10_000, least: float = 0.1) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-        self._cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=cached)
+        self.cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=cached)
         self._factor, self._depth, self._least = factor, depth, least
         self._seen: dict[str, int] = {}
 
     def start(self, response: Response) -> None:
-        self._cache.start_request(response.id, response.prompt)
+        self.cache.start_request(response.id, response.prompt)
         self._seen[response.id] = len(response.prompt)
 
     def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
         drafts = []
         for response, row, length, limit in zip(responses, rows, lengths, limits, strict=True):
-            self._cache.add_active_response(response.id, tokens[row, self._seen[response.id] : length].tolist())
+            self.cache.add_active_response(response.id, tokens[row, self._seen[response.id] : length].tolist())
             self._seen[response.id] = length
-            draft = self._cache.speculate(
+            draft = self.cache.speculate(
                 response.id,
                 tokens[row, max(0, length - self._depth) : length],
                 max_spec_tokens=int(limit),
@@ -88,7 +88,7 @@ class Arctic(NoDrafts):
         return drafts
 
     def finish(self, response: Response) -> None:
-        self._cache.stop_request(response.id)
+        self.cache.stop_request(response.id)
         del self._seen[response.id]
 
 
@@ -209,10 +209,10 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "released HistoSpec": released,
     "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
     **{
-        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor)))
+        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False)))
         for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)
     },
-    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1), epochs=8),
+    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1, weigh_cost=False), epochs=8),
     "hindsight, match of 4": Hindsight,
     "hindsight, match of 1": lambda: Hindsight(least=1),
 }

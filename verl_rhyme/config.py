@@ -89,6 +89,7 @@ class DraftingConfig:
             bound allows.
         sampler_memory: Bytes the rejection sampler may take on top of vLLM's own profile.
         floor: Adaptive: draft a token only if the probability that it is reached and accepted is at least this.
+        weigh_cost: Adaptive: draft only what pays, by the cost of a step as measured while running.
         live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 12 bytes each and as much
             again for the index.
         reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
@@ -100,7 +101,8 @@ class DraftingConfig:
     max_tokens: int = 32
     max_batch_tokens: int | None = None
     sampler_memory: int = 1 << 30
-    floor: float = 0.2
+    floor: float = 0.05
+    weigh_cost: bool = True
     live_tokens: int = 1 << 22
     reward_weight: float = 1.0
     match: MatchConfig = field(default_factory=MatchConfig)

@@ -3,7 +3,8 @@
 Sources are the prompt's history, the live texts of its group, the request's own text, and other prompts' recent texts
 (:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). At each draft position the token most likely to be accepted is
 taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
-accepted falls below ``drafting.floor``, and a batch that wants more than its budget keeps its likeliest tokens.
+accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its
+budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.cost`).
 
 A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
+from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS, SlotArrays
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import RequestCounts
@@ -64,11 +66,16 @@ class AdaptiveDrafter:
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._model = confidence.prior()
         self._scratch = kernels.scratch(config.max_tokens)
+        #: What a step costs.
+        self.cost = StepCost()
+        self._steps = 0
         self._free = list(range(max(1, slots)))[::-1]
         self._requests: dict[str, _Request] = {}
         self._shared: dict[bytes, _Shared] = {}
         self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
         self._texts = 0
+        #: Of the last step, float64[B, K]: the probability of each granted token to be reached and accepted, else 0.
+        self.reach = np.zeros((0, 1))
 
     def __len__(self) -> int:
         """Live requests."""
@@ -108,8 +115,11 @@ class AdaptiveDrafter:
         accepted: Sequence[int],
         limits: np.ndarray,
         budget: int,
+        seconds: float | None = None,
     ) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+        if seconds is not None:
+            self.cost.observe(len(requests), sum(drafted), seconds)
         ids = np.empty(len(requests), dtype=np.int32)
         for i, request in enumerate(requests):
             live = self._requests[request]
@@ -136,7 +146,12 @@ class AdaptiveDrafter:
             draft,
             reach,
         )
+        self._steps += 1
+        if self._config.weigh_cost and self._steps % EXPLORE_EVERY:
+            wanted = reach[np.arange(longest) < planned[:, None]]
+            budget = min(budget, self.cost.worth(-np.sort(-wanted), len(ids)))
         granted = within_budget(reach, planned, budget)
+        self.reach = np.where(np.arange(longest) < granted[:, None], reach, 0.0)
         return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
 
     def finish(self, request: str) -> RequestCounts:

@@ -84,6 +84,7 @@ class PaperDrafter:
         accepted: Sequence[int],
         limits: np.ndarray,
         budget: int,
+        seconds: float | None = None,
     ) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         longest = self._config.match.max

@@ -41,6 +41,7 @@ class DraftPolicy(Protocol):
         accepted: Sequence[int],
         limits: np.ndarray,
         budget: int,
+        seconds: float | None = None,
     ) -> list[list[int]]:
         """Take in a decode step and draft for the next one.
 
@@ -52,6 +53,7 @@ class DraftPolicy(Protocol):
             drafted, accepted: B each, what this step verified; both 0 where nothing had been drafted.
             limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
             budget: Draft tokens for the whole batch.
+            seconds: What the step took, where it was a plain decode step of these requests and no others.
 
         Returns:
             B drafts, each within its limit, together within the budget.

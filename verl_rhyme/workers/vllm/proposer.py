@@ -54,7 +54,7 @@ class HistoryProposer:
         self._runner: Any = None
         self._drafts = False
         self._drafted = self._accepted = self._errors = 0
-        self._seconds = 0.0
+        self._seconds = self._ended = 0.0
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -86,18 +86,19 @@ class HistoryProposer:
         """
         started = time.perf_counter()
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception:
             self._errors += 1
             if self._errors == 1:
                 logger.warning("drafting failed; this step goes on without drafts (told once)", exc_info=True)
             return [[] for _ in sampled_token_ids]
         finally:
-            self._seconds += time.perf_counter() - started
+            self._ended = time.perf_counter()
+            self._seconds += self._ended - started
             self._calls += 1
 
     def _propose(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
     ) -> list[list[int]]:
         if not self._drafts:
             if self._runner is None:
@@ -106,11 +107,15 @@ class HistoryProposer:
         self._retire()
         batch = self._runner.input_batch
         req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
+        # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
+        plain = len(self._requests) > 0 and bool(self._ended)
         rows, ids, drafted, accepted, max_tokens = [], [], [], [], []
         for row, sampled in enumerate(sampled_token_ids):
+            request = self._requests.get(req_ids[row])
+            plain &= bool(sampled) and request is not None
             if not sampled:
                 continue
-            request = self._requests.get(req_ids[row]) or self._admit(req_ids[row])
+            request = request or self._admit(req_ids[row])
             rows.append(row)
             ids.append(request.id)
             drafted.append(len(scheduled[row]))
@@ -125,7 +130,10 @@ class HistoryProposer:
             limits = request_limits(
                 lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
             )
-            planned = self._drafter.step(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget)
+            seconds = now - self._ended if plain else None
+            planned = self._drafter.step(
+                ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds
+            )
             for row, draft in zip(rows, planned, strict=True):
                 drafts[row] = draft
         return drafts

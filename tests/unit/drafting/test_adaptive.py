@@ -1,0 +1,291 @@
+"""The adaptive drafter: what it learns from, what it promises, and what it must survive."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.adaptive import AdaptiveDrafter, within_budget
+from verl_rhyme.drafting.kernels import BLOCK
+from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.history.record import PromptHistory, Trajectory
+
+KEY, OTHER_KEY = b"k" * 16, b"o" * 16
+WIDTH = 2048
+
+
+def history(*responses, step=0):
+    trajectories = [Trajectory(KEY, np.array(r, np.int32), 1.0, 0, 0, i) for i, r in enumerate(responses)]
+    return PromptHistory.build(trajectories, step)
+
+
+class Engine:
+    """Rows of tokens, as vLLM keeps them, and the drafter's view of each."""
+
+    def __init__(self, drafter, rows=8):
+        self.drafter = drafter
+        self.tokens = np.zeros((rows, WIDTH), np.int32)
+        self.lengths, self.rows = {}, {}
+
+    def start(self, request, prompt, key=KEY):
+        self.rows[request] = min(set(range(len(self.tokens))) - set(self.rows.values()))
+        self.tokens[self.rows[request], : len(prompt)] = prompt
+        self.lengths[request] = len(prompt)
+        self.drafter.start(request, key)
+
+    def finish(self, request):
+        del self.rows[request], self.lengths[request]
+        return self.drafter.finish(request)
+
+    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None):
+        """``sampled``: request to the tokens this step gave it. Returns request to draft."""
+        for request, tokens in sampled.items():
+            end = self.lengths[request]
+            self.tokens[self.rows[request], end : end + len(tokens)] = tokens
+            self.lengths[request] += len(tokens)
+        drafts = self.drafter.step(
+            list(sampled),
+            np.array([self.rows[r] for r in sampled]),
+            self.tokens,
+            np.array([self.lengths[r] for r in sampled]),
+            drafted or [0] * len(sampled),
+            accepted or [0] * len(sampled),
+            np.full(len(sampled), limit),
+            budget,
+        )
+        return dict(zip(sampled, drafts, strict=True))
+
+    def follow(self, request, path, **kwargs):
+        """Verify drafts against the target's path. Returns the tokens drafted and accepted at each step."""
+        done, counts, drafted, accepted = 0, [], 0, 0
+        tokens = path[:1]
+        while tokens:
+            draft = self.step({request: tokens}, drafted=[drafted], accepted=[accepted], **kwargs)[request]
+            done += len(tokens)
+            drafted, accepted = len(draft), 0
+            while accepted < min(drafted, len(path) - done) and draft[accepted] == path[done + accepted]:
+                accepted += 1
+            tokens = path[done : done + accepted + 1]
+            accepted = max(0, len(tokens) - 1)
+            counts.append((drafted, accepted))
+        return counts
+
+
+def make(histories=None, slots=8, **config):
+    return AdaptiveDrafter(DraftingConfig(**config), (histories or {}).get, slots)
+
+
+def test_continues_the_prompts_history():
+    engine = Engine(make({KEY: history(range(200, 400))}))
+    engine.start("a", [1, 2, 3])
+    counts = engine.follow("a", list(range(200, 400)))
+    assert len(counts) < 40, "200 tokens that stood in the history took too many steps"
+    drafted, accepted = map(sum, zip(*counts, strict=True))
+    assert engine.finish("a") == RequestCounts(drafted, accepted, sum(d > 0 for d, _ in counts), history_hit=True)
+    assert engine.drafter.finish("a") == RequestCounts()
+
+
+@pytest.mark.parametrize(("key", "source"), [(KEY, "sibling"), (OTHER_KEY, "other prompt")])
+def test_learns_from_what_runs_beside_it(key, source):
+    engine = Engine(make())
+    text = np.random.default_rng(0).integers(0, 500, 300).tolist()
+    engine.start("first", [1, 2])
+    assert sum(d for d, _ in engine.follow("first", text)) < 100
+    engine.start("second", [1, 2], key)
+    counts = engine.follow("second", text)
+    assert len(counts) < 60, f"the {source}'s text was not drafted from"
+    assert engine.finish("second").history_hit is False
+
+
+def test_learns_from_its_own_text():
+    engine = Engine(make())
+    engine.start("a", [1, 2])
+    period = np.random.default_rng(1).integers(0, 500, 40).tolist()
+    assert len(engine.follow("a", period * 6)) < 90
+
+
+def test_stops_drafting_what_is_never_accepted():
+    rng = np.random.default_rng(2)
+    engine = Engine(make({KEY: history(*rng.integers(0, 4, (4, 200)))}))
+    engine.start("a", [1, 2])
+    counts = engine.follow("a", (rng.integers(0, 200, 600) * 4 % 797).tolist())
+    assert sum(d for d, _ in counts[-100:]) <= 10
+
+
+def test_predicted_acceptance_is_the_observed_one():
+    """A target that leaves its text with probability 1/4 at every token: later drafts must expect as much."""
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 1000, 400)
+    engine = Engine(make({KEY: history(text)}, floor=0.05))
+    expected = observed = 0.0
+    for i in range(60):
+        engine.start(f"{i}", [1, 2])
+        noise = rng.random(len(text)) < 0.25
+        path = np.where(noise, 1000 + rng.integers(0, 10**6, len(text)), text).tolist()
+        done, tokens, drafted, accepted = 0, path[:1], 0, 0
+        while tokens:
+            draft = engine.step({f"{i}": tokens}, drafted=[drafted], accepted=[accepted])[f"{i}"]
+            done += len(tokens)
+            drafted, accepted = len(draft), 0
+            while accepted < min(drafted, len(path) - done) and draft[accepted] == path[done + accepted]:
+                accepted += 1
+            if i >= 20 and done + drafted < len(path):
+                expected += engine.drafter.reach.sum()
+                observed += accepted
+            tokens = path[done : done + accepted + 1]
+        engine.finish(f"{i}")
+    assert observed > 1000
+    assert expected == pytest.approx(observed, rel=0.15)
+
+
+def test_limits_budget_and_vocabulary():
+    drafter = AdaptiveDrafter(DraftingConfig(max_tokens=8), {KEY: history(range(100))}.get, 8, vocabulary=50)
+    engine = Engine(drafter)
+    engine.start("a", [1, 2])
+    engine.start("b", [1, 2])
+    engine.follow("a", list(range(40)))
+    assert engine.step({"a": [41], "b": [41]}, limit=0) == {"a": [], "b": []}
+    assert engine.step({"a": [42], "b": [42]}, budget=0) == {"a": [], "b": []}
+    drafts = engine.step({"a": [43], "b": [43]}, limit=3)
+    assert all(len(draft) <= 3 for draft in drafts.values())
+    drafts = engine.step({"a": [44], "b": [44]}, budget=4)
+    assert sum(map(len, drafts.values())) <= 4
+    assert engine.step({"a": [45]})["a"] in ([46, 47, 48, 49][:n] for n in range(1, 5)), "50 is no token"
+
+
+def test_a_missed_step_and_a_restart_are_no_harm():
+    engine = Engine(make({KEY: history(range(100))}))
+    engine.start("a", [1, 2])
+    engine.follow("a", list(range(20)))
+    engine.step({"a": [20, 21, 22, 23, 24]})
+    assert engine.step({"a": [25]})["a"][:1] == [26]
+    engine.drafter.start("a", KEY)
+    assert engine.step({"a": [26]})["a"][:1] == [27]
+    assert len(engine.drafter) == 1
+
+
+def test_more_requests_than_slots():
+    engine = Engine(make({KEY: history(range(100))}, slots=2), rows=16)
+    for i in range(10):
+        engine.start(f"{i}", [1, 2])
+    for token in range(10):
+        drafts = engine.step({f"{i}": [token] for i in range(10)})
+    assert all(draft[:1] == [10] for draft in drafts.values())
+    for i in range(10):
+        engine.finish(f"{i}")
+    assert len(engine.drafter) == 0
+
+
+def test_memory_is_bounded_and_old_text_is_forgotten():
+    drafter = make(live_tokens=16 * BLOCK, slots=2)
+    live = drafter._live
+    size = live.nbytes
+    engine = Engine(drafter, rows=2)
+    rng = np.random.default_rng(4)
+    seen = set()
+    for i in range(40):
+        key = int(i // 2).to_bytes(16, "big")
+        engine.start(f"{i}", [1, 2], key)
+        path = rng.integers(0, 30, 700).tolist()
+        seen.update(zip([1, 2, *path], [2, *path], path, strict=False))
+        done, tokens = 0, path[:1]
+        while tokens:
+            draft = engine.step({f"{i}": tokens})[f"{i}"]
+            done += len(tokens)
+            text = [*path[max(0, done - 2) : done], *draft]
+            for triple in zip(text, text[1:], text[2:], strict=False):
+                assert triple in seen or done < 2, "drafted what no text ever said"
+            tokens = path[done : done + 1]
+        engine.finish(f"{i}")
+    assert live.tokens <= 16 * BLOCK
+    assert live.nbytes == size
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_budget_keeps_the_likeliest_tokens(data):
+    rows = data.draw(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=6))
+    budget = data.draw(st.integers(-1, 30))
+    reach = np.zeros((len(rows), 6))
+    for i, row in enumerate(rows):
+        reach[i, : len(row)] = np.cumprod(row)
+    planned = np.array([len(row) for row in rows])
+    granted = within_budget(reach, planned, budget)
+    assert granted.sum() == min(max(0, budget), planned.sum())
+    assert (granted <= planned).all()
+    kept = [reach[i, j] for i in range(len(rows)) for j in range(granted[i])]
+    cut = [reach[i, j] for i in range(len(rows)) for j in range(granted[i], planned[i])]
+    assert not kept or not cut or min(kept) >= max(cut)
+
+
+def hostile(rng, vocabulary):
+    """Histories nobody should have written: repetition, ids beyond the vocabulary, emptiness."""
+    kind = rng.integers(5)
+    if kind == 0:
+        return None
+    if kind == 1:
+        return history(np.zeros(rng.integers(1, 300), np.int32))
+    if kind == 2:
+        return history(rng.integers(0, 2**31 - 1, rng.integers(1, 300)))
+    if kind == 3:
+        return history(*[[] for _ in range(3)])
+    return history(*(rng.integers(0, vocabulary + 3, rng.integers(1, 200)) for _ in range(rng.integers(1, 6))))
+
+
+@pytest.mark.timeout(1200)
+def test_nothing_a_scheduler_does_breaks_it():
+    """Row swaps, aborts, resumes, skipped steps, hostile histories: no error, no draft out of bounds."""
+    calls = 1_000_000 if os.environ.get("RHYME_SLOW") else 200_000
+    rng = np.random.default_rng(5)
+    vocabulary, rows = 12, 24
+    config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
+    drafter = AdaptiveDrafter(config, lambda key: hostile(rng, vocabulary), slots=4, vocabulary=vocabulary)
+    tokens = np.zeros((rows, WIDTH), np.int32)
+    live, lengths, spare = {}, {}, list(range(rows))
+    started = done = 0
+    while done < calls:
+        while spare and (len(live) < 3 or rng.random() < 0.5):
+            name, started = f"r{started}", started + 1
+            live[name] = spare.pop()
+            lengths[name] = int(rng.integers(1, 40))
+            tokens[live[name], : lengths[name]] = rng.integers(0, vocabulary, lengths[name])
+            drafter.start(name, int(rng.integers(6)).to_bytes(16, "big"))
+        if len(live) > 1 and rng.random() < 0.3:  # vLLM condenses its batch by swapping rows
+            a, b = rng.choice(list(live), 2, replace=False)
+            tokens[[live[a], live[b]]] = tokens[[live[b], live[a]]]
+            live[a], live[b] = live[b], live[a]
+        chosen = [name for name in live if rng.random() < 0.9]
+        if not chosen:
+            continue
+        for name in chosen:
+            n = int(rng.integers(1, 6))
+            tokens[live[name], lengths[name] : lengths[name] + n] = rng.integers(0, vocabulary, n)
+            lengths[name] += n
+        limits = rng.integers(-1, 140, len(chosen))
+        budget = int(rng.integers(-1, 200))
+        drafted = rng.integers(0, 5, len(chosen)).tolist()
+        drafts = drafter.step(
+            chosen,
+            np.array([live[name] for name in chosen]),
+            tokens,
+            np.array([lengths[name] for name in chosen]),
+            drafted,
+            [int(rng.integers(0, d + 1)) for d in drafted],
+            limits,
+            budget,
+        )
+        assert sum(map(len, drafts)) <= max(0, budget)
+        for draft, limit in zip(drafts, limits, strict=True):
+            assert len(draft) <= max(0, min(limit, config.max_tokens))
+            assert all(0 <= token < vocabulary for token in draft)
+        done += len(chosen)
+        for name in list(live):
+            if lengths[name] > WIDTH - 200 or rng.random() < 0.02:
+                spare.append(live.pop(name))
+                drafter.finish(name)
+            elif rng.random() < 0.01:  # resumed under its old name, with its text as prompt
+                drafter.start(name, KEY)
+    assert np.isfinite(drafter._model.weights).all()
