@@ -47,10 +47,17 @@ class PaperDrafter:
     Args:
         config: The drafting tree.
         lookup: A prompt's history by its key, or ``None``; called when the first of a prompt's requests starts.
+        vocabulary: Token ids that may be drafted are below it.
     """
 
-    def __init__(self, config: DraftingConfig, lookup: Callable[[bytes], PromptHistory | None]):
+    def __init__(
+        self,
+        config: DraftingConfig,
+        lookup: Callable[[bytes], PromptHistory | None],
+        vocabulary: int = 1 << 31,
+    ):
         self._config = config
+        self._vocabulary = vocabulary
         self._lookup = lookup
         self._live: OrderedDict[str, _Request] = OrderedDict()
         self._shared: dict[bytes, _Shared] = {}
@@ -149,7 +156,9 @@ class PaperDrafter:
         length, low, high = suffix_index.longest_match(live.history, context, match.max)
         if length < match.min:
             return _NO_DRAFT
-        return choice.choose(live.history, low, high, limit, self._config.reward_weight)
+        draft = choice.choose(live.history, low, high, limit, self._config.reward_weight)
+        unknown = np.flatnonzero(draft >= self._vocabulary)
+        return draft[: unknown[0]] if len(unknown) else draft
 
     def _forget(self, request: str) -> _Request | None:
         live = self._live.pop(request, None)

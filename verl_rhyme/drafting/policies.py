@@ -23,6 +23,6 @@ def build(
     """
     if config.policy == "paper":
         paper.warm()
-        return paper.PaperDrafter(config, lookup)
+        return paper.PaperDrafter(config, lookup, vocabulary)
     adaptive.warm()
     return adaptive.AdaptiveDrafter(config, lookup, slots, vocabulary)

@@ -1,0 +1,55 @@
+"""The replay counts right, and on a real trace our drafter is ahead of the paper's."""
+
+import numpy as np
+import pytest
+
+from benchmarks import traces
+from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
+from benchmarks.draft_quality import summary
+from benchmarks.replay import replay
+from verl_rhyme.config import DraftingConfig
+
+
+@pytest.fixture(scope="module")
+def two_epochs():
+    steps = traces.load(traces.FOLDER / "qwen2-t1.parquet")
+    return [step for step in steps if step[0].epoch < 2]
+
+
+def figures(steps, arm):
+    tallies = replay(steps, arm)
+    return summary([tallies[0]]), summary([tallies[1]])
+
+
+def test_the_trace_is_whole(two_epochs):
+    assert [len(step) for step in two_epochs] == [128] * 8
+    for response in two_epochs[0]:
+        assert len(response.tokens) == len(response.logprobs) > 0
+        assert (response.logprobs <= 0).all()
+        assert len(response.key) == 16
+
+
+def test_plain_decoding_emits_a_token_a_step(two_epochs):
+    tallies = replay(two_epochs, NoDrafts())
+    for tally in tallies.values():
+        assert tally.emitted == tally.steps
+        assert tally.drafted == tally.accepted == 0
+    tokens = sum(len(r.tokens) - 1 for step in two_epochs for r in step)
+    assert sum(t.emitted for t in tallies.values()) == tokens
+
+
+def test_hindsight_is_always_right(two_epochs):
+    for tally in replay(two_epochs, Hindsight()).values():
+        assert tally.accepted == tally.drafted > 0
+        assert tally.emitted <= tally.steps + tally.accepted
+
+
+def test_ours_is_ahead_of_both_histospecs_at_no_higher_cost(two_epochs):
+    cold, warm = figures(two_epochs, Rhyme(DraftingConfig(floor=0.3, weigh_cost=False)))
+    _, paper = figures(two_epochs, Rhyme(DraftingConfig(policy="paper")))
+    _, theirs = figures(two_epochs, released())
+    assert cold["tokens_per_step"] > 2, "the first epoch gains from live texts"
+    assert warm["tokens_per_step"] > 1.3 * paper["tokens_per_step"]
+    assert warm["tokens_per_step"] > 1.5 * theirs["tokens_per_step"]
+    assert warm["verified_per_token"] < 1.1 * paper["verified_per_token"]
+    assert np.isfinite(warm["us_per_request_step"])

@@ -1,0 +1,101 @@
+"""Any batch a scheduler may make: no error, and no draft beyond a bound. The real engine is in tests/e2e."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.workers.request import RequestMeta
+from verl_rhyme.workers.vllm.proposer import HistoryProposer
+
+VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
+NAMESPACE = "test"
+
+
+def proposer_for(folder, **drafting):
+    config = SimpleNamespace(
+        additional_config={"rhyme": {"drafting": drafting, "history_dir": str(folder), "namespace": NAMESPACE}},
+        model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, max_num_seqs=ROWS),
+    )
+    proposer = HistoryProposer(config)
+    batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
+    proposer._runner, proposer._drafts = SimpleNamespace(input_batch=batch, requests={}), True
+    return proposer
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "paper"])
+@pytest.mark.timeout(1800)
+def test_whatever_the_scheduler_does(tmp_path, policy):
+    calls = 1_000_000 if os.environ.get("RHYME_SLOW") else 4_000
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, rng.integers(2, 30)).tolist() for _ in range(8)]
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
+        for prompt in prompts:  # some ids are beyond the vocabulary
+            response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
+            store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
+    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, match={"min": 1, "max": 4})
+    runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
+    lengths = np.zeros(ROWS, np.int32)
+    state: dict[str, dict] = {}  # what vLLM knows of a request
+    waiting: list[str] = []  # preempted
+    rows: list[str] = []
+    made = drafted = 0
+    for _ in range(calls):
+        while len(rows) < ROWS and rng.random() < 0.4:
+            if waiting and rng.random() < 0.5:
+                name = waiting.pop()
+            else:
+                name, made = f"r{made}", made + 1
+                prompt = prompts[rng.integers(len(prompts))]
+                meta = RequestMeta(id=name, key=prompt_key(prompt).hex())
+                extra = meta.put({}) if rng.random() < 0.9 else {"extra_args": None}
+                params = SimpleNamespace(max_tokens=int(rng.integers(1, 120)), **extra)
+                state[name] = {"text": list(prompt), "prompt": len(prompt), "draft": []}
+                runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
+            state[name]["draft"] = []
+            rows.append(name)
+        rng.shuffle(rows)  # vLLM condenses and swaps rows
+        sampled = []
+        runner.input_batch.req_ids = list(rows)
+        runner.input_batch.spec_token_ids = [list(state[name]["draft"]) for name in rows]
+        for row, name in enumerate(rows):
+            request = state[name]
+            if rng.random() < 0.05:  # still prefilling
+                runner.input_batch.spec_token_ids[row] = request["draft"] = []
+                new = []
+            else:
+                room = runner.requests[name].sampling_params.max_tokens - (len(request["text"]) - request["prompt"])
+                accepted = rng.integers(0, len(request["draft"]) + 1)
+                new = rng.integers(0, VOCABULARY, 1 + accepted).tolist()[: max(1, room)]
+            request["text"] += new
+            tokens[row, : len(request["text"])] = request["text"]
+            lengths[row], runner.input_batch.num_prompt_tokens[row] = len(request["text"]), request["prompt"]
+            sampled.append(new)
+        drafts = proposer.propose(sampled, lengths, tokens)
+        assert len(drafts) == len(rows)
+        assert len(rows) + sum(map(len, drafts)) <= max(STEP_TOKENS, len(rows))
+        for name, new, draft in zip(list(rows), sampled, drafts, strict=True):
+            request = state[name]
+            left = runner.requests[name].sampling_params.max_tokens - (len(request["text"]) - request["prompt"])
+            assert new or not draft
+            assert len(draft) <= max(0, min(left - 1, LENGTH - len(request["text"]) - 1, 32))
+            assert all(0 <= token < VOCABULARY for token in draft)
+            request["draft"] = draft
+            drafted += len(draft)
+            if left <= 0 or len(request["text"]) >= LENGTH - 40 or rng.random() < 0.01:  # done, or aborted
+                rows.remove(name)
+                del runner.requests[name], state[name]
+                if rng.random() < 0.5:
+                    proposer.take_counts([name])
+            elif rng.random() < 0.01:  # preempted: vLLM keeps the request, and resumes it with its text
+                rows.remove(name)
+                waiting.append(name)
+        waiting = [name for name in waiting if name in state]
+    assert drafted > calls / 10
+    totals = proposer.totals()
+    assert totals["errors"] == totals["history_errors"] == 0
