@@ -39,7 +39,7 @@ class HistoryConfig:
 
     dir: str | None = None
     max_bytes: int = 8 << 30
-    epochs: int = 2
+    epochs: int = 4
 
     def __post_init__(self) -> None:
         _require(self.max_bytes >= 1 << 20, "history.max_bytes", self.max_bytes, "at least 1048576 (1 MiB)")

@@ -184,7 +184,7 @@ def test_killed_at_five_random_moments(tmp_path):
     _, metrics = steps_of(tmp_path)[-1]
     assert metrics["rollout/history/hit_rate"] == 1
     assert metrics["rollout/history/errors"] == 0
-    assert metrics["rollout/history/responses"] == 16 * 4 * 2  # two epochs of every prompt
+    assert metrics["rollout/history/responses"] == 16 * 4 * 4  # four epochs of every prompt
     assert 0 <= metrics["critic/score/mean"] <= 1
 
 
