@@ -8,7 +8,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_rhyme import __version__
+
+if TYPE_CHECKING:
+    from verl_rhyme.history.inspection import Inspection
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
 
@@ -93,10 +98,6 @@ def _silenced() -> Iterator[None]:
             os.close(saved[1])
 
 
-if __name__ == "__main__":
-    app()
-
-
 @app.command()
 def report(
     run: Annotated[str, typer.Argument(help="Run folder.")],
@@ -108,3 +109,41 @@ def report(
 
     arguments = ["--compare", off, run] if off else [run]
     raise typer.Exit(reports.main(arguments + (["--out", out] if out else [])))
+
+
+@app.command()
+def history(
+    path: Annotated[Path, typer.Argument(help="A history folder, or a checkpoint's global_step_N.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a store.")] = False,
+) -> None:
+    """What a history holds: sizes, prompts, epochs, rewards, and how much of it rhymes."""
+    from verl_rhyme.history import inspection
+    from verl_rhyme.history.environment import Damaged
+
+    try:
+        for folder in inspection.find(path):
+            found = inspection.inspect(folder)
+            print(json.dumps(asdict(found)) if as_json else _told(found))
+    except (OSError, ValueError, Damaged) as error:
+        print(f"verl-rhyme history: {path}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _told(found: Inspection) -> str:
+    lines = [
+        found.folder,
+        f"  {found.prompts} prompts, {found.responses} responses, {found.tokens} tokens, {found.bytes / 1e6:.1f} MB, "
+        f"vocabulary {found.namespace}" + (f", {found.corrupt} prompts damaged" if found.corrupt else ""),
+    ]
+    for epoch, row in found.epochs.items():
+        lines.append(
+            f"  epoch {epoch + 1}: {row['responses']} responses, {row['tokens']} tokens, "
+            f"mean reward {row['reward_mean']:.3f}"
+        )
+    if found.reusable is not None:
+        lines.append(f"  {found.reusable:.0%} of the newest epoch's tokens followed the same 4 tokens in an older one")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app()

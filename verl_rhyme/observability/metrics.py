@@ -40,6 +40,7 @@ LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
+SPEC_ALARM = "rollout/spec/alarm"
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"

@@ -17,6 +17,7 @@ import transfer_queue as tq
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
 from verl_rhyme.workers.history_service import HistoryService
@@ -45,6 +46,7 @@ class Recorder:
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._errors = 0
+        self._alarm = AcceptanceAlarm()
         self._store: dict[str, Any] = {}
 
     def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
@@ -73,6 +75,9 @@ class Recorder:
             # A batch smaller than the engines leaves slots empty that no schedule could fill.
             slots = min(self._slots(), len(requests))
             metrics.update(step_metrics(_columns(requests), slots=slots, rollout_s=rollout_s))
+            if told := self._alarm.observe(metrics):
+                logger.warning(told)
+            metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
         return metrics
 
     def close(self) -> None:

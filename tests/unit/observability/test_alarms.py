@@ -1,0 +1,28 @@
+"""The acceptance alarm."""
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.observability.alarms import WINDOW, AcceptanceAlarm
+
+
+def step(drafted, accepted):
+    return {names.SPEC_DRAFTED: drafted, names.SPEC_ACCEPTED: accepted}
+
+
+def test_rings_once_and_until_something_is_accepted():
+    alarm = AcceptanceAlarm()
+    assert alarm.observe(step(WINDOW - 1, 0)) is None
+    assert not alarm.ringing
+    assert "all rejected" in (alarm.observe(step(1, 0)) or "")
+    assert alarm.observe(step(WINDOW, 0)) is None, "told once"
+    assert alarm.ringing
+    assert alarm.observe(step(10, 1)) is None
+    assert not alarm.ringing
+    assert "all rejected" in (alarm.observe(step(WINDOW, 0)) or "")
+
+
+def test_no_drafts_are_no_alarm():
+    alarm = AcceptanceAlarm()
+    for _ in range(100):
+        assert alarm.observe({}) is None
+        assert alarm.observe(step(0, 0)) is None
+    assert not alarm.ringing

@@ -1,0 +1,141 @@
+"""What stands in a history: sizes, prompts, epochs, rewards, and how much of it rhymes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+from verl_rhyme.history import environment, suffix_index
+from verl_rhyme.history.record import CorruptRecord, PromptHistory
+
+#: Tokens that must agree before a token counts as foreseen.
+MATCH = 4
+#: Prompts whose texts are compared; the others are only counted.
+_COMPARED = 64
+
+
+@dataclass
+class Inspection:
+    """One store or snapshot.
+
+    Attributes:
+        folder: Where it lies.
+        namespace: Fingerprint of the vocabulary.
+        bytes: Of its file.
+        prompts, responses, tokens: Kept.
+        corrupt: Prompts whose value is damaged.
+        epochs: For each epoch its responses, tokens and mean reward.
+        reusable: Share of the newest epoch's tokens that followed the same :data:`MATCH` tokens in an older response to
+            the same prompt; ``None`` with a single epoch.
+    """
+
+    folder: str
+    namespace: str
+    bytes: int
+    prompts: int = 0
+    responses: int = 0
+    tokens: int = 0
+    corrupt: int = 0
+    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    reusable: float | None = None
+
+
+def find(path: Path) -> Iterator[Path]:
+    """Environments below a history folder, a checkpoint or a snapshot; damaged ones set aside are left out.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    current = environment.current(path)
+    if current is not None:
+        yield current
+        return
+    found = sorted(file.parent for file in path.rglob(environment.DATA_FILE) if "corrupt-" not in str(file.parent))
+    if not found:
+        raise FileNotFoundError(f"{path} holds no history; give a history folder, or a checkpoint's global_step_N")
+    yield from found
+
+
+def inspect(folder: Path) -> Inspection:
+    """Read one environment; a running writer is not disturbed.
+
+    Raises:
+        environment.Damaged: It is not sound.
+    """
+    file = folder / environment.DATA_FILE
+    snapshot = not (folder / "lock.mdb").exists()
+    if snapshot:
+        environment.check(folder)
+        namespace = str(json.loads((folder / "meta.json").read_text())["namespace"])
+        env = lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3)
+        prompts = env.open_db(b"prompts", create=False)
+    else:
+        opened = environment.acquire(folder)
+        env, prompts, namespace = opened.env, opened.prompts, opened.namespace()
+    result = Inspection(str(folder), namespace, file.stat().st_size)
+    foreseen = compared = 0
+    rewards: dict[int, list[float]] = {}
+    try:
+        with env.begin(db=prompts, buffers=True) as txn:
+            for _, value in txn.cursor():
+                try:
+                    history = PromptHistory.decode(bytearray(value))
+                except CorruptRecord:
+                    result.corrupt += 1
+                    continue
+                if result.prompts < _COMPARED:
+                    seen, tokens = reusable(history)
+                    foreseen, compared = foreseen + seen, compared + tokens
+                result.prompts += 1
+                result.responses += len(history)
+                lengths = np.diff(history.bounds) - 1
+                result.tokens += int(lengths.sum())
+                for epoch, length, reward in zip(history.epoch.tolist(), lengths.tolist(), history.reward, strict=True):
+                    row = result.epochs.setdefault(epoch, {"responses": 0, "tokens": 0})
+                    row["responses"] += 1
+                    row["tokens"] += length
+                    rewards.setdefault(epoch, []).append(float(reward))
+    finally:
+        if snapshot:
+            env.close()
+        else:
+            environment.release(opened)
+    for epoch, values in rewards.items():
+        result.epochs[epoch]["reward_mean"] = float(np.mean(values))
+    result.epochs = dict(sorted(result.epochs.items()))
+    if compared:
+        result.reusable = foreseen / compared
+    return result
+
+
+def reusable(history: PromptHistory) -> tuple[int, int]:
+    """Tokens of the newest epoch that older ones foresaw, and tokens looked at; see :class:`Inspection`."""
+    if len(history) == 0:
+        return 0, 0
+    newest = int(history.epoch[-1])
+    older = [history.response(i) for i in range(len(history)) if history.epoch[i] != newest]
+    if not older:
+        return 0, 0
+    text, bounds = suffix_index.join(older)
+    index = _Text(text, suffix_index.build(text, bounds))
+    foreseen = looked_at = 0
+    for i in range(len(history)):
+        if history.epoch[i] != newest:
+            continue
+        response = history.response(i)
+        for t in range(MATCH, len(response)):
+            length, low, high = suffix_index.longest_match(index, response[t - MATCH : t], MATCH)
+            foreseen += length == MATCH and bool((text[index.suffixes[low:high] + 1] == response[t]).any())
+        looked_at += max(0, len(response) - MATCH)
+    return foreseen, looked_at
+
+
+@dataclass(frozen=True)
+class _Text:
+    tokens: np.ndarray
+    suffixes: np.ndarray
