@@ -19,7 +19,7 @@ import typer
 
 from benchmarks import traces
 from benchmarks.arms import ARMS
-from benchmarks.machine import describe
+from benchmarks.machine import commit, describe
 from benchmarks.replay import Tally, replay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -84,7 +84,7 @@ def main(
 def report(trace: str, arm: str, epochs: str, figures: dict[str, Any], slots: int, as_json: bool) -> None:
     if as_json:
         row = {"benchmark": "draft_quality", "trace": trace, "arm": arm, "epochs": epochs, "slots": slots, **figures}
-        print(json.dumps({**row, "machine": describe()}), flush=True)
+        print(json.dumps({**row, "machine": describe(), "commit": commit()}), flush=True)
         return
     spread = (
         f"{figures['tokens_per_step']:.2f} ({figures['tokens_per_step_min']:.2f}-{figures['tokens_per_step_max']:.2f})"
