@@ -13,12 +13,9 @@ from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig, MatchConfig
 from verl_rhyme.drafting.paper import PaperDrafter
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.drafting.policy import DraftPolicy
+from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy
 from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history.record import PromptHistory, Trajectory
-
-#: Draft tokens of a whole batch where the arm alone decides.
-_NO_BUDGET = 1 << 30
 
 
 class NoDrafts:
@@ -27,7 +24,7 @@ class NoDrafts:
     def start(self, response: Response) -> None:
         pass
 
-    def step(self, responses: Sequence[Response], *_: object) -> list[list[int]]:
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         return [[] for _ in responses]
 
     def finish(self, response: Response) -> None:
@@ -45,16 +42,16 @@ class Ngram(NoDrafts):
 
         self._find, self._shortest, self._longest = _find_longest_matched_ngram_and_propose_tokens, shortest, longest
 
-    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         return [
             self._find(
-                origin_tokens=tokens[row, :length],
+                origin_tokens=done.tokens[row, :length],
                 min_ngram=self._shortest,
                 max_ngram=self._longest,
                 max_model_len=1 << 20,
                 k=int(limit),
             ).tolist()
-            for row, length, limit in zip(rows, lengths, limits, strict=True)
+            for row, length, limit in zip(done.rows, done.lengths, done.limits, strict=True)
         ]
 
 
@@ -72,14 +69,14 @@ class Arctic(NoDrafts):
         self.cache.start_request(response.id, response.prompt)
         self._seen[response.id] = len(response.prompt)
 
-    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         drafts = []
-        for response, row, length, limit in zip(responses, rows, lengths, limits, strict=True):
-            self.cache.add_active_response(response.id, tokens[row, self._seen[response.id] : length].tolist())
+        for response, row, length, limit in zip(responses, done.rows, done.lengths, done.limits, strict=True):
+            self.cache.add_active_response(response.id, done.tokens[row, self._seen[response.id] : length].tolist())
             self._seen[response.id] = length
             draft = self.cache.speculate(
                 response.id,
-                tokens[row, max(0, length - self._depth) : length],
+                done.tokens[row, max(0, length - self._depth) : length],
                 max_spec_tokens=int(limit),
                 max_spec_factor=self._factor,
                 min_token_prob=self._least,
@@ -121,9 +118,8 @@ class Rhyme(NoDrafts):
     def start(self, response: Response) -> None:
         self.policy.start(response.id, response.key)
 
-    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
-        ids = [response.id for response in responses]
-        return self.policy.step(ids, rows, tokens, lengths, drafted, accepted, limits, _NO_BUDGET)
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
+        return self.policy.step(done)
 
     def finish(self, response: Response) -> None:
         self.policy.finish(response.id)
@@ -165,16 +161,17 @@ class Hindsight(NoDrafts):
         self._histories = Histories(epochs)
         self._texts: dict[bytes, list[np.ndarray]] = {}
 
-    def step(self, responses, rows, tokens, lengths, drafted, accepted, limits):  # type: ignore[no-untyped-def, override]
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         live: dict[bytes, list[np.ndarray]] = {}
-        for response, row, length in zip(responses, rows, lengths, strict=True):
-            live.setdefault(response.key, []).append(tokens[row, :length])
+        for response, row, length in zip(responses, done.rows, done.lengths, strict=True):
+            live.setdefault(response.key, []).append(done.tokens[row, :length])
         drafts = []
-        for response, row, length, limit in zip(responses, rows, lengths, limits, strict=True):
+        for response, row, length, limit in zip(responses, done.rows, done.lengths, done.limits, strict=True):
             future = response.tokens[length - len(response.prompt) :]
             history = self._histories.get(response.key)
             texts = [*live[response.key], *self._texts.get(response.key, []), *([history.tokens] if history else [])]
-            most = max(_longest_copy(text, tokens[row, length - self._least : length], future, limit) for text in texts)
+            context = done.tokens[row, length - self._least : length]
+            most = max(_longest_copy(text, context, future, limit) for text in texts)
             drafts.append(future[:most].tolist())
         return drafts
 

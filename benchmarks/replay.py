@@ -17,6 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.traces import Response
+from verl_rhyme.drafting.policy import DecodeStep
+
+#: Draft tokens of a whole batch: the arm alone decides.
+_NO_BUDGET = 1 << 30
 
 
 class Arm(Protocol):
@@ -25,17 +29,8 @@ class Arm(Protocol):
     def start(self, response: Response) -> None:
         """The prompt has been prefilled; the arm must not look at ``response.tokens``."""
 
-    def step(
-        self,
-        responses: Sequence[Response],
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        limits: np.ndarray,
-    ) -> list[list[int]]:
-        """As :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
+        """As :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`; requests are the responses' ids."""
         ...
 
     def finish(self, response: Response) -> None:
@@ -112,17 +107,19 @@ def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longe
             if not live:
                 continue
             lengths = np.array([len(r.response.prompt) + r.position for r in live])
-            arguments = (
-                [r.response for r in live],
-                np.array([r.row for r in live]),
-                tokens,
-                lengths,
-                [r.drafted for r in live],
-                [r.accepted for r in live],
-                np.full(len(live), longest_draft),
+            responses_now = [request.response for request in live]
+            done = DecodeStep(
+                requests=[response.id for response in responses_now],
+                rows=np.array([request.row for request in live]),
+                tokens=tokens,
+                lengths=lengths,
+                drafted=[request.drafted for request in live],
+                accepted=[request.accepted for request in live],
+                limits=np.full(len(live), longest_draft),
+                budget=_NO_BUDGET,
             )
             started = time.perf_counter()
-            drafts = arm.step(*arguments)
+            drafts = arm.step(responses_now, done)
             spent = time.perf_counter() - started
             tally.seconds += spent
             tally.per_request.append(spent / len(live))

@@ -12,17 +12,18 @@ A state machine, no clock, no thread; all rows of a step are served by one call 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
+from verl_rhyme.drafting.arrays import SlotArrays
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
-from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS, SlotArrays
+from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory
 
 
@@ -74,8 +75,7 @@ class AdaptiveDrafter:
         self._shared: dict[bytes, _Shared] = {}
         self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
         self._texts = 0
-        #: Of the last step, float64[B, K]: the probability of each granted token to be reached and accepted, else 0.
-        self.reach = np.zeros((0, 1))
+        self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
         """Live requests."""
@@ -105,54 +105,48 @@ class AdaptiveDrafter:
         self._texts += 1
         self._attach(slot, shared.history)
 
-    def step(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        limits: np.ndarray,
-        budget: int,
-        seconds: float | None = None,
-    ) -> list[list[int]]:
+    def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
-        if seconds is not None:
-            self.cost.observe(len(requests), sum(drafted), seconds)
-        ids = np.empty(len(requests), dtype=np.int32)
-        for i, request in enumerate(requests):
+        rows = len(done.requests)
+        if done.seconds is not None:
+            self.cost.observe(rows, sum(done.drafted), done.seconds)
+        ids = np.empty(rows, dtype=np.int32)
+        for i, request in enumerate(done.requests):
             live = self._requests[request]
             ids[i] = live.slot
-            if drafted[i]:
-                live.drafted += drafted[i]
-                live.accepted += accepted[i]
+            if done.drafted[i]:
+                live.drafted += done.drafted[i]
+                live.accepted += done.accepted[i]
                 live.verify_steps += 1
+        limits = np.asarray(done.limits if done.budget > 0 else np.zeros(rows), dtype=np.int64)
         longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
-        draft = np.empty((len(ids), longest), dtype=np.int32)
-        reach = np.zeros((len(ids), longest))
+        draft = np.empty((rows, longest), dtype=np.int32)
+        reach = np.zeros((rows, longest))
         planned = kernels.step(
             self._live.arrays,
             self._slots,
             self._model,
             self._scratch,
             ids,
-            np.asarray(rows, dtype=np.int32),
-            tokens,
-            np.asarray(lengths, dtype=np.int64),
-            np.asarray(limits if budget > 0 else np.zeros(len(ids)), dtype=np.int64),
+            np.asarray(done.rows, dtype=np.int32),
+            done.tokens,
+            np.asarray(done.lengths, dtype=np.int64),
+            limits,
             self._config.floor,
             self._vocabulary,
             draft,
             reach,
         )
         self._steps += 1
-        if self._config.weigh_cost and self._steps % EXPLORE_EVERY:
-            wanted = reach[np.arange(longest) < planned[:, None]]
-            budget = min(budget, self.cost.worth(-np.sort(-wanted), len(ids)))
-        granted = within_budget(reach, planned, budget)
-        self.reach = np.where(np.arange(longest) < granted[:, None], reach, 0.0)
+        weigh = self._config.weigh_cost and self._steps % EXPLORE_EVERY
+        granted = grant(reach, planned, done.budget, self.cost if weigh else None)
+        self._last = reach, granted
         return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
+
+    @property
+    def reach(self) -> list[np.ndarray]:
+        """Of the last step's drafts: the probability of each token to be reached and accepted, float64[k] a row."""
+        return [row[:k] for row, k in zip(*self._last, strict=True)]
 
     def finish(self, request: str) -> RequestCounts:
         """End a request and tell what drafting did for it; zeros for one that is not known."""
@@ -195,25 +189,28 @@ class AdaptiveDrafter:
         self._free = list(range(count, 2 * count))[::-1]
 
 
-def within_budget(reach: np.ndarray, planned: np.ndarray, budget: int) -> np.ndarray:
-    """Cut drafts down to a budget: the tokens most likely to be reached and accepted stay, wherever they are.
+def grant(reach: np.ndarray, planned: np.ndarray, budget: int, cost: StepCost | None = None) -> np.ndarray:
+    """Choose the draft tokens of a batch: those most likely to be reached and accepted, wherever they are.
 
     Args:
         reach: float64[B, K], falling along each row.
         planned: int64[B], tokens of each row that count.
         budget: Tokens for all.
+        cost: Grants no more than pay by it; ``None`` grants as many as the budget allows.
 
     Returns:
-        int64[B], tokens granted; together ``min(budget, sum(planned))``.
+        int64[B], tokens granted; together at most ``min(budget, sum(planned))``, and just that without a cost.
     """
     if budget <= 0:
         return np.zeros(len(planned), dtype=np.int64)
-    if int(planned.sum()) <= budget:
+    if cost is None and int(planned.sum()) <= budget:
         return planned
-    mask = np.arange(reach.shape[1]) < planned[:, None]
     # A stable order by falling reach: within a row the earlier token comes first, so each row keeps a beginning.
-    rows, columns = np.nonzero(mask)
-    order = np.argsort(-reach[rows, columns], kind="stable")[:budget]
+    rows, columns = np.nonzero(np.arange(reach.shape[1]) < planned[:, None])
+    likely = reach[rows, columns]
+    order = np.argsort(-likely, kind="stable")[:budget]
+    if cost is not None:
+        order = order[: cost.worth(likely[order], len(planned))]
     return np.bincount(rows[order], minlength=len(planned)).astype(np.int64)
 
 
@@ -244,4 +241,5 @@ def warm() -> None:
     drafter.start("", b"")
     tokens = np.array([[1, 2, 1, 2, 1, 2]], dtype=np.int32)
     for length in (5, 6):
-        drafter.step([""], np.zeros(1), tokens, np.array([length]), [0], [0], np.ones(1), 1)
+        lengths = np.array([length])
+        drafter.step(DecodeStep([""], np.zeros(1), tokens, lengths, [0], [0], np.ones(1), budget=1))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURCES, Model
+from verl_rhyme.drafting.arrays import Model
+from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURCES
 
 #: Weight of a vote share's logit by tier of its match, and of a recorded probability's.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)

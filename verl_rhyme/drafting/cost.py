@@ -48,12 +48,6 @@ class StepCost:
         weight, drafted, squares = self._xx[0, 0], self._xx[0, 2], self._xx[2, 2]
         return squares * weight - drafted**2 > 1e-6 * weight**2  # drafted tokens have varied
 
-    @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """Seconds of a step, of a row, of a draft token."""
-        a, b, c = self._coefficients.tolist()
-        return a, b, c
-
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         """Take in one decode step.
 

@@ -1,19 +1,21 @@
 """The compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
 One call of :func:`step` serves a whole batch. It holds no state of its own: :mod:`verl_rhyme.drafting.live_texts`,
-:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All in
-one file, because numba's disk cache does not notice a change in another one.
+:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All
+in one file, constants too, because numba's disk cache does not notice a change in another one; only the types of the
+state, which are part of its key, lie in :mod:`verl_rhyme.drafting.arrays`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from verl_rhyme.drafting.arrays import Scratch
 
 #: Tokens of one block of live text.
 BLOCK = 128
@@ -62,64 +64,6 @@ _SHARE = _logit_of((_VOTES[:, None] + _SMOOTHING) / (_VOTES[None, :] + 2 * _SMOO
 _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32)
 
 
-class LiveArrays(NamedTuple):
-    """See :class:`verl_rhyme.drafting.live_texts.LiveTexts`. A position is ``block * BLOCK + offset``."""
-
-    text: np.ndarray  # int32[blocks * BLOCK]
-    link_group: np.ndarray  # int32[blocks * BLOCK], the position before with the same n-gram in the same group, or -1
-    link_other: np.ndarray  # int32[blocks * BLOCK], the same for n-grams of any text
-    head_group: np.ndarray  # int32[2**k], the latest position by hash
-    head_other: np.ndarray  # int32[2**k]
-    fill: np.ndarray  # int32[blocks], tokens in it
-    before: np.ndarray  # int32[blocks], its text's block before it, or -1
-    after: np.ndarray  # int32[blocks]
-    owner: np.ndarray  # int64[blocks], number of its text
-    group: np.ndarray  # int64[blocks]
-    open: np.ndarray  # bool[blocks], a running request writes here
-    cursor: np.ndarray  # int64[1], the block to take next
-
-
-class SlotArrays(NamedTuple):
-    """One entry for each live request; see :class:`verl_rhyme.drafting.adaptive.AdaptiveDrafter`."""
-
-    length: np.ndarray  # int64[slots], tokens seen, prompt and response
-    block: np.ndarray  # int32[slots], where its text ends, or -1
-    owner: np.ndarray  # int64[slots], number of its text
-    group: np.ndarray  # int64[slots]
-    history: np.ndarray  # int64[slots, 3], addresses of text, suffix array and confidence of its prompt's history
-    history_size: np.ndarray  # int64[slots, 2], entries of the text and of the suffix array
-    recent: np.ndarray  # float64[slots], from -1 to 1, how first draft tokens fared
-    # What was planned at the last step, to learn from. K is the longest draft.
-    planned: np.ndarray  # int32[slots], draft tokens, granted or not
-    planned_at: np.ndarray  # int64[slots], length at which it was made
-    draft: np.ndarray  # int32[slots, K]
-    inputs: np.ndarray  # float32[slots, K, N_INPUTS]
-    weight_set: np.ndarray  # int8[slots, K]
-    bin: np.ndarray  # int8[slots, K]
-    candidates: np.ndarray  # int32[slots], candidates of the first token
-    candidate: np.ndarray  # int32[slots, MAX_CANDIDATES]
-    candidate_inputs: np.ndarray  # float32[slots, MAX_CANDIDATES, N_INPUTS]
-
-
-class Scratch(NamedTuple):
-    """Room for one walk: an entry for each occurrence, and one for each candidate."""
-
-    position: np.ndarray  # int64[_MAX_OCCURRENCES], of the last token agreed on
-    source: np.ndarray  # int32
-    match: np.ndarray  # int32, tokens agreed on
-    following: np.ndarray  # int64, position of what follows
-    which: np.ndarray  # int32, its candidate
-    candidate: np.ndarray  # int32, tokens
-    votes: np.ndarray  # int32[_MAX_OCCURRENCES, _N_VOTES]
-    mass: np.ndarray  # float32[_MAX_OCCURRENCES, N_TIERS], sum of recorded probabilities
-    known: np.ndarray  # int32[_MAX_OCCURRENCES, N_TIERS], how many were recorded
-    total: np.ndarray  # int32[_N_VOTES]
-    active: np.ndarray  # int32[1 + _N_VOTES], its entries that are not 0, after their number plus one
-    inputs: np.ndarray  # float32[N_INPUTS]
-    best: np.ndarray  # float32[N_INPUTS]
-    context: np.ndarray  # int32[MAX_MATCH + longest draft]
-
-
 def scratch(longest: int) -> Scratch:
     """Room for walks of up to ``longest`` draft tokens."""
     n = _MAX_OCCURRENCES
@@ -139,13 +83,6 @@ def scratch(longest: int) -> Scratch:
         best=np.zeros(N_INPUTS, dtype=np.float32),
         context=np.zeros(MAX_MATCH + longest, dtype=np.int32),
     )
-
-
-class Model(NamedTuple):
-    """See :mod:`verl_rhyme.drafting.confidence`."""
-
-    weights: np.ndarray  # float64[N_SETS, N_INPUTS]
-    calibration: np.ndarray  # float64[N_BINS, 2], accepted and tried, both decayed
 
 
 @intrinsic

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_rhyme.drafting.kernels import BLOCK, LiveArrays
+from verl_rhyme.drafting.arrays import LiveArrays
+from verl_rhyme.drafting.kernels import BLOCK
 
 
 class LiveTexts:

@@ -11,7 +11,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
 from verl_rhyme.drafting.bounds import share
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
@@ -81,25 +81,16 @@ class PaperDrafter:
         window = self._config.window
         return WindowPolicy(window.start, window.growth, min(window.max, self._config.max_tokens))
 
-    def step(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        limits: np.ndarray,
-        budget: int,
-        seconds: float | None = None,
-    ) -> list[list[int]]:
+    def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
+        for request, drafted, accepted in zip(done.requests, done.drafted, done.accepted, strict=True):
+            self.observe(request, drafted, accepted)
         longest = self._config.match.max
-        contexts = []
-        for request, row, length, d, a in zip(requests, rows, lengths, drafted, accepted, strict=True):
-            self.observe(request, d, a)
-            contexts.append(tokens[row, max(0, length - longest) : length])
-        return [draft.tolist() for draft in self.draft_batch(requests, contexts, limits, budget)]
+        contexts = [
+            done.tokens[row, max(0, length - longest) : length]
+            for row, length in zip(done.rows, done.lengths, strict=True)
+        ]
+        return [draft.tolist() for draft in self.draft_batch(done.requests, contexts, done.limits, done.budget)]
 
     def draft_batch(
         self, requests: Sequence[str], contexts: Sequence[np.ndarray], limits: np.ndarray, budget: int

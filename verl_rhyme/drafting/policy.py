@@ -25,35 +25,40 @@ class RequestCounts:
     history_hit: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A decode step that is over, and what the drafts of the next one may be.
+
+    Attributes:
+        requests: B started requests.
+        rows: int[B], their rows of ``tokens``.
+        tokens: int32[rows, positions], prompt and response of each, C-contiguous.
+        lengths: int[B], tokens of each so far.
+        drafted, accepted: B each, what the step verified; both 0 where nothing had been drafted.
+        limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
+        budget: Draft tokens for the whole batch.
+        seconds: What the step took, where it was a plain decode step of these requests and no others.
+    """
+
+    requests: Sequence[str]
+    rows: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    limits: np.ndarray
+    budget: int
+    seconds: float | None = None
+
+
 class DraftPolicy(Protocol):
     """Drafts for the live requests of one engine."""
 
     def start(self, request: str, key: bytes) -> None:
         """Begin a request of the prompt ``key``; starting it again begins it anew."""
 
-    def step(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        limits: np.ndarray,
-        budget: int,
-        seconds: float | None = None,
-    ) -> list[list[int]]:
+    def step(self, done: DecodeStep) -> list[list[int]]:
         """Take in a decode step and draft for the next one.
-
-        Args:
-            requests: B started requests.
-            rows: int[B], their rows of ``tokens``.
-            tokens: int32[rows, positions], prompt and response of each, C-contiguous.
-            lengths: int[B], tokens of each so far.
-            drafted, accepted: B each, what this step verified; both 0 where nothing had been drafted.
-            limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
-            budget: Draft tokens for the whole batch.
-            seconds: What the step took, where it was a plain decode step of these requests and no others.
 
         Returns:
             B drafts, each within its limit, together within the budget.

@@ -39,8 +39,10 @@ def tokenizer_namespace(tokenizer: Any) -> str:
 def pack(trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
     """Columns of a list of trajectories: one object that Ray ships to all nodes without pickling each."""
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
-    unknown = [np.full(length, np.nan, np.float32) for length in lengths]
-    logprobs = [lost if t.logprobs is None else t.logprobs for t, lost in zip(trajectories, unknown, strict=True)]
+    logprobs = [
+        np.full(length, np.nan, np.float32) if t.logprobs is None else t.logprobs
+        for t, length in zip(trajectories, lengths, strict=True)
+    ]
     return {
         "keys": np.frombuffer(b"".join(t.key for t in trajectories), dtype="V16"),
         "tokens": np.concatenate([t.tokens for t in trajectories]) if trajectories else np.empty(0, np.int32),

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting.adaptive import AdaptiveDrafter, within_budget
+from verl_rhyme.drafting.adaptive import AdaptiveDrafter, grant
 from verl_rhyme.drafting.kernels import BLOCK
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
@@ -46,7 +46,7 @@ class Engine:
             end = self.lengths[request]
             self.tokens[self.rows[request], end : end + len(tokens)] = tokens
             self.lengths[request] += len(tokens)
-        drafts = self.drafter.step(
+        done = DecodeStep(
             list(sampled),
             np.array([self.rows[r] for r in sampled]),
             self.tokens,
@@ -56,6 +56,7 @@ class Engine:
             np.full(len(sampled), limit),
             budget,
         )
+        drafts = self.drafter.step(done)
         return dict(zip(sampled, drafts, strict=True))
 
     def follow(self, request, path, **kwargs):
@@ -133,7 +134,7 @@ def test_predicted_acceptance_is_the_observed_one():
             while accepted < min(drafted, len(path) - done) and draft[accepted] == path[done + accepted]:
                 accepted += 1
             if i >= 20 and done + drafted < len(path):
-                expected += engine.drafter.reach.sum()
+                expected += sum(row.sum() for row in engine.drafter.reach)
                 observed += accepted
             tokens = path[done : done + accepted + 1]
         engine.finish(f"{i}")
@@ -213,7 +214,7 @@ def test_a_budget_keeps_the_likeliest_tokens(data):
     for i, row in enumerate(rows):
         reach[i, : len(row)] = np.cumprod(row)
     planned = np.array([len(row) for row in rows])
-    granted = within_budget(reach, planned, budget)
+    granted = grant(reach, planned, budget)
     assert granted.sum() == min(max(0, budget), planned.sum())
     assert (granted <= planned).all()
     kept = [reach[i, j] for i in range(len(rows)) for j in range(granted[i])]
@@ -267,7 +268,7 @@ def test_nothing_a_scheduler_does_breaks_it():
         limits = rng.integers(-1, 140, len(chosen))
         budget = int(rng.integers(-1, 200))
         drafted = rng.integers(0, 5, len(chosen)).tolist()
-        drafts = drafter.step(
+        step = DecodeStep(
             chosen,
             np.array([live[name] for name in chosen]),
             tokens,
@@ -277,6 +278,7 @@ def test_nothing_a_scheduler_does_breaks_it():
             limits,
             budget,
         )
+        drafts = drafter.step(step)
         assert sum(map(len, drafts)) <= max(0, budget)
         for draft, limit in zip(drafts, limits, strict=True):
             assert len(draft) <= max(0, min(limit, config.max_tokens))

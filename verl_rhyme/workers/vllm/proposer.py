@@ -17,7 +17,7 @@ import numpy as np
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
@@ -132,7 +132,7 @@ class HistoryProposer:
             )
             seconds = now - self._ended if plain else None
             planned = self._drafter.step(
-                ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds
+                DecodeStep(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
             )
             for row, draft in zip(rows, planned, strict=True):
                 drafts[row] = draft
