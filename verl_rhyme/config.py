@@ -90,6 +90,8 @@ class DraftingConfig:
         sampler_memory: Bytes the rejection sampler may take on top of vLLM's own profile.
         floor: Adaptive: draft a token only if the probability that it is reached and accepted is at least this.
         weigh_cost: Adaptive: draft only what pays, by the cost of a step as measured while running.
+        tail_weight: Adaptive: what a draft token is worth, at most, of the request predicted to finish last, where one
+            of the mean request is worth 1; 1 weighs all alike.
         live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 12 bytes each and as much
             again for the index.
         reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
@@ -103,6 +105,7 @@ class DraftingConfig:
     sampler_memory: int = 1 << 30
     floor: float = 0.05
     weigh_cost: bool = True
+    tail_weight: float = 2.0
     live_tokens: int = 1 << 22
     reward_weight: float = 1.0
     match: MatchConfig = field(default_factory=MatchConfig)
@@ -124,6 +127,7 @@ class DraftingConfig:
         _require(self.sampler_memory >= 1 << 20, "drafting.sampler_memory", self.sampler_memory, "at least 1 MiB")
         _require(self.policy in POLICIES, "drafting.policy", self.policy, " or ".join(POLICIES))
         _require(0 < self.floor < 1, "drafting.floor", self.floor, "above 0 and below 1")
+        _require(1 <= self.tail_weight <= 100, "drafting.tail_weight", self.tail_weight, "from 1 to 100")
         _require(
             1 << 10 <= self.live_tokens <= 1 << 30, "drafting.live_tokens", self.live_tokens, "from 2**10 to 2**30"
         )

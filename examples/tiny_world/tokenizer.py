@@ -36,13 +36,22 @@ def vocabulary() -> list[str]:
         f"says: is a not back: {traces.VOID} . , who is who?",
     )
     words = [word for phrase in phrases for word in re.findall(WORD, phrase.replace("{}", ""))]
+    return complete(words)
+
+
+def complete(words: Iterable[str]) -> list[str]:
+    """A vocabulary of these words, in their order."""
     known = list(dict.fromkeys((PAD, END, UNKNOWN, *ROLES, *TAGS, *words)))
     return known + [f"<|reserved{i}|>" for i in range(-len(known) % 32)]
 
 
-def build() -> PreTrainedTokenizerFast:
-    """The tokenizer, chat template included. ``decode`` gives back text as puzzles and traces write it."""
-    words = vocabulary()
+def build(words: list[str] | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer, chat template included. ``decode`` gives back text as puzzles and traces write it.
+
+    Args:
+        words: A vocabulary; default: this world's.
+    """
+    words = words or vocabulary()
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
     # Words are joined by spaces; cleanup takes the space before . , ? ! away and Replace the one before a colon.

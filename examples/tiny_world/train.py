@@ -36,15 +36,15 @@ DECISIVE_WEIGHT = 3.0
 FIRST_SHARE = 0.4  # of the traces are of few people, and come first: the model learns to look up sooner
 
 
-def build_model(arch: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained model of about 0.8 M parameters; head size 32, which vLLM's CPU attention supports."""
+def build_model(arch: str, tokenizer: PreTrainedTokenizerFast, heads: int = 4, layers: int = 4) -> PreTrainedModel:
+    """An untrained model, of about 0.8 M parameters by default; head size 32, which vLLM's CPU attention supports."""
     shape = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "hidden_size": 32 * heads,
+        "intermediate_size": 96 * heads,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
         "initializer_range": 0.05,
@@ -132,15 +132,17 @@ def train(
     lr: float,
     seed: int,
 ) -> None:
-    """One pass over ``count`` traces, those of puzzles with ``first_people`` before the rest.
-
-    AdamW, linear warm-up over 5% of the steps and linear decay to 0.
-    """
+    """One pass over ``count`` traces, those of puzzles with ``first_people`` before the rest."""
     weights = torch.ones(model.config.vocab_size)
     weights[tokenizer.convert_tokens_to_ids(sorted(DECISIVE))] = DECISIVE_WEIGHT
     first = int(FIRST_SHARE * count)
     easy, rest = examples(tokenizer, first, seed, first_people), examples(tokenizer, count - first, seed)
     order = [*batches(easy, size, random.Random(seed)), *batches(rest, size, random.Random(seed))]
+    fit(model, order, weights, lr)
+
+
+def fit(model: PreTrainedModel, order: list[list[Example]], weights: torch.Tensor, lr: float) -> None:
+    """One step a batch: AdamW, linear warm-up over 5% of the steps and linear decay to 0."""
     steps = len(order)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -4,7 +4,7 @@ Sources are the prompt's history, the live texts of its group, the request's own
 (:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). At each draft position the token most likely to be accepted is
 taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
 accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its
-budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.cost`).
+budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.budget`).
 
 A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
 """
@@ -14,17 +14,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import SlotArrays
+from verl_rhyme.drafting.budget import grant, tail_weights
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory
+
+#: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
+_MAX_PAST = 64
 
 
 @dataclass(slots=True)
@@ -34,6 +39,14 @@ class _Shared:
     history: PromptHistory | None
     group: int
     users: int = 0
+
+
+class _Progress(NamedTuple):
+    """How long a slot's request is, and how long its prompt's earlier responses were (tokens)."""
+
+    began: np.ndarray  # int64[slots], tokens it had at its first step, or -1
+    past: np.ndarray  # int32[slots, _MAX_PAST], lengths
+    count: np.ndarray  # int64[slots], how many there are
 
 
 @dataclass(slots=True)
@@ -64,6 +77,7 @@ class AdaptiveDrafter:
     ):
         self._config, self._lookup, self._vocabulary = config, lookup, min(vocabulary, (1 << 31) - 1)
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
+        self._progress = _progress_arrays(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._model = confidence.prior()
         self._scratch = kernels.scratch(config.max_tokens)
@@ -138,8 +152,9 @@ class AdaptiveDrafter:
             reach,
         )
         self._steps += 1
-        weigh = self._config.weigh_cost and self._steps % EXPLORE_EVERY
-        granted = grant(reach, planned, done.budget, self.cost if weigh else None)
+        weigh = self._config.weigh_cost and self.cost.ready and self._steps % EXPLORE_EVERY
+        cost = self.cost.coefficients if weigh else None
+        granted = grant(reach, planned, done.budget, cost, self._weights(ids, done.lengths))
         self._last = reach, granted
         return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
 
@@ -157,16 +172,25 @@ class AdaptiveDrafter:
         self._forget(request)
         return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
 
+    def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        began, past, count = self._progress
+        began[ids] = np.where(began[ids] < 0, lengths, began[ids])
+        return tail_weights(past[ids], count[ids], lengths - began[ids], self._config.tail_weight)
+
     def _attach(self, slot: int, history: PromptHistory | None) -> None:
         slots = self._slots
         self._histories.pop(slot, None)
         slots.history_size[slot] = 0
+        began, past, count = self._progress
+        began[slot], count[slot] = -1, 0
         if history is None or not len(history.suffixes):
             return
         arrays = (history.tokens, history.suffixes, history.confidence)
         self._histories[slot] = arrays  # their addresses are valid as long as this holds them
         slots.history[slot] = [array.ctypes.data for array in arrays]
         slots.history_size[slot] = len(history.tokens), len(history.suffixes)
+        latest = np.diff(history.bounds)[-_MAX_PAST:] - 1
+        past[slot, : len(latest)], count[slot] = latest, len(latest)
 
     def _forget(self, request: str) -> None:
         live = self._requests.pop(request, None)
@@ -184,34 +208,10 @@ class AdaptiveDrafter:
         """Twice the slots. The live texts stay: their blocks may all be open then, and new text goes unindexed."""
         old, count = self._slots, len(self._slots.length)
         self._slots = _slot_arrays(2 * count, self._config.max_tokens)
-        for new_array, old_array in zip(self._slots, old, strict=True):
+        progress, self._progress = self._progress, _progress_arrays(2 * count)
+        for new_array, old_array in zip((*self._slots, *self._progress), (*old, *progress), strict=True):
             new_array[:count] = old_array
         self._free = list(range(count, 2 * count))[::-1]
-
-
-def grant(reach: np.ndarray, planned: np.ndarray, budget: int, cost: StepCost | None = None) -> np.ndarray:
-    """Choose the draft tokens of a batch: those most likely to be reached and accepted, wherever they are.
-
-    Args:
-        reach: float64[B, K], falling along each row.
-        planned: int64[B], tokens of each row that count.
-        budget: Tokens for all.
-        cost: Grants no more than pay by it; ``None`` grants as many as the budget allows.
-
-    Returns:
-        int64[B], tokens granted; together at most ``min(budget, sum(planned))``, and just that without a cost.
-    """
-    if budget <= 0:
-        return np.zeros(len(planned), dtype=np.int64)
-    if cost is None and int(planned.sum()) <= budget:
-        return planned
-    # A stable order by falling reach: within a row the earlier token comes first, so each row keeps a beginning.
-    rows, columns = np.nonzero(np.arange(reach.shape[1]) < planned[:, None])
-    likely = reach[rows, columns]
-    order = np.argsort(-likely, kind="stable")[:budget]
-    if cost is not None:
-        order = order[: cost.worth(likely[order], len(planned))]
-    return np.bincount(rows[order], minlength=len(planned)).astype(np.int64)
 
 
 def _slot_arrays(slots: int, longest: int) -> SlotArrays:
@@ -232,6 +232,14 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidates=np.zeros(slots, dtype=np.int32),
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
+    )
+
+
+def _progress_arrays(slots: int) -> _Progress:
+    return _Progress(
+        began=np.full(slots, -1, dtype=np.int64),
+        past=np.zeros((slots, _MAX_PAST), dtype=np.int32),
+        count=np.zeros(slots, dtype=np.int64),
     )
 
 

@@ -7,6 +7,7 @@ The rejection sampler works on float32 tables that vLLM's memory profile does no
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
 from verl_rhyme.config import MAX_DRAFT_TOKENS
 
@@ -54,8 +55,17 @@ def request_limits(
     Returns:
         int64[B], each from 0 to ``min(cap, 128)``; 128 is vLLM's own limit.
     """
-    room = np.minimum(np.asarray(max_tokens) - generated, max_model_len - np.asarray(lengths)) - 1
-    return np.clip(room, 0, min(cap, MAX_DRAFT_TOKENS)).astype(np.int64)
+    columns = (np.asarray(column, dtype=np.int64) for column in (lengths, generated, max_tokens))
+    return _request_limits(*columns, max_model_len, min(cap, MAX_DRAFT_TOKENS))
+
+
+@njit(cache=True, nogil=True)
+def _request_limits(lengths, generated, max_tokens, max_model_len, cap):
+    limits = np.empty(len(lengths), dtype=np.int64)
+    for i in range(len(lengths)):
+        room = min(max_tokens[i] - generated[i], max_model_len - lengths[i]) - 1
+        limits[i] = max(0, min(room, cap))
+    return limits
 
 
 def share(wanted: np.ndarray, budget: int) -> np.ndarray:

@@ -1,16 +1,13 @@
-"""What a draft token costs, learnt on line, and how many tokens it pays to draft.
+"""What a step costs, learnt on line.
 
 A decode step of B rows that verifies D draft tokens takes::
 
-    seconds = a + b B + c D
+    seconds = a + b B + c D + d [D > 0]
 
-with a, b, c at least 0, fitted by least squares that forget old steps. The drafts of a batch are chosen to emit most
-tokens a second: with the tokens of all rows in the order of falling probability to be reached and accepted, p1 >= p2
->= ..., the k that maximises ``(B + p1 + ... + pk) / (a + b B + c k)``. Where verifying is nearly free (decoding bound
-by memory) that is all of them; where every token costs its share (a wide batch, a CPU) only the sure ones, or none:
-the switch-off is a result. At the optimum the last token granted satisfies ``p >= c * rate``, the marginal rule.
-
-Time comes in as an argument; there is no clock here.
+with no coefficient below 0; d is what verifying any draft at all costs (the rejection sampler). The fit minimises
+``(1 - predicted / seconds)**2`` and forgets old steps: noise grows with a step's length, and one that took many times
+its due (a pause of the machine, a compilation) weighs little. :mod:`verl_rhyme.drafting.budget` grants draft tokens by
+it. Time comes in as an argument; there is no clock here.
 """
 
 from __future__ import annotations
@@ -18,8 +15,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from numba import njit
 
-_FEATURES = 3
+_FEATURES = 4
+#: Steps between two fits.
+REFIT_EVERY = 32
 #: Every so many steps all planned tokens are granted, so that the cost of drafting stays known where it does not pay.
 EXPLORE_EVERY = 128
 
@@ -54,43 +54,34 @@ class StepCost:
         Args:
             rows: Requests that decoded in it.
             drafted: Draft tokens that it verified.
-            seconds: What it took. A step that took several times what the fit expects (a pause of the machine, a
-                compilation) counts for three times the expectation only.
+            seconds: What it took.
         """
         if rows <= 0 or not np.isfinite(seconds) or seconds <= 0:
             return
-        x = np.array([1.0, rows, drafted])
-        if self.steps >= self._enough:
-            seconds = min(seconds, 3 * max(self.predict(rows, drafted), 1e-6))
-        elif self.steps < 4:  # warm-up
-            self.steps += 1
-            return
-        self._xx = self._decay * self._xx + np.outer(x, x)
-        self._xy = self._decay * self._xy + x * seconds
         self.steps += 1
-        if self.steps % 16 == 0 or self.steps == self._enough:
+        _add(self._xx, self._xy, self._decay, float(rows), float(drafted), 1 / seconds)
+        if self.steps % REFIT_EVERY == 0 or self.steps == self._enough:
             self._coefficients = _non_negative_least_squares(self._xx, self._xy)
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds of a step, of each row, of each draft token, of drafting at all; zeros before there is a fit."""
+        a, b, c, d = self._coefficients.tolist()
+        return a, b, c, d
 
     def predict(self, rows: int, drafted: int) -> float:
         """Seconds of a step; 0 before there is a fit."""
-        return float(self._coefficients @ (1.0, rows, drafted))
+        a, b, c, d = self._coefficients
+        return float(a + b * rows + c * drafted + d * (drafted > 0))
 
-    def worth(self, reach: np.ndarray, rows: int) -> int:
-        """How many of the draft tokens to grant.
 
-        Args:
-            reach: float[n], probability of each to be reached and accepted, falling.
-            rows: Requests of the step.
-
-        Returns:
-            From 0 to n; n while the fit is not ready.
-        """
-        if not self.ready or not len(reach):
-            return len(reach)
-        a, b, c = self._coefficients
-        tokens = rows + np.concatenate([[0.0], np.cumsum(reach)])
-        seconds = a + b * rows + c * np.arange(len(reach) + 1)
-        return int(np.argmax(tokens / seconds))
+@njit(cache=True, nogil=True)
+def _add(xx, xy, decay, rows, drafted, weight):
+    x = (weight, weight * rows, weight * drafted, weight if drafted > 0 else 0.0)
+    for i in range(_FEATURES):
+        for j in range(_FEATURES):
+            xx[i, j] = decay * xx[i, j] + x[i] * x[j]
+        xy[i] = decay * xy[i] + x[i]
 
 
 def _non_negative_least_squares(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:

@@ -47,8 +47,8 @@ class HistoryProposer:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._history = HistoryReader(settings["history_dir"], settings["namespace"])
-        slots = vllm_config.scheduler_config.max_num_seqs
-        self._drafter = build(self._config, self._history.get, slots, self._vocab_size)
+        self._slots = vllm_config.scheduler_config.max_num_seqs
+        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None

@@ -1,0 +1,207 @@
+"""What ``benchmarks.rollout`` runs inside vLLM: samplers that follow recorded responses, and drafters to compare.
+
+The logits of a recorded token are raised out of all others' reach just before sampling, so that every arm emits the
+same tokens through the engine's own sampler and rejection sampler. A draft token is then accepted if and only if the
+policy that made the trace had sampled it, which is an unbiased estimate of one-hot rejection sampling (see
+:mod:`benchmarks.replay`), and all that differs between arms is time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from verl_rhyme.drafting.policies import build
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.workers.vllm.extension import RhymeWorkerMethods
+from verl_rhyme.workers.vllm.proposer import HistoryProposer
+
+#: Where a request's ``extra_args`` tell which response it follows.
+PATH = "path"
+#: Far above any logit, and finite at every temperature.
+_CERTAIN = 1e4
+
+
+class ReplayProposer(HistoryProposer):
+    """Ours, begun anew between measurements."""
+
+    _readers: ClassVar[dict[str, HistoryReader]] = {}
+
+    def begin(self, history_dir: str, namespace: str) -> None:
+        """Forget everything and read another history."""
+        readers = self._readers
+        self._history = readers.setdefault(history_dir, HistoryReader(history_dir, namespace))
+        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
+        self._requests.clear()
+        self._finished.clear()
+
+
+class OracleProposer:
+    """Knows the responses. Drafts what is to come: as much as fits, or what another arm got accepted (``schedule``).
+
+    With another arm's schedule it takes that arm's steps without its mistakes and without its thinking: the most that
+    such acceptance allows.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._longest = vllm_config.speculative_config.num_speculative_tokens
+        self._runner: Any = None
+        self.schedule: dict[int, list[int]] | None = None
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def attach(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        max_len = model_runner.vllm_config.model_config.max_model_len
+        model_runner.effective_drafter_max_model_len = max_len + self._longest + 1
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        follower: Follower = self._runner.follower
+        drafts = []
+        for row, sampled in enumerate(sampled_token_ids):
+            number, position = follower.where(self._runner.input_batch.req_ids[row])
+            path = follower.paths[number]
+            # The last token comes from the step itself: a draft that held it could emit no more.
+            limit = min(self._longest, len(path) - position - 1) if sampled else 0
+            if self.schedule is not None:
+                limit = min(limit, self._scheduled(number, position))
+            drafts.append(path[position : position + max(0, limit)])
+        return drafts
+
+    def _scheduled(self, number: int, position: int) -> int:
+        """Tokens the other arm got accepted at the step that began at or before ``position``."""
+        assert self.schedule is not None
+        begins = 0
+        for emitted in self.schedule.get(number, ()):
+            if begins >= position:
+                return emitted - 1 if begins == position else 0
+            begins += emitted
+        return 0
+
+
+class Follower:
+    """Makes a model runner sample recorded responses, and counts."""
+
+    def __init__(self, runner: Any) -> None:
+        self.paths: list[list[int]] = []
+        self._runner = runner
+        self._numbers: dict[str, int] = {}  # by vLLM's request id
+        self._positions: dict[str, int] = {}  # tokens emitted
+        self._sample = runner._sample
+        runner._sample, runner.follower = self._follow, self
+        self.clear()
+
+    def clear(self) -> None:
+        self.steps = self.rows = self.emitted = self.drafted = 0
+        self.emissions: dict[int, list[int]] = {}
+        self._numbers.clear()
+        self._positions.clear()
+
+    def where(self, request: str) -> tuple[int, int]:
+        """Number of the response that a request follows, and how much of it has been emitted."""
+        number = self._numbers.get(request)
+        if number is None:
+            number = self._numbers[request] = self._runner.requests[request].sampling_params.extra_args[PATH]
+            self._positions[request] = 0
+        return number, self._positions[request]
+
+    def _follow(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        import torch
+
+        batch = self._runner.input_batch
+        rows = batch.num_reqs
+        drafts = [0] * rows if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        wanted = []
+        for request, drafted in zip(batch.req_ids, drafts, strict=True):
+            number, position = self.where(request)
+            path = self.paths[number]
+            following = path[position : position + drafted + 1]
+            # Beyond the end (asynchronous scheduling runs a step too far) anything will do.
+            wanted.extend(following + path[-1:] * (drafted + 1 - len(following)))
+        index = torch.tensor(wanted, device=logits.device)[:, None]
+        logits.scatter_(1, index, _CERTAIN)
+        output = self._sample(logits, spec_decode_metadata)
+        if spec_decode_metadata is None:
+            emitted = np.ones(rows, dtype=np.int64)
+        else:
+            emitted = (output.sampled_token_ids >= 0).sum(dim=1).tolist()
+        for request, count in zip(batch.req_ids, emitted, strict=True):
+            number, position = self.where(request)
+            self._positions[request] = position + int(count)
+            self.emissions.setdefault(number, []).append(int(count))
+        self.steps += 1
+        self.rows += rows
+        self.emitted += int(sum(emitted))
+        self.drafted += sum(drafts)
+        return output
+
+
+class ReplayWorker(RhymeWorkerMethods):
+    """``worker_extension_cls`` of every arm."""
+
+    def follow(self) -> bool:
+        """Once, after the start."""
+        runner = self.model_runner
+        Follower(runner)
+        drafter = getattr(runner, "drafter", None)
+        runner.draft_seconds = 0.0
+        if drafter is not None:
+            if hasattr(drafter, "attach"):
+                drafter.attach(runner)
+            propose = drafter.propose
+
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return propose(*args, **kwargs)
+                finally:
+                    runner.draft_seconds += time.perf_counter() - started
+
+            drafter.propose = timed
+        return drafter is not None
+
+    def begin(self, paths: list[list[int]], history_dir: str, namespace: str, texts: list[list[list[int]]]) -> None:
+        """Start a cell: the responses to follow, and what the drafter may know of earlier ones."""
+        self.model_runner.follower.clear()
+        self.model_runner.follower.paths = paths
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, ReplayProposer):
+            drafter.begin(history_dir, namespace)
+        elif hasattr(drafter, "suffix_cache"):
+            old = drafter.suffix_cache
+            cache = type(old)(max_tree_depth=old.max_tree_depth, max_cached_requests=old.max_cached_requests)
+            for i, (prompt, response) in enumerate(texts):
+                cache.start_request(f"history-{i}", np.array(prompt, dtype=np.int32))
+                cache.add_active_response(f"history-{i}", response)
+                cache.stop_request(f"history-{i}")
+            drafter.suffix_cache = cache
+
+    def schedule(self, emissions: list[list[int]] | None) -> None:
+        """For the oracle: tokens that another arm emitted in each step, a list ``[number, counts...]`` a response."""
+        drafter = self.model_runner.drafter
+        drafter.schedule = None if emissions is None else {row[0]: row[1:] for row in emissions}
+
+    def count(self) -> dict[str, Any]:
+        """Counts since the last call."""
+        runner = self.model_runner
+        follower = runner.follower
+        counts = {
+            "steps": follower.steps,
+            "rows": follower.rows,
+            "emitted": follower.emitted,
+            "drafted": follower.drafted,
+            "draft_seconds": runner.draft_seconds,
+            "emissions": [[number, *counts] for number, counts in follower.emissions.items()],
+        }
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, ReplayProposer):
+            counts["errors"] = drafter.totals()["errors"]
+            cost = getattr(drafter._drafter, "cost", None)
+            counts["cost"] = None if cost is None else cost.coefficients
+        runner.draft_seconds = 0.0
+        follower.steps = follower.rows = follower.emitted = follower.drafted = 0
+        follower.emissions = {}
+        return counts

@@ -1,0 +1,285 @@
+"""The real engine over a recorded epoch, arms interleaved: what does drafting gain in tokens per second?
+
+    python -m benchmarks.rollout [--json] [--quick] [--model DIR] [--traces qwen2-t1 ...] [--concurrency 1 8 32 128]
+
+Every arm is a vLLM engine of its own; in each round all of them generate the same recorded responses, one after the
+other in an order that rotates, and those of the step before as a warm-up. What they emit is fixed by the trace
+(:mod:`benchmarks.engine_worker`), what is measured is the time. Arms: vLLM as shipped; vLLM with what drafting forces
+(no asynchronous scheduling); its ``ngram`` and ``suffix`` (arctic-inference, where it is installed); verl-rhyme; an
+oracle that knows what comes next; and the oracle held to the tokens that verl-rhyme got accepted, step by step, which
+is what those acceptances could gain at most.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks import traces
+from benchmarks.machine import commit, describe
+from benchmarks.traces import Response
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+NAMESPACE = "benchmark"
+LONGEST = 32
+#: Positions of the model; the traces' longest response and prompt fit.
+MODEL_LEN = 512
+#: The oracle that takes the steps of ``rhyme``.
+BOUND = "oracle, rhyme's steps"
+STOCK, SETTINGS, RHYME, ORACLE = "stock", "stock, drafting's settings", "rhyme", "oracle"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What all arms do in a round.
+
+    Attributes:
+        history: Responses of earlier epochs, and of this one's steps before the warm-up.
+        warm_up, measured: Responses to generate.
+    """
+
+    trace: str
+    epoch: int
+    concurrency: int
+    history: list[Response]
+    warm_up: list[Response]
+    measured: list[Response]
+
+
+def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Response]]) -> Cell:
+    """The second step of an epoch after its first; of one request at a time, as much of them as takes seconds."""
+    first = next(i for i, step in enumerate(steps) if step[0].epoch == epoch)
+    history = [r for step in steps[:first] for r in step]
+    part = 16 if concurrency == 1 else 64 if concurrency == 8 else 128
+    return Cell(name, epoch, concurrency, history, list(steps[first][-part:]), list(steps[first + 1][:part]))
+
+
+def write_history(folder: Path, responses: Sequence[Response]) -> None:
+    """As the recorder would have, a step at a time."""
+    store = HistoryStore(folder, NAMESPACE, max_bytes=1 << 28, epochs=4)
+    for step in sorted({r.step for r in responses}):
+        store.append(
+            [
+                Trajectory(r.key, r.tokens, r.reward, r.step, r.epoch, r.sample, r.logprobs)
+                for r in responses
+                if r.step == step
+            ],
+            step=step,
+        )
+    store.close()
+
+
+class Engine:
+    """One arm."""
+
+    def __init__(self, model: str, arm: str, folder: str, slots: int):
+        from vllm import LLM
+
+        speculative, more = settings_of(arm, folder)
+        self.arm = arm
+        self._llm = LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=MODEL_LEN,
+            max_num_seqs=slots,
+            max_num_batched_tokens=8192,
+            skip_tokenizer_init=True,
+            seed=0,
+            distributed_executor_backend="uni",
+            worker_extension_cls="benchmarks.engine_worker.ReplayWorker",
+            speculative_config=speculative,
+            **more,
+        )
+        self._llm.collective_rpc("follow")
+        self._sent = 0
+
+    def begin(self, cell: Cell, folder: str) -> None:
+        paths = [r.tokens.tolist() for r in cell.warm_up + cell.measured]
+        texts = [[r.prompt.tolist(), r.tokens.tolist()] for r in cell.history] if self.arm == "suffix" else []
+        self._llm.collective_rpc("begin", args=(paths, folder, NAMESPACE, texts))
+
+    def schedule(self, emissions: list[list[int]] | None) -> None:
+        self._llm.collective_rpc("schedule", args=(emissions,))
+
+    def run(self, responses: Sequence[Response], first: int, concurrency: int) -> float:
+        """Generate; seconds it took. ``first`` is the number of the first response among the cell's paths."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        waiting = list(enumerate(responses, first))[::-1]
+        running = 0
+        tokens = 0
+        started = time.perf_counter()
+        while waiting or running:
+            while waiting and running < concurrency:
+                number, response = waiting.pop()
+                params = SamplingParams(
+                    temperature=1.0,
+                    max_tokens=MODEL_LEN - 128,
+                    stop_token_ids=[1],
+                    detokenize=False,
+                    logprobs=0,
+                    extra_args={"path": number, "rhyme": {"key": response.key.hex(), "sample": response.sample}},
+                )
+                engine.add_request(f"r{self._sent}", {"prompt_token_ids": response.prompt.tolist()}, params)
+                self._sent += 1
+                running += 1
+            for output in engine.step():
+                if output.finished:
+                    running -= 1
+                    tokens += len(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - started
+        expected = sum(len(r.tokens) for r in responses)
+        if tokens != expected:
+            raise RuntimeError(f"{self.arm} emitted {tokens} tokens, the trace has {expected}")
+        return seconds
+
+    def count(self) -> dict[str, Any]:
+        return self._llm.collective_rpc("count")[0]
+
+
+def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """``speculative_config`` and further options of an arm."""
+    custom = {"method": "custom_class", "num_speculative_tokens": LONGEST}
+    if arm == STOCK:
+        return None, {}
+    if arm == SETTINGS:
+        return None, {"async_scheduling": False}
+    if arm == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, {}
+    if arm == "suffix":
+        return {"method": "suffix"}, {}
+    if arm.startswith(RHYME):
+        drafting = {"max_tokens": LONGEST, **json.loads(arm.removeprefix(RHYME) or "{}")}
+        extra = {"rhyme": {"drafting": drafting, "history_dir": folder, "namespace": NAMESPACE}}
+        return {**custom, "model": "benchmarks.engine_worker.ReplayProposer"}, {"additional_config": extra}
+    return {**custom, "model": "benchmarks.engine_worker.OracleProposer"}, {}
+
+
+def arms(quick: bool) -> list[str]:
+    """The engines there can be here; :data:`BOUND` runs on the oracle's."""
+    if quick:
+        return [STOCK, RHYME, ORACLE]
+    suffix = ["suffix"] if importlib.util.find_spec("arctic_inference") else []
+    return [STOCK, SETTINGS, "ngram", *suffix, RHYME, ORACLE]
+
+
+def measure(cell: Cell, engines: dict[str, Engine], folder: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Counts and seconds of every arm in every round."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*engines, BOUND]}
+    names = list(engines)
+    for turn in range(rounds):
+        for arm in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[arm].append(once(cell, engines[arm], folder))
+        # The bound takes the steps that rhyme took in this very round.
+        oracle = engines[ORACLE]
+        found[BOUND].append(once(cell, oracle, folder, found[RHYME][-1]["emissions"]))
+    return found
+
+
+def once(cell: Cell, engine: Engine, folder: str, schedule: list[list[int]] | None = None) -> dict[str, Any]:
+    engine.begin(cell, folder)
+    if engine.arm == ORACLE:
+        engine.schedule(schedule)
+    engine.run(cell.warm_up, 0, cell.concurrency)
+    engine.count()
+    seconds = engine.run(cell.measured, len(cell.warm_up), cell.concurrency)
+    counts = engine.count()
+    return {**counts, "seconds": seconds, "tokens": sum(len(r.tokens) for r in cell.measured)}
+
+
+def summarise(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each arm: medians over the rounds, ratios paired by round."""
+    rows = []
+    for arm, runs in found.items():
+        speeds = np.array([run["tokens"] / run["seconds"] for run in runs])
+        ratios = speeds / [run["tokens"] / run["seconds"] for run in found[STOCK]]
+        q1, median, q3 = np.quantile(ratios, [0.25, 0.5, 0.75])
+        run = runs[-1]
+        rows.append(
+            {
+                "benchmark": "rollout",
+                "arm": arm,
+                "trace": cell.trace,
+                "epoch": cell.epoch + 1,
+                "concurrency": cell.concurrency,
+                "tokens_per_s": round(float(np.median(speeds)), 1),
+                "ratio_to_stock": round(float(median), 3),
+                "q1": round(float(q1), 3),
+                "q3": round(float(q3), 3),
+                "steps": run["steps"],
+                "tokens_per_row_step": round(run["tokens"] / run["rows"], 3),
+                "verified_per_token": round((run["rows"] + run["drafted"]) / run["tokens"], 3),
+                "draft_ms_per_step": round(1e3 * run["draft_seconds"] / run["steps"], 3),
+                "rounds": len(runs),
+            }
+            | ({"step_cost_us": [round(1e6 * x, 1) for x in run["cost"]]} if run.get("cost") else {})
+        )
+        if run.get("errors"):
+            raise RuntimeError(f"{arm}: {run['errors']} errors in the drafter")
+    return rows
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="one trace, one width, one round")] = False,
+    model: Annotated[Path | None, typer.Option(help="default: the tiny world's Qwen2")] = None,
+    trace: Annotated[list[str] | None, typer.Option(help="by name, in benchmarks/traces")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="requests at a time")] = None,
+    epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="besides stock, rhyme and the oracle; default: all")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="one more arm: rhyme with these options, as JSON")] = None,
+    rounds: int = 3,
+) -> None:
+    """Measure every arm in every cell."""
+    names = trace or (["qwen2-t1"] if quick else ["qwen2-t1", "qwen2-t06"])
+    widths = concurrency or ([32] if quick else [1, 8, 32, 128])
+    epochs = epoch or ([5] if quick else [1, 5])
+    wanted = [a for a in arms(quick) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
+    wanted += [f"{RHYME} {options}" for options in variant or []]
+    path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
+    with tempfile.TemporaryDirectory() as top:
+        cells, folders = [], {}
+        for name in names:
+            steps = traces.load(traces.FOLDER / f"{name}.parquet")
+            for number in epochs:
+                for width in widths:
+                    cells.append(cell(name, number - 1, width, steps))
+                folders[name, number - 1] = f"{top}/{name}-{number}"
+                write_history(Path(folders[name, number - 1]), cells[-1].history)
+        folder = next(iter(folders.values()))
+        engines = {a: Engine(path, a, folder, max(widths)) for a in wanted}
+        for one in cells:
+            found = measure(one, engines, folders[one.trace, one.epoch], 1 if quick else rounds)
+            for row in summarise(one, found):
+                row |= {"machine": describe(), "commit": commit()} if as_json else {}
+                print(json.dumps(row) if as_json else row, flush=True)
+    if not quick and "suffix" not in arms(quick):
+        print("left out, arctic_inference is not installed: suffix", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    app()

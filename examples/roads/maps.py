@@ -1,0 +1,112 @@
+"""Random road maps, searches written out with their wrong turns, and the reward.
+
+    roads: hull york, york bath, ... from hull to bath
+    <think> at hull: york, ely. try ely. at ely: hull. dead end, back to hull. go york. ... there. </think>
+    <answer> hull york bath </answer>
+
+The searcher looks at the roads of each town in random order and words itself at random, so a model of these texts
+samples honestly; large maps make long searches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+# fmt: off
+TOWNS = (
+    "bath", "bury", "cork", "deal", "derby", "dover", "ely", "epsom", "exeter", "fowey", "hove", "hull", "ilkley",
+    "ipswich", "kendal", "leeds", "lewes", "london", "luton", "oban", "oxford", "perth", "poole", "ripon", "rugby",
+    "rye", "truro", "wells", "wigan", "york",
+)
+# fmt: on
+GO = ("try", "go", "now", "take", "next")
+LOOK = ("at", "from", "here is", "roads of")
+DEAD = ("dead end", "nothing new", "no way on", "stuck")
+BACK = ("back to", "return to", "again at")
+DONE = ("there.", "we are there.", "found it.", "this is the goal.")
+MUSING = ("hmm.", "let us see.", "not here.")
+#: Chance of an answer with a town left out, and of one without tags: what RL can mend.
+FLAWS = {"slip": 0.12, "untagged": 0.2}
+
+_FORM = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Map:
+    """Roads are pairs of towns, both ways; there is a way from ``start`` to ``goal``."""
+
+    roads: tuple[tuple[str, str], ...]
+    start: str
+    goal: str
+
+    def text(self) -> str:
+        return f"roads: {', '.join(' '.join(road) for road in self.roads)}. from {self.start} to {self.goal}"
+
+    def neighbours(self, town: str) -> list[str]:
+        return [b if a == town else a for a, b in self.roads if town in (a, b)]
+
+
+def draw(rng: random.Random, towns: tuple[int, int] = (8, 18)) -> Map:
+    """A connected map: a tree and a few roads more."""
+    names = rng.sample(TOWNS, rng.randint(*towns))
+    roads = {(names[rng.randrange(max(0, i - 4), i)], names[i]) for i in range(1, len(names))}
+    for _ in range(rng.randint(1, 3)):
+        a, b = rng.sample(names, 2)
+        if (b, a) not in roads:
+            roads.add((a, b))
+    shuffled = [road if rng.random() < 0.5 else road[::-1] for road in sorted(roads)]
+    rng.shuffle(shuffled)
+    start, goal = rng.sample(names, 2)
+    return Map(tuple(shuffled), start, goal)
+
+
+def search(task: Map, rng: random.Random, flawed: bool = True) -> str:
+    """Depth first, every road looked at written down; flawed as :data:`FLAWS` says."""
+    words: list[str] = []
+    way, seen = [task.start], {task.start}
+    while way[-1] != task.goal:
+        town = way[-1]
+        around = task.neighbours(town)
+        rng.shuffle(around)
+        words.append(f"{rng.choice(LOOK)} {town}: {', '.join(around)}.")
+        new = [other for other in around if other not in seen]
+        if task.goal in new:
+            new = [task.goal]
+        if rng.random() < 0.08:
+            words.append(rng.choice(MUSING))
+        if new:
+            seen.add(new[0])
+            way.append(new[0])
+            words.append(f"{rng.choice(GO)} {new[0]}.")
+        else:
+            way.pop()
+            words.append(f"{rng.choice(DEAD)}, {rng.choice(BACK)} {way[-1]}.")
+    words.append(rng.choice(DONE))
+    answer = way[:]
+    flaw = rng.choices([None, *FLAWS], [1 - sum(FLAWS.values()), *FLAWS.values()])[0] if flawed else None
+    if flaw == "slip" and len(answer) > 2:
+        answer.pop(rng.randrange(1, len(answer) - 1))
+    thought, verdict = " ".join(words), " ".join(answer)
+    if flaw == "untagged":
+        return f"<think> {thought} {verdict}"
+    return f"<think> {thought} </think> <answer> {verdict} </answer>"
+
+
+def compute_score(
+    data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
+) -> dict[str, float]:
+    """Reward for verl: 0.1 for the form, 0.9 for a way that the map has. ``ground_truth`` is :meth:`Map.text`."""
+    form = _FORM.fullmatch(str(solution_str))
+    if form is None:
+        return {"score": 0.0, "acc": 0.0}
+    listed, _, ends = str(ground_truth).removeprefix("roads: ").partition(". from ")
+    roads = {frozenset(road.split()) for road in listed.split(", ")}
+    start, _, goal = ends.partition(" to ")
+    way = form[2].split()
+    right = len(way) > 1 and way[0] == start and way[-1] == goal
+    right = right and all(frozenset(step) in roads for step in itertools.pairwise(way))
+    return {"score": 0.1 + 0.9 * right, "acc": float(right)}

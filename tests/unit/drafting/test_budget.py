@@ -1,0 +1,93 @@
+"""Which draft tokens a batch verifies."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.drafting.budget import grant, tail_weights
+
+FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_keeps_the_likeliest_tokens_within_the_budget(data):
+    rows = data.draw(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=6))
+    budget = data.draw(st.integers(-1, 30))
+    reach = np.zeros((len(rows), 6))
+    for i, row in enumerate(rows):
+        reach[i, : len(row)] = np.cumprod(row)
+    planned = np.array([len(row) for row in rows])
+    granted = grant(reach, planned, budget)
+    assert granted.sum() == min(max(0, budget), planned.sum())
+    assert (granted <= planned).all()
+    kept = [reach[i, j] for i in range(len(rows)) for j in range(granted[i])]
+    cut = [reach[i, j] for i in range(len(rows)) for j in range(granted[i], planned[i])]
+    assert not kept or not cut or min(kept) >= max(cut)
+
+
+def spread(values, rows):
+    """A batch of ``rows`` whose tokens have these values: one token a row as far as they go, or all in the first."""
+    reach = np.zeros((rows, len(values)))
+    reach[0] = values
+    planned = np.zeros(rows, dtype=np.int64)
+    planned[0] = len(values)
+    return reach, planned
+
+
+def test_everything_where_verifying_is_free_and_little_where_it_is_dear():
+    reach, planned = spread(0.9 ** np.arange(1, 200), 8)
+    assert grant(reach, planned, 1000, FREE).sum() == 199
+    assert grant(reach, planned, 1000, DEAR).sum() == 0, (
+        "a draft token costs as much as a row: only a sure one would pay"
+    )
+    assert 0 < grant(reach, planned, 1000, (4e-3, 1e-4, 1e-4, 0.0)).sum() < 60
+    assert grant(reach, planned, 7, FREE).sum() == 7
+    assert grant(reach, planned, 1000, (8e-3, 1e-5, 0.0, 1e-1)).sum() == 0, "what drafting costs at all is too much"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.floats(1e-9, 1e-2),
+    st.floats(1e-6, 1e-3),
+    st.floats(0, 1e-3),
+    st.floats(0, 1e-2),
+    st.integers(1, 128),
+    st.lists(st.floats(0, 1), min_size=1, max_size=60),
+)
+def test_is_never_expected_to_be_slower_than_no_draft(a, b, c, drafting, rows, probabilities):
+    values = np.sort(probabilities)[::-1]
+    reach, planned = spread(values, rows)
+    k = int(grant(reach, planned, 1000, (a, b, c, drafting)).sum())
+    rates = [(rows + values[:n].sum()) / (a + b * rows + c * n + drafting * (n > 0)) for n in range(len(values) + 1)]
+    assert rates[k] == pytest.approx(max(rates))
+    assert rates[k] >= rates[0] * (1 - 1e-9)
+
+
+def test_the_request_that_will_finish_last_is_served_first():
+    reach = np.tile(0.5 ** np.arange(1, 5), (3, 1))
+    planned = np.full(3, 4)
+    past = np.array([[100, 110], [400, 440], [100, 120]], dtype=np.int32)
+    weights = tail_weights(past, np.array([2, 2, 0]), np.array([50, 50, 50]), 2.0)
+    assert weights[2] == 1, "nothing is known of it"
+    assert 0.5 <= weights[0] < 1 < weights[1] <= 2
+    granted = grant(reach, planned, 4, weights=weights)
+    assert granted[1] > granted[2] >= granted[0]
+    assert (tail_weights(past, np.array([2, 2, 0]), np.array([50, 50, 50]), 1.0) == 1).all()
+
+
+def test_a_request_longer_than_any_before_it_is_expected_to_go_on():
+    past = np.array([[100], [100]], dtype=np.int32)
+    weights = tail_weights(past, np.array([1, 1]), np.array([300, 95]), 2.0)
+    assert weights[0] > weights[1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=20), st.floats(1, 10))
+def test_weights_stay_in_their_bounds(requests, most):
+    past = np.array([[length] * 3 for length, _ in requests], dtype=np.int32)
+    count = np.array([length % 4 for length, _ in requests])
+    weights = tail_weights(past, count, np.array([generated for _, generated in requests]), most)
+    assert np.isfinite(weights).all()
+    assert (weights >= 1 / most - 1e-12).all()
+    assert (weights <= most + 1e-12).all()

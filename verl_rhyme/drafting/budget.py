@@ -1,0 +1,115 @@
+"""Which of the planned draft tokens a batch verifies.
+
+With what a step costs (:mod:`verl_rhyme.drafting.cost`) the tokens are granted that emit most per second: with the
+tokens of all rows in the order of falling value, v1 >= v2 >= ..., the k that maximises::
+
+    (B + v1 + ... + vk) / (a + b B + c k + d [k > 0])
+
+A token's value is the probability that it is reached and accepted. Where verifying is nearly free (decoding bound by
+memory) that is all of them; where every token costs its share (a wide batch, a CPU) only the sure ones, or none: the
+switch-off is a result. At the optimum the last token granted satisfies ``v >= c * rate``, the marginal rule.
+
+A step ends with its last request, so a token of a request that will run long is worth more than one of a request that
+will soon be done: values are weighted by :func:`tail_weights`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+#: Coefficients of a step whose draft tokens cost nothing.
+_FREE = (1.0, 0.0, 0.0, 0.0)
+
+
+def grant(
+    reach: np.ndarray,
+    planned: np.ndarray,
+    budget: int,
+    cost: tuple[float, float, float, float] | None = None,
+    weights: np.ndarray | None = None,
+) -> np.ndarray:
+    """Choose the draft tokens of a batch: those of most value, wherever they are.
+
+    Args:
+        reach: float64[B, K], probability of each to be reached and accepted, falling along each row.
+        planned: int64[B], tokens of each row that count.
+        budget: Tokens for all.
+        cost: Seconds of a step, of a row, of a draft token, and of drafting at all; grants no more than pay. ``None``:
+            as many as the budget allows.
+        weights: float64[B], what a token of each row is worth; default: 1.
+
+    Returns:
+        int64[B], tokens granted; together at most ``min(budget, sum(planned))``, and just that without a cost.
+    """
+    if weights is None:
+        weights = np.ones(len(planned))
+    return _grant(reach, planned, budget, cost or _FREE, weights)
+
+
+@njit(cache=True, nogil=True)
+def _grant(reach, planned, budget, cost, weights):
+    a, b, c, d = cost
+    rows = len(planned)
+    granted = np.zeros(rows, dtype=np.int64)
+    total = planned.sum()
+    if budget <= 0 or total == 0:
+        return granted
+    values, row = np.empty(total), np.empty(total, dtype=np.int64)
+    n = 0
+    for i in range(rows):
+        for k in range(planned[i]):
+            values[n], row[n] = -reach[i, k] * weights[i], i
+            n += 1
+    # Stable: within a row the earlier token comes first, so each row keeps a beginning.
+    order = np.argsort(values, kind="mergesort")
+    tokens, seconds = float(rows), a + b * rows
+    best, most = 0, tokens / seconds
+    seconds += d
+    for k in range(min(total, budget)):
+        tokens -= values[order[k]]
+        seconds += c
+        if tokens >= most * seconds:
+            best, most = k + 1, tokens / seconds
+    for k in range(best):
+        granted[row[order[k]]] += 1
+    return granted
+
+
+@njit(cache=True, nogil=True)
+def tail_weights(lengths, counts, generated, most):
+    """What a token of each request is worth by how much it has to go, that of the mean request being 1.
+
+    What it has to go is the mean excess of its prompt's earlier responses that were longer than it is now; half of
+    what it has where none was.
+
+    Args:
+        lengths: int32[B, N], lengths of earlier responses to each one's prompt (tokens), in any order.
+        counts: int64[B], how many of them there are; 0 where nothing is known.
+        generated: int64[B], tokens each has emitted.
+        most: At least 1; 1 weighs nothing.
+
+    Returns:
+        float64[B], from ``1 / most`` to ``most``; 1 where nothing is known.
+    """
+    rows = len(counts)
+    weights = np.ones(rows)
+    remaining = np.empty(rows)
+    total, known = 0.0, 0
+    for i in range(rows):
+        if not counts[i]:
+            continue
+        excess, longer = 0.0, 0
+        for length in lengths[i, : counts[i]]:
+            if length > generated[i]:
+                excess += length - generated[i]
+                longer += 1
+        remaining[i] = excess / longer if longer else 0.5 * generated[i]
+        total += remaining[i]
+        known += 1
+    if total <= 0:
+        return weights
+    for i in range(rows):
+        if counts[i]:
+            weights[i] = min(max(remaining[i] * known / total, 1 / most), most)
+    return weights
