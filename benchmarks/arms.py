@@ -110,7 +110,7 @@ class Rhyme(NoDrafts):
     """One of verl-rhyme's policies, with the history that its store would hold."""
 
     def __init__(
-        self, config: DraftingConfig, epochs: int = 2, make: Callable[..., DraftPolicy] | None = None, slots: int = 64
+        self, config: DraftingConfig, epochs: int = 4, make: Callable[..., DraftPolicy] | None = None, slots: int = 64
     ) -> None:
         self.histories = Histories(epochs)
         self.policy = (make or build)(config, self.histories.get, slots, 1 << 30)
@@ -206,10 +206,10 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "released HistoSpec": released,
     "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
     **{
-        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False)))
+        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0)))
         for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)
     },
-    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1, weigh_cost=False), epochs=8),
+    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1, weigh_cost=False, tail_weight=1.0), epochs=8),
     "hindsight, match of 4": Hindsight,
     "hindsight, match of 1": lambda: Hindsight(least=1),
 }

@@ -27,14 +27,15 @@ EXPLORE_EVERY = 128
 class StepCost:
     """The fit.
 
+    Where steps with and without drafts can't be told apart yet, what all had in common is shared out between a and d:
+    drafting nothing then looks cheaper than it may be, and is tried as soon as drafting gains little.
+
     Args:
         memory: Steps after which an observation counts 1/e.
-        enough: Steps to see before :attr:`ready`.
     """
 
-    def __init__(self, memory: int = 512, enough: int = 48):
+    def __init__(self, memory: int = 512):
         self._decay = 1 - 1 / memory
-        self._enough = enough
         self._xx = np.zeros((_FEATURES, _FEATURES))
         self._xy = np.zeros(_FEATURES)
         self._coefficients = np.zeros(_FEATURES)
@@ -42,8 +43,8 @@ class StepCost:
 
     @property
     def ready(self) -> bool:
-        """Whether enough was seen, with and without drafts, to tell what a draft token costs."""
-        if self.steps < self._enough or self._coefficients[0] + self._coefficients[1] <= 0:
+        """Whether enough was seen, with more and fewer drafts, to tell what a draft token costs."""
+        if not self._coefficients.any():
             return False
         weight, drafted, squares = self._xx[0, 0], self._xx[0, 2], self._xx[2, 2]
         return squares * weight - drafted**2 > 1e-6 * weight**2  # drafted tokens have varied
@@ -60,7 +61,7 @@ class StepCost:
             return
         self.steps += 1
         _add(self._xx, self._xy, self._decay, float(rows), float(drafted), 1 / seconds)
-        if self.steps % REFIT_EVERY == 0 or self.steps == self._enough:
+        if self.steps % REFIT_EVERY == 0:
             self._coefficients = _non_negative_least_squares(self._xx, self._xy)
 
     @property
@@ -85,17 +86,20 @@ def _add(xx, xy, decay, rows, drafted, weight):
 
 
 def _non_negative_least_squares(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """The best fit with no negative coefficient, from the normal equations: of all supports the best that has none."""
+    """The best fit with no negative coefficient, from the normal equations: of all supports the best that has none.
+
+    Of equally good ones the largest; within it columns that can't be told apart share alike.
+    """
     best, least = np.zeros(_FEATURES), np.inf
     scale = np.sqrt(np.maximum(np.diag(xx), 1e-12))
-    for size in range(1, _FEATURES + 1):
+    for size in range(_FEATURES, 0, -1):
         for support in map(list, itertools.combinations(range(_FEATURES), size)):
             matrix = xx[np.ix_(support, support)] / np.outer(scale[support], scale[support])
             solved = np.linalg.lstsq(matrix, xy[support] / scale[support], rcond=1e-9)[0] / scale[support]
             if (solved < 0).any():
                 continue
             error = solved @ xx[np.ix_(support, support)] @ solved - 2 * solved @ xy[support]
-            if error < least:
+            if error < least - 1e-9 * abs(least) or least == np.inf:
                 best, least = np.zeros(_FEATURES), error
                 best[support] = solved
     return best
