@@ -206,10 +206,14 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "released HistoSpec": released,
     "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
     **{
-        f"adaptive floor {floor}": (lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0)))
+        f"adaptive floor {floor}": (
+            lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0))
+        )
         for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)
     },
-    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(DraftingConfig(floor=0.1, weigh_cost=False, tail_weight=1.0), epochs=8),
+    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(
+        DraftingConfig(floor=0.1, weigh_cost=False, tail_weight=1.0), epochs=8
+    ),
     "hindsight, match of 4": Hindsight,
     "hindsight, match of 1": lambda: Hindsight(least=1),
 }

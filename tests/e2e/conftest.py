@@ -1,6 +1,10 @@
 """The real engine on a model small enough to know its law exactly."""
 
+import json
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -117,3 +121,33 @@ def build_engine(small_model):
         return engine
 
     return build
+
+
+_WRITER = """
+import json, sys
+import numpy as np
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+
+folder, namespace, responses = json.load(sys.stdin)
+store = HistoryStore(folder, namespace, max_bytes=1 << 24, epochs=2)
+store.clear()
+trajectories = [Trajectory(prompt_key(p), np.asarray(r, np.int32), 1.0, 0, 0, i) for i, (p, r) in enumerate(responses)]
+if trajectories:
+    store.append(trajectories, step=1)
+store.close()
+"""
+
+
+@pytest.fixture(scope="session")
+def write_history():
+    """``write_history(folder, [(prompt, response), ...])`` replaces what a store holds (token ids)."""
+
+    def write(folder, responses):
+        # In another process, as in training: LMDB wants one opening each.
+        message = json.dumps([str(folder), NAMESPACE, responses], default=int)
+        subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
+        time.sleep(1.1)  # a reader looks once a second whether the store was replaced
+
+    return write

@@ -4,17 +4,11 @@ A chi-square test against the exact law of a 12-token model; the last test break
 demands that the same test notices.
 """
 
-import json
-import subprocess
-import sys
-import time
-
 import numpy as np
 import pytest
 from scipy import stats
 
 VOCABULARY = 12
-NAMESPACE = "test-vocabulary"
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
 SAMPLES = 6400
@@ -24,30 +18,6 @@ SETTINGS = {
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "top-k": {"temperature": 1.0, "top_k": 4},
 }
-
-
-_WRITER = """
-import json, sys
-import numpy as np
-from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryStore
-
-folder, namespace, responses = json.load(sys.stdin)
-store = HistoryStore(folder, namespace, max_bytes=1 << 24, epochs=2)
-store.clear()
-trajectories = [Trajectory(prompt_key(p), np.asarray(r, np.int32), 1.0, 0, 0, i) for i, (p, r) in enumerate(responses)]
-if trajectories:
-    store.append(trajectories, step=1)
-store.close()
-"""
-
-
-def write_history(folder, responses):
-    """``responses``: pairs of prompt and response. In another process, as in training: LMDB wants one opening each."""
-    message = json.dumps([str(folder), NAMESPACE, responses], default=int)
-    subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
-    time.sleep(1.1)  # a reader looks once a second whether the store was replaced
 
 
 def history_of(kind, law):
@@ -86,7 +56,7 @@ def p_value(tokens, law):
 
 
 @pytest.fixture(scope="module", params=["adaptive", "paper"])
-def engine(request, build_engine, tmp_path_factory):
+def engine(request, build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
     # The floor lets nearly every guess be drafted: a law that holds only for good drafts is none.
@@ -97,7 +67,7 @@ def engine(request, build_engine, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_is_the_targets(engine, law_of, kind, setting):
+def test_law_is_the_targets(engine, write_history, law_of, kind, setting):
     write_history(engine.history_folder, history_of(kind, law_of))
     before = engine.collective_rpc("draft_totals")[0]
     tokens = sample(engine, SETTINGS[setting], SAMPLES)
@@ -112,7 +82,7 @@ def test_law_is_the_targets(engine, law_of, kind, setting):
     assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
 
 
-def test_a_broken_rejection_sampler_is_noticed(engine, law_of, monkeypatch):
+def test_a_broken_rejection_sampler_is_noticed(engine, write_history, law_of, monkeypatch):
     import vllm.v1.sample.rejection_sampler as sampler
 
     write_history(engine.history_folder, history_of("true", law_of))
@@ -126,7 +96,7 @@ def test_a_broken_rejection_sampler_is_noticed(engine, law_of, monkeypatch):
     assert p_value(sample(engine, SETTINGS["T=1"], SAMPLES), law_of(PROMPT, LENGTH)) < 1e-4
 
 
-def test_greedy_output_is_the_undrafted_one(engine, build_engine, law_of):
+def test_greedy_output_is_the_undrafted_one(engine, write_history, build_engine):
     from vllm import SamplingParams
 
     rng = np.random.default_rng(1)
@@ -144,7 +114,7 @@ def test_greedy_output_is_the_undrafted_one(engine, build_engine, law_of):
     assert drafted == stock
 
 
-def test_log_probabilities_are_the_targets(engine, small_model, law_of):
+def test_log_probabilities_are_the_targets(engine, write_history, small_model, law_of):
     """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""
     import torch
     from transformers import AutoModelForCausalLM
