@@ -22,7 +22,7 @@ import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit, describe
-from benchmarks.rollout import MODEL_LEN, NAMESPACE, ENVIRONMENT
+from benchmarks.rollout import ENVIRONMENT, MODEL_LEN, NAMESPACE
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 

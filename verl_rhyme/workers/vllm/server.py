@@ -16,6 +16,7 @@ from verl_rhyme import config as rhyme_config
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.vllm import cuda_graphs
 
 PROPOSER = "verl_rhyme.workers.vllm.proposer.HistoryProposer"
 EXTENSION = "verl_rhyme.workers.vllm.extension.RhymeWorkerExtension"
@@ -61,6 +62,12 @@ class RhymeHttpServer(vLLMHttpServer):
             "model": PROPOSER,
             "num_speculative_tokens": self._rhyme.drafting.max_tokens,
         }
+        engine_kwargs["compilation_config"] = cuda_graphs.settings(
+            engine_kwargs.get("compilation_config"),
+            bool(self.config.cudagraph_capture_sizes),
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+        )
         engine_kwargs["additional_config"] = {
             **(engine_kwargs.get("additional_config") or {}),
             FIELD: {
