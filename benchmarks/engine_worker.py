@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from verl_rhyme.drafting.policies import build
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.vllm.extension import RhymeWorkerMethods
 from verl_rhyme.workers.vllm.proposer import HistoryProposer
@@ -33,7 +32,7 @@ class ReplayProposer(HistoryProposer):
         """Forget everything and read another history."""
         readers = self._readers
         self._history = readers.setdefault(history_dir, HistoryReader(history_dir, namespace))
-        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
+        self._start()
         self._requests.clear()
         self._finished.clear()
 

@@ -1,6 +1,6 @@
 """Random road maps, searches written out with their wrong turns, and the reward.
 
-    roads: hull york, york bath, ... from hull to bath
+    roads: hull: york ely. york: bath hull. ... from hull to bath
     <think> at hull: york, ely. try ely. at ely: hull. dead end, back to hull. go york. ... there. </think>
     <answer> hull york bath </answer>
 
@@ -44,13 +44,15 @@ class Map:
     goal: str
 
     def text(self) -> str:
-        return f"roads: {', '.join(' '.join(road) for road in self.roads)}. from {self.start} to {self.goal}"
+        towns = dict.fromkeys(town for road in self.roads for town in road)
+        listed = " ".join(f"{town}: {' '.join(self.neighbours(town))}." for town in towns)
+        return f"roads: {listed} from {self.start} to {self.goal}"
 
     def neighbours(self, town: str) -> list[str]:
         return [b if a == town else a for a, b in self.roads if town in (a, b)]
 
 
-def draw(rng: random.Random, towns: tuple[int, int] = (8, 18)) -> Map:
+def draw(rng: random.Random, towns: tuple[int, int] = (8, 16)) -> Map:
     """A connected map: a tree and a few roads more."""
     names = rng.sample(TOWNS, rng.randint(*towns))
     roads = {(names[rng.randrange(max(0, i - 4), i)], names[i]) for i in range(1, len(names))}
@@ -104,7 +106,8 @@ def compute_score(
     if form is None:
         return {"score": 0.0, "acc": 0.0}
     listed, _, ends = str(ground_truth).removeprefix("roads: ").partition(". from ")
-    roads = {frozenset(road.split()) for road in listed.split(", ")}
+    towns = (town.split(": ") for town in listed.split(". "))
+    roads = {frozenset((a, b)) for a, others in towns for b in others.split()}
     start, _, goal = ends.partition(" to ")
     way = form[2].split()
     right = len(way) > 1 and way[0] == start and way[-1] == goal

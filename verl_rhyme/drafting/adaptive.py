@@ -46,7 +46,7 @@ class _Progress(NamedTuple):
 
     began: np.ndarray  # int64[slots], tokens it had at its first step, or -1
     past: np.ndarray  # int32[slots, _MAX_PAST], lengths
-    count: np.ndarray  # int64[slots], how many there are
+    counts: np.ndarray  # int64[slots], how many there are
 
 
 @dataclass(slots=True)
@@ -173,16 +173,16 @@ class AdaptiveDrafter:
         return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        began, past, count = self._progress
+        began, past, counts = self._progress
         began[ids] = np.where(began[ids] < 0, lengths, began[ids])
-        return tail_weights(past[ids], count[ids], lengths - began[ids], self._config.tail_weight)
+        return tail_weights(past[ids], counts[ids], lengths - began[ids], self._config.tail_weight)
 
     def _attach(self, slot: int, history: PromptHistory | None) -> None:
         slots = self._slots
         self._histories.pop(slot, None)
         slots.history_size[slot] = 0
-        began, past, count = self._progress
-        began[slot], count[slot] = -1, 0
+        began, past, counts = self._progress
+        began[slot], counts[slot] = -1, 0
         if history is None or not len(history.suffixes):
             return
         arrays = (history.tokens, history.suffixes, history.confidence)
@@ -190,7 +190,7 @@ class AdaptiveDrafter:
         slots.history[slot] = [array.ctypes.data for array in arrays]
         slots.history_size[slot] = len(history.tokens), len(history.suffixes)
         latest = np.diff(history.bounds)[-_MAX_PAST:] - 1
-        past[slot, : len(latest)], count[slot] = latest, len(latest)
+        past[slot, : len(latest)], counts[slot] = latest, len(latest)
 
     def _forget(self, request: str) -> None:
         live = self._requests.pop(request, None)
@@ -239,7 +239,7 @@ def _progress_arrays(slots: int) -> _Progress:
     return _Progress(
         began=np.full(slots, -1, dtype=np.int64),
         past=np.zeros((slots, _MAX_PAST), dtype=np.int32),
-        count=np.zeros(slots, dtype=np.int64),
+        counts=np.zeros(slots, dtype=np.int64),
     )
 
 

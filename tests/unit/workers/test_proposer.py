@@ -24,7 +24,8 @@ def proposer_for(folder, **drafting):
     )
     proposer = HistoryProposer(config)
     batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
-    proposer._runner, proposer._drafts = SimpleNamespace(input_batch=batch, requests={}), True
+    proposer._runner = SimpleNamespace(input_batch=batch, requests={})
+    proposer._start()
     return proposer
 
 

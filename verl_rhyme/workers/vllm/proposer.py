@@ -17,7 +17,7 @@ import numpy as np
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits
 from verl_rhyme.drafting.policies import build
-from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
@@ -48,11 +48,10 @@ class HistoryProposer:
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._history = HistoryReader(settings["history_dir"], settings["namespace"])
         self._slots = vllm_config.scheduler_config.max_num_seqs
-        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
+        self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
-        self._drafts = False
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._calls = 0
@@ -66,10 +65,14 @@ class HistoryProposer:
 
         self._runner = model_runner
         # The scheduler takes the drafts of the first rank only.
-        self._drafts = get_tensor_model_parallel_rank() == 0
+        if get_tensor_model_parallel_rank() == 0:
+            self._start()
         # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
         # length of max_model_len. The bounds below are per request, so that cliff is not needed.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
+
+    def _start(self) -> None:
+        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -100,11 +103,12 @@ class HistoryProposer:
     def _propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
     ) -> list[list[int]]:
-        if not self._drafts:
+        drafter = self._drafter
+        if drafter is None:
             if self._runner is None:
                 raise RuntimeError("no model runner: the worker extension's attach_proposer() was never called")
             return [[] for _ in sampled_token_ids]
-        self._retire()
+        self._retire(drafter)
         batch = self._runner.input_batch
         req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
         # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
@@ -115,7 +119,7 @@ class HistoryProposer:
             plain &= bool(sampled) and request is not None
             if not sampled:
                 continue
-            request = request or self._admit(req_ids[row])
+            request = request or self._admit(drafter, req_ids[row])
             rows.append(row)
             ids.append(request.id)
             drafted.append(len(scheduled[row]))
@@ -131,7 +135,7 @@ class HistoryProposer:
                 lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
             )
             seconds = now - self._ended if plain else None
-            planned = self._drafter.step(
+            planned = drafter.step(
                 DecodeStep(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
             )
             for row, draft in zip(rows, planned, strict=True):
@@ -146,21 +150,21 @@ class HistoryProposer:
         budget = max(0, min(budget, self._step_tokens - rows))
         return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
-    def _admit(self, req_id: str) -> _Request:
+    def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
         params = state.sampling_params
         meta = RequestMeta.of({"extra_args": params.extra_args})
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
-        self._drafter.start(request.id, key)
+        drafter.start(request.id, key)
         self._requests[req_id] = request
         return request
 
-    def _retire(self) -> None:
+    def _retire(self, drafter: DraftPolicy) -> None:
         """Finished requests leave vLLM's table; keep their counts until the server asks."""
         for req_id in self._requests.keys() - self._runner.requests.keys():
             id = self._requests.pop(req_id).id
-            self._finished[id] = self._drafter.finish(id)
+            self._finished[id] = drafter.finish(id)
         while len(self._finished) > _MAX_FINISHED:
             self._finished.popitem(last=False)
 
@@ -170,11 +174,14 @@ class HistoryProposer:
         Returns:
             ``{id: {"drafted", "accepted", "verify_steps", "history_hit"}}`` of those this worker drafted for.
         """
-        self._retire()
+        drafter = self._drafter
+        if drafter is None:
+            return {}
+        self._retire(drafter)
         # The engine tells the server of a request's end before it tells the workers.
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in ids]:
             id = self._requests.pop(req_id).id
-            self._finished[id] = self._drafter.finish(id)
+            self._finished[id] = drafter.finish(id)
         return {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
 
     def totals(self) -> dict[str, Any]:
