@@ -76,7 +76,7 @@ def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Respo
     """The second step of an epoch after its first; of one request at a time, as much of them as takes seconds."""
     first = next(i for i, step in enumerate(steps) if step[0].epoch == epoch)
     history = [r for step in steps[:first] for r in step]
-    part = 16 if concurrency == 1 else 64 if concurrency == 8 else 128
+    part = min(128, max(8, 4 * concurrency))
     return Cell(name, epoch, concurrency, history, list(steps[first][-part:]), list(steps[first + 1][:part]))
 
 

@@ -20,6 +20,7 @@ from examples.tiny_world.sampling import encode_prompt, sample
 from examples.tiny_world.train import batches, build_model, fit, save
 
 from . import maps
+from .reward import compute_score
 
 #: Searches longer than this (tokens) are left out.
 MAX_RESPONSE = 380
@@ -52,7 +53,7 @@ def make_model(out: Path, searches: int, seed: int) -> None:
     save(model, tokenizer, out)
     tasks = [maps.draw(rng) for _ in range(64)]
     responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, t.text()) for t in tasks], 384, seed)
-    scores = [maps.compute_score(None, r.text, t.text())["acc"] for r, t in zip(responses, tasks, strict=True)]
+    scores = [compute_score(None, r.text, t.text())["acc"] for r, t in zip(responses, tasks, strict=True)]
     chances = [p for r in responses for p in r.probabilities]
     print(
         f"right {sum(scores) / len(scores):.2f}, tokens {sum(len(r.tokens) for r in responses) / len(tasks):.0f}, "

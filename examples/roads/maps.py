@@ -1,4 +1,4 @@
-"""Random road maps, searches written out with their wrong turns, and the reward.
+"""Random road maps, searches written out with their wrong turns.
 
     roads: hull: york ely. york: bath hull. ... from hull to bath
     <think> at hull: york, ely. try ely. at ely: hull. dead end, back to hull. go york. ... there. </think>
@@ -10,11 +10,8 @@ samples honestly; large maps make long searches.
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
 from dataclasses import dataclass
-from typing import Any
 
 # fmt: off
 TOWNS = (
@@ -31,8 +28,6 @@ DONE = ("there.", "we are there.", "found it.", "this is the goal.")
 MUSING = ("hmm.", "let us see.", "not here.")
 #: Chance of an answer with a town left out, and of one without tags: what RL can mend.
 FLAWS = {"slip": 0.12, "untagged": 0.2}
-
-_FORM = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -96,20 +91,3 @@ def search(task: Map, rng: random.Random, flawed: bool = True) -> str:
     if flaw == "untagged":
         return f"<think> {thought} {verdict}"
     return f"<think> {thought} </think> <answer> {verdict} </answer>"
-
-
-def compute_score(
-    data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any
-) -> dict[str, float]:
-    """Reward for verl: 0.1 for the form, 0.9 for a way that the map has. ``ground_truth`` is :meth:`Map.text`."""
-    form = _FORM.fullmatch(str(solution_str))
-    if form is None:
-        return {"score": 0.0, "acc": 0.0}
-    listed, _, ends = str(ground_truth).removeprefix("roads: ").partition(". from ")
-    towns = (town.split(": ") for town in listed.split(". "))
-    roads = {frozenset((a, b)) for a, others in towns for b in others.split()}
-    start, _, goal = ends.partition(" to ")
-    way = form[2].split()
-    right = len(way) > 1 and way[0] == start and way[-1] == goal
-    right = right and all(frozenset(step) in roads for step in itertools.pairwise(way))
-    return {"score": 0.1 + 0.9 * right, "acc": float(right)}
