@@ -50,6 +50,8 @@ REQUESTS = pa.schema(
         ("accepted_tokens", pa.int32()),
         ("verify_steps", pa.int32()),
         ("history_hit", pa.bool_()),
+        ("draft_errors", pa.int32()),  # of the engine's drafter since it was last asked; of all requests then, on one
+        ("draft_seconds", pa.float64()),  # the same
         ("stop_reason", pa.string()),
         ("reward", pa.float64()),
         ("trained", pa.bool_()),

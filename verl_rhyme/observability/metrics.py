@@ -40,6 +40,8 @@ LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
+SPEC_ERRORS = "rollout/spec/errors"
+SPEC_DRAFT_S = "rollout/spec/draft_s"
 SPEC_ALARM = "rollout/spec/alarm"
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
@@ -153,6 +155,8 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
             SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
             SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
         }
+    if has("draft_errors", "draft_seconds"):
+        metrics |= {SPEC_ERRORS: columns["draft_errors"].sum(), SPEC_DRAFT_S: columns["draft_seconds"].sum()}
     if has("history_hit"):
         metrics[HISTORY_HIT_RATE] = columns["history_hit"].astype(bool).mean()
     return {name: float(value) for name, value in metrics.items()}

@@ -65,6 +65,8 @@ class RequestRecord:
     accepted_tokens: int
     verify_steps: int
     history_hit: bool
+    draft_errors: int
+    draft_seconds: float
     stop_reason: str
 
     def to_dict(self) -> dict[str, Any]:

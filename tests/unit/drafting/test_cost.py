@@ -46,3 +46,18 @@ def test_says_nothing_before_it_has_seen_enough():
     for bad in ((0, 3, 1.0), (4, 3, float("nan")), (4, 3, 0.0), (4, 3, -1.0)):
         cost.observe(*bad)
     assert not cost.ready
+
+
+def test_drafting_nothing_looks_cheap_until_it_was_seen():
+    """So that it is tried, and then known."""
+    rng = np.random.default_rng(2)
+    cost = StepCost()
+    for _ in range(400):
+        rows, drafted = int(rng.integers(1, 33)), int(rng.integers(1, 100))
+        cost.observe(rows, drafted, 4e-3 + 1e-4 * rows + 2e-5 * drafted + 1e-3)
+    assert cost.predict(16, 50) == pytest.approx(7.6e-3, rel=0.02)
+    assert cost.predict(16, 0) < 5.6e-3, "the steps seen do not tell what one without drafts would take"
+    for _ in range(32):
+        cost.observe(16, 0, 5.6e-3)
+    assert cost.predict(16, 0) == pytest.approx(5.6e-3, rel=0.02)
+    assert cost.predict(16, 50) == pytest.approx(7.6e-3, rel=0.02)

@@ -45,6 +45,8 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "accepted_tokens": 5,
         "verify_steps": 2,
         "history_hit": [i % 2 == 0 for i in range(count)],
+        "draft_errors": 0,
+        "draft_seconds": 0.25,
         "stop_reason": "stop",
         "reward": [None if i == 0 else float(i) for i in range(count)],
         "trained": True,

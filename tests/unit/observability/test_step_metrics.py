@@ -58,6 +58,8 @@ def columns() -> dict[str, np.ndarray]:
         "drafted_tokens": np.array([0, 10, 40, 500]),
         "accepted_tokens": np.array([0, 5, 40, 500]),
         "verify_steps": np.array([0, 5, 10, 10]),
+        "draft_errors": np.array([0, 2, 0, 7]),
+        "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
         "history_hit": np.array([False, True, True, True]),
         "trained": np.array([True, True, False, False]),
         "validate": np.array([False, False, False, True]),
@@ -74,6 +76,8 @@ def test_step_metrics() -> None:
     assert data[m.SPEC_ACCEPTED] == 45
     assert data[m.SPEC_ACCEPT_RATE] == pytest.approx((0 + 0.5 + 1.0) / 3)
     assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
+    assert data[m.SPEC_ERRORS] == 2
+    assert data[m.SPEC_DRAFT_S] == 0.75
     assert data[m.HISTORY_HIT_RATE] == pytest.approx(2 / 3)
     assert data[m.QUEUE_S_MEAN] == 1.0
     assert data[m.QUEUE_S_MAX] == 2.0

@@ -100,3 +100,22 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
     assert drafted > calls / 10
     totals = proposer.totals()
     assert totals["errors"] == totals["history_errors"] == 0
+
+
+def test_an_error_costs_the_draft_and_is_told_with_the_counts(tmp_path, caplog):
+    proposer = proposer_for(tmp_path / "h")
+    runner, tokens = proposer._runner, np.ones((ROWS, LENGTH), np.int32)
+    for name in ("a", "b"):
+        params = SimpleNamespace(max_tokens=50, **RequestMeta(id=name).put({}))
+        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 1, 1])
+    runner.input_batch.req_ids, runner.input_batch.spec_token_ids = ["a", "b"], [[], []]
+    runner.input_batch.num_prompt_tokens[:2] = 3
+    lengths = np.full(ROWS, 4, np.int32)
+    assert len(proposer.propose([[1], [1]], lengths, tokens)) == 2
+    assert proposer.propose([[1], [1]], lengths, None) == [[], []]
+    assert proposer.propose([[1], [1]], lengths, None) == [[], []]
+    assert sum("drafting failed" in record.message for record in caplog.records) == 1
+    counts = proposer.take_counts(["a", "b"])
+    assert sum(count.get("draft_errors", 0) for count in counts.values()) == 2
+    assert sum(count.get("draft_seconds", 0) for count in counts.values()) > 0
+    assert proposer.take_counts(["a"]) == {}

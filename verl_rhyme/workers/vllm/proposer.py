@@ -54,6 +54,7 @@ class HistoryProposer:
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
+        self._told = 0, 0.0  # errors and seconds
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -172,7 +173,8 @@ class HistoryProposer:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
 
         Returns:
-            ``{id: {"drafted", "accepted", "verify_steps", "history_hit"}}`` of those this worker drafted for.
+            ``{id: {"drafted", "accepted", "verify_steps", "history_hit"}}`` of those this worker drafted for. One of
+            them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the last call.
         """
         drafter = self._drafter
         if drafter is None:
@@ -182,7 +184,12 @@ class HistoryProposer:
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in ids]:
             id = self._requests.pop(req_id).id
             self._finished[id] = drafter.finish(id)
-        return {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
+        counts = {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
+        for first in list(counts)[:1]:
+            errors = self._errors + self._history.errors
+            counts[first] |= {"draft_errors": errors - self._told[0], "draft_seconds": self._seconds - self._told[1]}
+            self._told = errors, self._seconds
+        return counts
 
     def totals(self) -> dict[str, Any]:
         """Since the start: tokens drafted and accepted, calls, seconds in them, errors of drafter and history."""
