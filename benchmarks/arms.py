@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class Ngram(NoDrafts):
     """vLLM's ``ngram``, by vLLM's own function: the earliest longest match within the request's own text."""
 
     def __init__(self, shortest: int = 2, longest: int = 5) -> None:
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
         from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
         self._find, self._shortest, self._longest = _find_longest_matched_ngram_and_propose_tokens, shortest, longest
