@@ -28,6 +28,8 @@ from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory
 
+#: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
+REST_AFTER, REST_EVERY = 32, 16
 #: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
 _MAX_PAST = 64
 
@@ -84,6 +86,7 @@ class AdaptiveDrafter:
         #: What a step costs.
         self.cost = StepCost()
         self._steps = 0
+        self._refused = 0  # steps in a row whose plans did not pay
         self._free = list(range(max(1, slots)))[::-1]
         self._requests: dict[str, _Request] = {}
         self._shared: dict[bytes, _Shared] = {}
@@ -132,7 +135,9 @@ class AdaptiveDrafter:
                 live.drafted += done.drafted[i]
                 live.accepted += done.accepted[i]
                 live.verify_steps += 1
-        limits = np.asarray(done.limits if done.budget > 0 else np.zeros(rows), dtype=np.int64)
+        self._steps += 1
+        rests = self._refused >= REST_AFTER and self._steps % REST_EVERY
+        limits = np.asarray(done.limits if done.budget > 0 and not rests else np.zeros(rows), dtype=np.int64)
         longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
         draft = np.empty((rows, longest), dtype=np.int32)
         reach = np.zeros((rows, longest))
@@ -151,10 +156,11 @@ class AdaptiveDrafter:
             draft,
             reach,
         )
-        self._steps += 1
         weigh = self._config.weigh_cost and self.cost.ready and self._steps % EXPLORE_EVERY
         cost = self.cost.coefficients if weigh else None
         granted = grant(reach, planned, done.budget, cost, self._weights(ids, done.lengths))
+        if weigh and planned.any():
+            self._refused = 0 if granted.any() else self._refused + 1
         self._last = reach, granted
         return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
 

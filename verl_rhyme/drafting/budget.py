@@ -7,7 +7,8 @@ tokens of all rows in the order of falling value, v1 >= v2 >= ..., the k that ma
 
 A token's value is the probability that it is reached and accepted. Where verifying is nearly free (decoding bound by
 memory) that is all of them; where every token costs its share (a wide batch, a CPU) only the sure ones, or none: the
-switch-off is a result. At the optimum the last token granted satisfies ``v >= c * rate``, the marginal rule.
+switch-off is a result, and the drafter then rests (:data:`verl_rhyme.drafting.adaptive.REST_AFTER`). At the optimum the
+last token granted satisfies ``v >= c * rate``, the marginal rule.
 
 A step ends with its last request, so a token of a request that will run long is worth more than one of a request that
 will soon be done: values are weighted by :func:`tail_weights`.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.kernels import BLOCK
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
@@ -38,7 +39,7 @@ class Engine:
         del self.rows[request], self.lengths[request]
         return self.drafter.finish(request)
 
-    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None):
+    def step(self, sampled, limit=32, budget=1 << 20, drafted=None, accepted=None, seconds=None):
         """``sampled``: request to the tokens this step gave it. Returns request to draft."""
         for request, tokens in sampled.items():
             end = self.lengths[request]
@@ -53,6 +54,7 @@ class Engine:
             accepted or [0] * len(sampled),
             np.full(len(sampled), limit),
             budget,
+            seconds,
         )
         drafts = self.drafter.step(done)
         return dict(zip(sampled, drafts, strict=True))
@@ -201,6 +203,32 @@ def test_memory_is_bounded_and_old_text_is_forgotten():
         engine.finish(f"{i}")
     assert live.tokens <= 16 * BLOCK
     assert live.nbytes == size
+
+
+def test_rests_while_drafting_does_not_pay_and_wakes_when_it_does(monkeypatch):
+    """A guess among six tokens that costs twenty steps, and later nothing."""
+    rng = np.random.default_rng(4)
+    engine = Engine(make({KEY: history(rng.integers(0, 6, 4000))}, slots=16), rows=16)
+    planned = []
+    compiled = kernels.step
+
+    def watched(*args):
+        planned.append(bool(args[8].any()))  # the limits
+        return compiled(*args)
+
+    monkeypatch.setattr(kernels, "step", watched)
+    names = [f"{i}" for i in range(16)]
+    for name in names:
+        engine.start(name, [1, 2, 3])
+    drafted, granted = [0] * 16, []
+    for price in [2e-2] * 400 + [0.0] * 800:
+        seconds = 1e-3 * (1 + 0.1 * rng.random()) + price * sum(drafted)
+        drafts = engine.step({name: [int(rng.integers(0, 6))] for name in names}, drafted=drafted, seconds=seconds)
+        drafted = [len(draft) for draft in drafts.values()]
+        granted.append(sum(drafted) > 0)
+    assert 0 < sum(planned[200:400]) < 60, "now and then it must see whether drafting would pay"
+    assert np.mean(granted[200:400]) < 0.05
+    assert np.mean(granted[-200:]) > 0.9
 
 
 def hostile(rng, vocabulary):
