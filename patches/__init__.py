@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from . import (
+    mbridge_local_spec,
+    mbridge_norm_names,
+    megatron_padding_mask,
+    megatron_rng_state,
     verl_early_check,
     verl_gloo_backend,
     verl_logger_flush,
@@ -20,6 +24,7 @@ from .core import Patch, PatchRefusedError, State, Status, apply, apply_on_impor
 
 __all__ = [
     "ALL",
+    "MEGATRON",
     "VERL",
     "VLLM",
     "Patch",
@@ -42,6 +47,14 @@ VERL: tuple[Patch, ...] = (
     verl_logger_flush.PATCH,
 )
 
+#: Applied with verl's, where megatron-core and mbridge are imported.
+MEGATRON: tuple[Patch, ...] = (
+    mbridge_local_spec.PATCH,
+    mbridge_norm_names.PATCH,
+    megatron_padding_mask.PATCH,
+    megatron_rng_state.PATCH,
+)
+
 #: Applied in every vLLM process (``vllm.general_plugins`` entry point).
 VLLM: tuple[Patch, ...] = (
     vllm_cpu_recovered_tokens.PATCH,
@@ -49,7 +62,7 @@ VLLM: tuple[Patch, ...] = (
     vllm_cpu_keep_weight.PATCH,
 )
 
-ALL: tuple[Patch, ...] = VERL + VLLM
+ALL: tuple[Patch, ...] = VERL + MEGATRON + VLLM
 
 
 def apply_all(patches: Iterable[Patch]) -> list[Status]:
@@ -58,8 +71,8 @@ def apply_all(patches: Iterable[Patch]) -> list[Status]:
 
 
 def apply_verl() -> list[Status]:
-    """:func:`apply_all` of :data:`VERL`."""
-    return apply_all(VERL)
+    """:func:`apply_all` of :data:`VERL` and :data:`MEGATRON`."""
+    return apply_all(VERL + MEGATRON)
 
 
 def apply_vllm() -> list[Status]:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
     ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
+    ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
     ("verl.checkpoint_engine.base", "verl_rhyme.workers.shm_checkpoint_engine:register"),
     ("verl.workers.rollout.replica", "verl_rhyme.workers.registry:register"),
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),

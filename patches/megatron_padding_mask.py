@@ -1,0 +1,35 @@
+"""verl gives a mask of the padding, [batch, sequence]; megatron-core's own attention takes one of pairs of positions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .conditions import verl_runs_on_cpu
+from .core import Patch
+
+
+def _causal_is_enough(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            # verl pads on the right, where no token attends to: the causal mask is the whole one.
+            if self.attn_mask_type.name != "causal":
+                raise ValueError(f"a mask of the padding alone goes with causal attention, not {self.attn_mask_type}")
+            attention_mask = None
+        return original(self, query, key, value, attention_mask, *args, **kwargs)
+
+    return forward
+
+
+PATCH = Patch(
+    name="megatron_padding_mask",
+    target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    why="Megatron training on a CPU fails in attention: Transformer Engine's takes verl's mask, megatron-core's does not",
+    upstream="unreported",
+    requires="megatron-core==0.16.1",
+    source_sha256="6ea34637b381dcc2e7c0acaaa3ff90b057972577ba9fa1fe7da0714aa4c97f06",
+    replace=_causal_is_enough,
+    needed=verl_runs_on_cpu,
+)

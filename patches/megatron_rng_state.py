@@ -1,0 +1,32 @@
+"""megatron-core sets the state of CUDA's generator through CUDA's internals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .conditions import verl_runs_on_cpu
+from .core import Patch
+
+
+def _torch_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _set_cuda_rng_state(new_state: Any, device: int = -1, graph_safe: bool = False) -> None:
+        import torch
+
+        torch.set_rng_state(new_state)
+
+    return _set_cuda_rng_state
+
+
+PATCH = Patch(
+    name="megatron_rng_state",
+    target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+    why="Megatron training on a CPU fails as soon as weights are initialised: there is no CUDA generator to set",
+    upstream="unreported",
+    requires="megatron-core==0.16.1",
+    source_sha256="dea947ca0b7dc92be0bb70f6161b4d04bdcac7e3223e3be967bd05a40898d0de",
+    replace=_torch_state,
+    needed=verl_runs_on_cpu,
+)

@@ -1,0 +1,155 @@
+"""One rank of one training engine of verl: PPO steps on a batch that is always the same, told as one JSON line.
+
+``RANK= WORLD_SIZE= python engine_steps.py '{"engine": "megatron", "model": DIR, ...}'``; see :func:`main`.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+PROMPT = 5
+LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
+MICRO_BATCH = 4
+
+
+def build(engine, model, tp, pp, lr):
+    import verl.workers.engine.fsdp
+    import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers import config
+    from verl.workers.engine.base import EngineRegistry
+
+    batch = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": MICRO_BATCH}
+    if engine == "megatron":
+        settings = config.McoreEngineConfig(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, use_remove_padding=False, **batch
+        )
+        optimizer = config.McoreOptimizerConfig(lr=lr, clip_grad=1.0, lr_decay_steps=100)
+    else:
+        full = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+        settings = config.FSDPEngineConfig(
+            strategy="fsdp2", use_remove_padding=False, use_torch_compile=False, mixed_precision=full, **batch
+        )
+        optimizer = config.FSDPOptimizerConfig(lr=lr, clip_grad=1.0, total_training_steps=100)
+    described = config.HFModelConfig(
+        path=model, use_remove_padding=False, override_config={"attn_implementation": "sdpa"}
+    )
+    built = EngineRegistry.new("language_model", settings.strategy, described, settings, optimizer, CheckpointConfig())
+    built.initialize()
+    return built
+
+
+def make_batch():
+    """Random sequences with random advantages; log-probs of the policy that made them near a new model's own."""
+    import verl.utils.tensordict_utils as tu
+    from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+    random = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 60, (length,), generator=random) for length in LENGTHS]
+    responses = [length - PROMPT for length in LENGTHS]
+
+    def nested(rows):
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    batch = TensorDict(
+        {
+            "input_ids": nested(tokens),
+            "position_ids": nested(torch.arange(length) for length in LENGTHS),
+            "prompts": nested(row[:PROMPT] for row in tokens),
+            "responses": nested(row[PROMPT:] for row in tokens),
+            "loss_mask": nested(torch.ones(n) for n in responses),
+            "response_mask": nested(torch.ones(n) for n in responses),
+            "advantages": nested(torch.randn(n, generator=random) for n in responses),
+            "old_log_probs": nested(-1 - 4 * torch.rand(n, generator=random) for n in responses),
+            "temperature": torch.ones(len(LENGTHS)),
+        },
+        batch_size=[len(LENGTHS)],
+    )
+    tu.assign_non_tensor(
+        batch,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=MICRO_BATCH,
+        global_batch_size=len(LENGTHS),
+        max_response_length=64,
+        pad_mode=DatasetPadMode.NO_PADDING,
+        calculate_entropy=True,
+        use_remove_padding=False,
+    )
+    return batch
+
+
+def ppo():
+    """verl's own loss, with verl's own defaults."""
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    config = ActorConfig.__new__(ActorConfig)  # __init__ would check batch sizes that only a trainer has
+    for field in dataclasses.fields(ActorConfig):
+        if field.default is not dataclasses.MISSING:
+            object.__setattr__(config, field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            object.__setattr__(config, field.name, field.default_factory())
+    return partial(ppo_loss, config)
+
+
+def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
+    """Print ``{"log_probs", "losses", "grad_norms", "weights", "resumed"}`` on the rank that has them.
+
+    Args:
+        engine: "megatron" or "fsdp2".
+        model: A model folder.
+        steps: Training steps.
+        port: Of the rendezvous on this machine.
+        tp, pp: Megatron's tensor and pipeline parallel sizes.
+        lr: Learning rate.
+        checkpoint: A folder: save there after the last step, take one more, load, and take it again: ``resumed`` has
+            loss and gradient norm of both.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    import verl  # noqa: F401  (loads the plugins)
+
+    built, loss = build(engine, model, tp, pp, lr), ppo()
+    with built.eval_mode():
+        log_probs = built.infer_batch(make_batch()).get("model_output", {}).get("log_probs")
+
+    def step():
+        with built.train_mode():
+            done = built.train_batch(make_batch(), loss_function=loss)
+        return (sum(done["loss"]), done["metrics"]["grad_norm"]) if built.is_mp_src_rank_with_outputs() else None
+
+    taken = [step() for _ in range(steps)]
+    weights = {name: tensor.float().norm().item() for name, tensor in built.get_per_tensor_param()[0]}
+    resumed = []
+    if checkpoint:
+        built.save_checkpoint(checkpoint, global_step=steps)
+        resumed.append(step())
+        built.load_checkpoint(checkpoint, del_local_after_load=False)
+        resumed.append(step())
+    if built.is_mp_src_rank_with_outputs():
+        losses, grad_norms = zip(*taken, strict=True)
+        print(
+            "RESULT"
+            + json.dumps(
+                {
+                    # The last position of a sequence predicts nothing.
+                    "log_probs": [value for row in log_probs.unbind() for value in row[:-1].tolist()],
+                    "losses": losses,
+                    "grad_norms": grad_norms,
+                    "weights": weights,
+                    "resumed": resumed,
+                }
+            )
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,167 @@
+"""verl's Megatron engine on a machine without an accelerator: megatron-core on gloo.
+
+megatron-core and mbridge name CUDA as their device in hundreds of places. :class:`CudaIsCpu` gives that name another
+meaning while the engine runs, instead of changing those places; what is left are the patches ``megatron_*`` and
+``mbridge_*`` below ``patches/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+#: What takes the place of functions of ``torch.cuda``, which no mode sees.
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: _CPU,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+}
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Within it a torch function that is given the device "cuda" runs on the CPU, and tensors call their type CUDA's.
+
+    For the thread that enters it, and for ``torch.cuda`` in the whole process. May be entered within itself.
+    """
+
+    _depth = 0
+    _patches = contextlib.ExitStack()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_on_cpu, args[1:]))
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> CudaIsCpu:
+        if not CudaIsCpu._depth:
+            CudaIsCpu._patches.enter_context(mock.patch.multiple(torch.cuda, **_STAND_INS))
+            CudaIsCpu._patches.enter_context(mock.patch.object(torch.cuda.random, "get_rng_state", _get_rng_state))
+        CudaIsCpu._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        CudaIsCpu._depth -= 1
+        if not CudaIsCpu._depth:
+            CudaIsCpu._patches.close()
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    return _CPU if isinstance(device, str) and device.startswith("cuda") else device
+
+
+def _within(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with CudaIsCpu():
+            return method(*args, **kwargs)
+
+    return call
+
+
+#: Whatever the config says: the only bridge and the only layers that need no GPU.
+_ENGINE = {"vanilla_mbridge": True, "sequence_parallel": False, "dtype": "float32"}
+_TRANSFORMER = {
+    "use_cpu_initialization": True,
+    "attention_backend": "unfused",
+    "sequence_parallel": False,  # megatron-core's own norms have none
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+}
+
+#: Of verl's ``MegatronEngine``: what runs code of megatron-core or mbridge.
+_METHODS = (
+    "initialize",
+    "forward_backward_batch",
+    "optimizer_zero_grad",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "to",
+    "save_checkpoint",
+)
+
+
+def on_cpu(engine: type) -> type:
+    """A subclass of verl's Megatron engine that runs on the CPU, in float32.
+
+    verl admits bfloat16 and float16 only. On a CPU both are slower than float32, and vLLM's rollout is in float32 here:
+    log-probs of another precision would differ from it by what this platform is to show the absence of.
+    """
+
+    class EngineOnCpu(engine):  # type: ignore[misc, valid-type]
+        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
+            transformer = {**engine_config.override_transformer_config, **_TRANSFORMER}
+            for name, value in {**_ENGINE, "override_transformer_config": transformer}.items():
+                object.__setattr__(engine_config, name, value)  # verl freezes it
+            with CudaIsCpu():
+                super().__init__(model_config, engine_config, *args, **kwargs)
+
+        def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator, Any]:
+            with CudaIsCpu():
+                tensors, peft = super().get_per_tensor_param(*args, **kwargs)
+            return _each_within(tensors), peft
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            # The distributed optimizer writes into views of the parameters: float32 ones are leaves of autograd.
+            with CudaIsCpu(), torch.no_grad():
+                super().load_checkpoint(*args, **kwargs)
+
+    for name in _METHODS:
+        setattr(EngineOnCpu, name, _within(getattr(engine, name)))
+    EngineOnCpu.__name__ = EngineOnCpu.__qualname__ = f"{engine.__name__}OnCpu"
+    return EngineOnCpu
+
+
+def _each_within(items: Iterator) -> Iterator:
+    end = object()
+    while True:
+        with CudaIsCpu():
+            item = next(items, end)
+        if item is end:
+            return
+        yield item
+
+
+def register() -> None:
+    """For the backend "megatron" on the device "cpu"."""
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.megatron import transformer_impl
+
+    for model_type, engine in (
+        ("language_model", transformer_impl.MegatronEngineWithLMHead),
+        ("value_model", transformer_impl.MegatronEngineWithValueHead),
+    ):
+        EngineRegistry.register(model_type=model_type, backend="megatron", device="cpu")(on_cpu(engine))
