@@ -313,6 +313,16 @@ def test_verl_turns_it_into_its_dataclasses(case):
     omega_conf_to_dataclass(config.algorithm)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_verl_has_its_estimator_and_its_kl(recipe):
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, kl_penalty
+
+    config = composed(recipe, "off", "megatron")
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), config.actor_rollout_ref.actor.kl_loss_type)
+
+
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_verl_builds_its_replay_buffer_from_it(recipe, mode):
