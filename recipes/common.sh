@@ -1,0 +1,106 @@
+# shellcheck shell=bash
+# What the recipes for GPUs share. A recipe sets RECIPE (its YAML in config/) and its own defaults, sources this file
+# and calls `launch "$@"`. Variables of every recipe, beside those in its own header:
+#   RHYME=histospec|off          drafting on (default), or stock verl
+#   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
+#   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
+#                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train
+#   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
+#   RUN_DIR=runs/RECIPE/RHYME    logs and metrics.jsonl; on storage that all nodes share
+#   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here
+#   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
+#   SEED=1                       order of the data and sampling
+#   DRY_RUN=1                    print the resolved config and the memory estimate, and stop
+#   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
+#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv
+
+_refuse() {
+  echo "$RECIPE: $*" >&2
+  exit 2
+}
+
+_absolute() { # Ray's workers have another working directory; lists, URLs and names on a hub stay
+  case "$1" in
+    \[* | *://*) echo "$1" ;;
+    *) realpath -m -- "$1" ;;
+  esac
+}
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+RHYME=${RHYME:-histospec}
+ENGINE=${ENGINE:-megatron}
+MODE=${MODE:-sync}
+PP=${PP:-1}
+SP=${SP:-1}
+DATA_DIR=$(_absolute "${DATA_DIR:-$ROOT/data}")
+TRAIN_FILE=$(_absolute "${TRAIN_FILE:-$DATA_DIR/$TRAIN_NAME}")
+VAL_FILE=$(_absolute "${VAL_FILE:-$DATA_DIR/$VAL_NAME}")
+RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$RHYME}")
+CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
+LOGGER=${LOGGER:-console,file}
+SEED=${SEED:-1}
+[ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
+
+_args=(
+  --config-path "$ROOT/recipes/config" --config-name "$RECIPE" "backend=$ENGINE"
+  "actor_rollout_ref.model.path=$MODEL_PATH" "data.train_files=$TRAIN_FILE" "data.val_files=$VAL_FILE"
+  "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
+  "actor_rollout_ref.rollout.tensor_model_parallel_size=$ROLLOUT_TP"
+  "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE" "trainer.v1.trainer_mode=$MODE"
+  "trainer.logger=[$LOGGER]" "trainer.experiment_name=$RHYME" "trainer.default_local_dir=$CKPT"
+  "hydra.run.dir=$RUN_DIR/hydra"
+  # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
+  "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl"
+)
+[ -z "${REWARD:-}" ] || _args+=("reward.custom_reward_function.path=$ROOT/$REWARD")
+
+case "$RHYME" in
+  off) ;;
+  histospec) _args+=("+rhyme=histospec") ;;
+  histopipe | sorted | stream | full) _refuse "RHYME=$RHYME does not exist yet; use histospec or off" ;;
+  *) _refuse "RHYME=$RHYME is unknown; use histospec or off" ;;
+esac
+case "$ENGINE" in
+  megatron)
+    _args+=(
+      "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP"
+      "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP"
+    )
+    ;;
+  fsdp) _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP") ;;
+  *) _refuse "ENGINE=$ENGINE is unknown; use megatron or fsdp" ;;
+esac
+case "$MODE" in
+  sync | colocate_async) ;;
+  separate_async)
+    _args+=(
+      "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
+      "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
+      actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
+    )
+    ;;
+  *) _refuse "MODE=$MODE is unknown; use sync, colocate_async or separate_async" ;;
+esac
+
+launch() { # launch [hydra overrides]
+  local args=("${_args[@]}" "$@")
+  if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
+    # shellcheck source=requirements/bootstrap.sh
+    source "$ROOT/requirements/bootstrap.sh"
+  fi
+  if [ "${DRY_RUN:-0}" = 1 ]; then
+    verl-rhyme preflight --dry-run -- "${args[@]}"
+    return
+  fi
+  if [ "${SKIP_PREFLIGHT:-0}" != 1 ]; then
+    verl-rhyme preflight -- "${args[@]}" || {
+      echo "$RECIPE: not started, see above; SKIP_PREFLIGHT=1 starts regardless" >&2
+      return 1
+    }
+  fi
+  mkdir -p "$RUN_DIR"
+  python -m verl.trainer.main_ppo "${args[@]}" 2>&1 | tee -a "$RUN_DIR/train.log"
+  echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
+    "response_length/mean, critic/score/mean, rollout/spec/tokens_per_step, rollout/spec_accept_rate," \
+    "rollout/history/hit_rate; or: verl-rhyme report $RUN_DIR"
+}

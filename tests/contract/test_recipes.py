@@ -1,0 +1,517 @@
+"""The recipes for GPUs, as their scripts start them: they compose on the installed verl, and verl reads what they set.
+
+The arguments come from the real scripts, through a stand-in for ``verl-rhyme`` that writes down what it was given.
+"""
+
+import asyncio
+import copy
+import functools
+import inspect
+import os
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "recipes" / "config"
+MODEL = ROOT / "examples" / "tiny_world" / "models" / "qwen2"
+ENGINES = ("megatron", "fsdp")
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+#: What must stand in the composed config, whatever the engine.
+EVERY = {
+    "trainer.use_v1": True,
+    "trainer.resume_mode": "auto",
+    "trainer.v1.trainer_mode": "sync",
+    "trainer.v1.sampler.max_off_policy_threshold": 8,
+    "transfer_queue.enable": True,
+    "algorithm.use_kl_in_reward": False,
+    "reward.reward_manager.source": "register",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_epochs": 1,
+    f"{ACTOR}.entropy_coeff": 0,
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    f"{ROLLOUT}.name": "vllm",
+    f"{ROLLOUT}.temperature": 1.0,
+    f"{ROLLOUT}.top_p": 1.0,
+    f"{ROLLOUT}.top_k": -1,
+    f"{ROLLOUT}.calculate_log_probs": True,
+    "actor_rollout_ref.model.use_remove_padding": True,
+}
+RECIPES = {
+    "qwen32b_dapo": {
+        "data.train_batch_size": 512,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 20480,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "acc",
+        "reward.reward_manager.name": "dapo",
+        "reward.reward_kwargs.max_resp_len": 20480,
+        "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 4096, "penalty_factor": 1.0, "log": False},
+        "reward.custom_reward_function.path": None,
+        f"{ACTOR}.ppo_mini_batch_size": 32,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 22528,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.clip_ratio_c": 10.0,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.optim.lr_warmup_steps": 10,
+        f"{ACTOR}.optim.weight_decay": 0.1,
+        f"{ROLLOUT}.n": 16,
+        f"{ROLLOUT}.tensor_model_parallel_size": 4,
+        f"{ROLLOUT}.gpu_memory_utilization": 0.8,
+        f"{ROLLOUT}.val_kwargs.top_p": 0.7,
+        f"{ROLLOUT}.val_kwargs.n": 32,
+        "trainer.nnodes": 16,
+        "trainer.n_gpus_per_node": 8,
+    },
+    "llama8b_logic": {
+        "data.train_batch_size": 128,
+        "data.max_response_length": 4096,
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.gamma": 1.0,
+        "algorithm.filter_groups.enable": False,
+        "reward.reward_manager.name": "naive",
+        "reward.custom_reward_function.path": str(ROOT / "examples/data/logic_reward.py"),
+        f"{ACTOR}.ppo_mini_batch_size": 128,
+        f"{ACTOR}.clip_ratio_high": 0.2,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_type": "mse",
+        f"{ROLLOUT}.n": 8,
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.val_kwargs.do_sample": False,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 8,
+    },
+    "qwen3_8b_grpo": {
+        "data.train_batch_size": 128,
+        "data.max_response_length": 8192,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": False,
+        "reward.reward_manager.name": "naive",
+        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
+        f"{ACTOR}.ppo_mini_batch_size": 32,
+        f"{ACTOR}.clip_ratio_high": 0.2,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.001,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+        f"{ROLLOUT}.n": 8,
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.val_kwargs.n": 32,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 8,
+    },
+    "qwen32b_ppo_math": {
+        "data.train_batch_size": 512,
+        "data.max_response_length": 8192,
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "algorithm.filter_groups.enable": False,
+        "reward.reward_manager.name": "naive",
+        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
+        f"{ACTOR}.ppo_mini_batch_size": 128,
+        f"{ACTOR}.clip_ratio_high": 0.2,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ROLLOUT}.n": 1,
+        f"{ROLLOUT}.tensor_model_parallel_size": 4,
+        "critic.ppo_mini_batch_size": 128,
+        "critic.ppo_infer_max_token_len_per_gpu": 16384,
+        "critic.cliprange_value": 0.5,
+        "critic.optim.lr": 1e-5,
+        "critic.model.path": str(MODEL),
+        "trainer.total_training_steps": 600,
+        "trainer.nnodes": 4,
+        "trainer.n_gpus_per_node": 8,
+    },
+}
+#: TP and SP of actor, reference and critic.
+SPLIT = {"qwen32b_dapo": (8, 8), "llama8b_logic": (2, 1), "qwen3_8b_grpo": (2, 1), "qwen32b_ppo_math": (8, 8)}
+#: Samples of one update: what "mini batch" means in the papers.
+UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
+
+CASES = [(recipe, rhyme, engine) for recipe in RECIPES for rhyme in ("off", "histospec") for engine in ENGINES]
+
+#: Not in verl's YAML, yet read: by DAPORewardManager, by CriticConfig.
+ADDED = ("reward.reward_kwargs.", "critic.ppo_infer_max_token_len_per_gpu")
+#: In verl's YAML, yet read by nothing in its V1 trainer.
+IGNORED = (
+    "reward_model.",
+    "custom_reward_function.",
+    "actor_rollout_ref.nccl_timeout",
+    f"{ACTOR}.grad_clip",
+    "critic.grad_clip",
+    "critic.ulysses_sequence_parallel_size",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+    "critic.use_dynamic_bsz",
+    "algorithm.filter_groups.max_num_gen_batches",
+)
+
+
+def start(recipe, *arguments, verl_rhyme="exit 0", **variables):
+    """Run a recipe's script with stand-ins for the programs it calls; ``(result, [[program, argument, ...], ...])``."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "record")
+        for program, answer in (("verl-rhyme", verl_rhyme), ("python", "echo trained")):
+            path = Path(folder, program)
+            path.write_text(f"#!/bin/sh\nprintf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\n")
+            with path.open("a") as file:
+                file.write(f"printf '\\n' >> {record}\n{answer}\n")
+            path.chmod(0o755)
+        kept = {key: value for key, value in os.environ.items() if key in ("HOME", "LANG")}
+        result = subprocess.run(
+            ["bash", ROOT / "recipes" / f"run_{recipe}.sh", *arguments],
+            cwd=folder,
+            env={
+                **kept,
+                "PATH": f"{folder}:/usr/bin:/bin",
+                "SKIP_BOOTSTRAP": "1",
+                "RUN_DIR": f"{folder}/run",
+                "MODEL_PATH": str(MODEL),
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        calls = record.read_text().split("\n")[:-1] if record.exists() else []
+        return result, [call.split("\0")[:-1] for call in calls]
+
+
+def config_of(arguments):
+    """The config that ``python -m verl.trainer.main_ppo ARGUMENTS`` would compose."""
+    assert arguments[0] == "--config-path"
+    assert arguments[2] == "--config-name"
+    with initialize_config_dir(arguments[1], version_base=None):
+        return compose(arguments[3], overrides=arguments[4:])
+
+
+@functools.cache
+def composed(recipe, rhyme, engine):
+    result, calls = start(recipe, DRY_RUN="1", RHYME=rhyme, ENGINE=engine)
+    assert result.returncode == 0, result.stderr
+    (call,) = calls
+    assert call[:4] == ["verl-rhyme", "preflight", "--dry-run", "--"]
+    return config_of(call[4:])
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def case(request):
+    recipe, rhyme, engine = request.param
+    return recipe, rhyme, engine, copy.deepcopy(composed(recipe, rhyme, engine))
+
+
+def value(config, key):
+    found = OmegaConf.select(config, key, throw_on_missing=True)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def differing(config, expected):
+    return {key: value(config, key) for key, wanted in expected.items() if value(config, key) != wanted}
+
+
+def test_resolved_values(case):
+    recipe, _, engine, config = case
+    assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
+    tensor, ulysses = SPLIT[recipe]
+    if engine == "megatron":
+        expected = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "megatron"}
+        for role in (ACTOR, "actor_rollout_ref.ref", "critic"):
+            expected[f"{role}.megatron.tensor_model_parallel_size"] = tensor
+            expected[f"{role}.megatron.pipeline_model_parallel_size"] = 1
+            expected[f"{role}.megatron.param_offload"] = True
+            expected[f"{role}.megatron.vanilla_mbridge"] = True
+            expected[f"{role}.megatron.override_transformer_config.recompute_granularity"] = "full"
+            expected[f"{role}.megatron.override_transformer_config.recompute_method"] = "uniform"
+            expected[f"{role}.megatron.override_transformer_config.recompute_num_layers"] = 1
+        for role in (ACTOR, "critic"):
+            expected[f"{role}.megatron.optimizer_offload"] = True
+    else:
+        expected = {f"{ACTOR}.strategy": "fsdp2", "actor_rollout_ref.ref.strategy": "fsdp2"}
+        for engine_config in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
+            expected[f"{engine_config}.param_offload"] = True
+            expected[f"{engine_config}.ulysses_sequence_parallel_size"] = ulysses
+        for engine_config in (f"{ACTOR}.fsdp_config", "critic.fsdp"):
+            expected[f"{engine_config}.optimizer_offload"] = True
+    assert differing(config, expected) == {}
+
+    length = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.rollout.max_model_len == length
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= length
+    assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu >= length
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert mini_batch * config.actor_rollout_ref.rollout.n == UPDATE[recipe]
+    assert config.trainer.v1.separate_async.parameter_sync_step * mini_batch == config.data.train_batch_size
+
+
+def test_our_own_keys(case):
+    _, rhyme, _, config = case
+    from verl_rhyme import config as rhyme_config
+    from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager
+
+    if rhyme == "off":
+        assert rhyme_config.from_verl(config) is None
+        assert config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class") is None
+        return
+    parsed = rhyme_config.from_verl(config)
+    assert parsed.drafting.enable
+    assert parsed.drafting.policy == "adaptive"
+    name = f"{RhymeAgentLoopManager.__module__}.{RhymeAgentLoopManager.__name__}"
+    assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == name
+
+
+def test_verl_turns_it_into_its_dataclasses(case):
+    """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
+    recipe, _, engine, config = case
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Disabled critic ..."
+        critic, reference = need_critic(config), need_reference_policy(config)
+    assert critic == (recipe == "qwen32b_ppo_math")
+    assert reference == (recipe in ("llama8b_logic", "qwen3_8b_grpo"))
+    config.data.train_files = config.data.val_files = __file__  # ours looks whether there are any
+    validate_config(config, use_reference_policy=reference, use_critic=critic)
+
+    tensor, ulysses = SPLIT[recipe]
+    engines = [omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine]
+    if reference:
+        ref = config.actor_rollout_ref.ref
+        with open_dict(ref):  # as ActorRolloutRefWorker.init_model
+            ref.ppo_mini_batch_size = 1
+            ref.ppo_micro_batch_size = ref.pop("log_prob_micro_batch_size")
+            ref.ppo_micro_batch_size_per_gpu = ref.pop("log_prob_micro_batch_size_per_gpu")
+            ref.use_dynamic_bsz = ref.pop("log_prob_use_dynamic_bsz")
+            ref.ppo_max_token_len_per_gpu = ref.pop("log_prob_max_token_len_per_gpu")
+        engines.append(omega_conf_to_dataclass(ref).engine)
+    if critic:
+        engines.append(omega_conf_to_dataclass(config.critic).engine)
+    for built in engines:
+        assert built.strategy == ("megatron" if engine == "megatron" else "fsdp2")
+        assert built.param_offload
+        if engine == "megatron":
+            assert built.tensor_model_parallel_size == tensor
+            assert built.sequence_parallel == (tensor > 1)
+        else:
+            assert built.ulysses_sequence_parallel_size == ulysses
+
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert (rollout.n, rollout.prompt_length) == (RECIPES[recipe][f"{ROLLOUT}.n"], config.data.max_prompt_length)
+    assert rollout.response_length == config.data.max_response_length
+    omega_conf_to_dataclass(config.algorithm)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_verl_has_its_estimator_and_its_kl(recipe):
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, kl_penalty
+
+    config = composed(recipe, "off", "megatron")
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), config.actor_rollout_ref.actor.kl_loss_type)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_verl_builds_its_replay_buffer_from_it(recipe, mode):
+    """Group filtering and the staleness bound arrive where V1 applies them."""
+    from verl.trainer.ppo.v1 import PPOTrainerSync
+
+    trainer = object.__new__(PPOTrainerSync)
+    trainer.config, trainer.trainer_mode = composed(recipe, "off", "megatron"), mode
+    buffer = trainer._build_replay_buffer()
+    assert type(buffer).__name__ == ("ReplayBuffer" if mode == "sync" else "ReplayBufferAsync")
+    assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)
+    assert buffer.max_off_policy_threshold == 8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reward_manager_is_the_one_that_verl_loads(recipe):
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+    from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+    from verl.trainer.ppo.reward import load_reward_manager, resolve_reward_manager_cls
+
+    config = composed(recipe, "off", "megatron")
+    expected = DAPORewardManager if recipe == "qwen32b_dapo" else NaiveRewardManager
+    assert resolve_reward_manager_cls(config) is expected
+    file = config.reward.custom_reward_function.path
+    if file is not None and not os.path.exists(file):
+        pytest.skip(f"{file} is not here yet")
+    assert type(asyncio.run(_load(load_reward_manager, config))) is expected
+
+
+async def _load(load_reward_manager, config, tokenizer=None):
+    return load_reward_manager(config, tokenizer)  # wants an event loop
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(100, -1.0), (16384, -1.0), (18432, -1.5), (20480, -2.0)])
+def test_dapo_penalises_overlong_responses(tokens, expected):
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return "Answer: 41"
+
+    ones = torch.ones((1, tokens), dtype=torch.long)
+    data = DataProto(
+        batch=TensorDict({"responses": ones, "attention_mask": ones}, batch_size=1),
+        non_tensor_batch={
+            "data_source": np.array(["math_dapo"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "42"}], dtype=object),
+        },
+    )
+
+    async def score():
+        manager = await _load(load_reward_manager, composed("qwen32b_dapo", "off", "megatron"), Tokenizer())
+        return await manager.run_single(data)
+
+    result = asyncio.run(score())
+    assert float(result["reward_score"]) == pytest.approx(expected)
+    assert result["reward_extra_info"]["acc"] is False  # what filter_groups reads
+
+
+def leaves(tree, prefix=""):
+    for key, item in tree.items():
+        if isinstance(item, dict) and item:
+            yield from leaves(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+@functools.cache
+def stock(engine):
+    import verl
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_trainer", overrides=[f"model_engine={'dp' if engine == 'fsdp' else engine}"])
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CONFIGS.glob("*/*.yaml")) + [CONFIGS / f"{name}.yaml" for name in ["base", *RECIPES]]
+)
+def test_every_key_we_set_is_one_that_verl_reads(file):
+    tree = OmegaConf.to_container(OmegaConf.load(file))
+    tree.pop("hydra", None)
+    tree.pop("defaults")
+    for engine in [file.stem] if file.parent.name == "backend" else ENGINES:
+        known = set(leaves(OmegaConf.to_container(stock(engine))))
+        unknown = [key for key in leaves(tree) if key not in known and not key.startswith(ADDED)]
+        # a dict that verl declares empty, or by an interpolation, holds what it likes
+        unknown = [key for key in unknown if not key.startswith("critic.megatron.override_transformer_config")]
+        assert unknown == []
+    assert [key for key in leaves(tree) if key.startswith(IGNORED)] == []
+
+
+def test_what_verl_reads_is_still_what_the_recipes_build_on():
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    setup = inspect.getsource(PPOTrainer._setup)
+    assert "critic_cfg.engine.max_token_len_per_gpu = critic_cfg.ppo_infer_max_token_len_per_gpu" in setup
+    for update in (PPOTrainer._update_actor, PPOTrainer._update_critic):
+        assert "ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n" in inspect.getsource(update)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestScript:
+    @pytest.mark.parametrize("rhyme", ["histopipe", "sorted", "stream", "full", "histospeck"])
+    def test_a_mode_that_does_not_exist(self, recipe, rhyme):
+        result, calls = start(recipe, RHYME=rhyme)
+        assert result.returncode == 2
+        assert f"RHYME={rhyme}" in result.stderr
+        assert "use histospec or off" in result.stderr
+        assert calls == []
+
+    @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])
+    def test_an_unknown_choice(self, recipe, variable):
+        result, calls = start(recipe, **{variable: "deepspeed"})
+        assert result.returncode == 2
+        assert f"{variable}=deepspeed is unknown; use " in result.stderr
+        assert calls == []
+
+    def test_checks_then_trains_with_the_same_arguments(self, recipe):
+        result, calls = start(recipe, "trainer.total_epochs=3")
+        assert result.returncode == 0, result.stderr
+        preflight, training = calls
+        assert preflight[:3] == ["verl-rhyme", "preflight", "--"]
+        assert training[:3] == ["python", "-m", "verl.trainer.main_ppo"]
+        assert preflight[3:] == training[3:]
+        assert training[-1] == "trainer.total_epochs=3"
+        assert "trained" in result.stdout
+        assert "timing_s/gen" in result.stdout.splitlines()[-1]
+
+    def test_a_failed_check_stops_it(self, recipe):
+        result, calls = start(recipe, verl_rhyme="exit 1")
+        assert result.returncode == 1
+        assert "SKIP_PREFLIGHT=1" in result.stderr
+        assert [call[0] for call in calls] == ["verl-rhyme"]
+        result, calls = start(recipe, verl_rhyme="exit 1", SKIP_PREFLIGHT="1")
+        assert result.returncode == 0
+        assert [call[0] for call in calls] == ["python"]
+
+    def test_variables(self, recipe, tmp_path):
+        result, calls = start(
+            recipe,
+            DRY_RUN="1",
+            NNODES="2",
+            GPUS_PER_NODE="4",
+            TP="4",
+            PP="2",
+            ROLLOUT_TP="2",
+            MODEL_PATH="some/model",
+            DATA_DIR=str(tmp_path),
+            VAL_FILE="[a.parquet,b.parquet]",
+            RUN_DIR=str(tmp_path / "run"),
+            LOGGER="file,wandb",
+            SEED="7",
+            MODE="separate_async",
+            ROLLOUT_NNODES="3",
+        )
+        assert result.returncode == 0, result.stderr
+        config = config_of(calls[0][4:])
+        assert config.data.train_files.startswith(str(tmp_path))
+        expected = {
+            "trainer.nnodes": 2,
+            "trainer.n_gpus_per_node": 4,
+            f"{ACTOR}.megatron.tensor_model_parallel_size": 4,
+            f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+            "critic.megatron.pipeline_model_parallel_size": 2,
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            f"{ROLLOUT}.nnodes": 3,
+            f"{ROLLOUT}.n_gpus_per_node": 4,
+            f"{ROLLOUT}.checkpoint_engine.backend": "nccl",
+            f"{ROLLOUT}.seed": 7,
+            "data.seed": 7,
+            "actor_rollout_ref.model.path": "some/model",
+            "data.val_files": ["a.parquet", "b.parquet"],
+            "trainer.logger": ["file", "wandb"],
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.default_local_dir": str(tmp_path / "run" / "checkpoints"),
+            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(tmp_path / "run" / "metrics.jsonl"),
+        }
+        assert differing(config, expected) == {}
+
+
+def test_metrics_go_where_the_script_says():
+    """verl merges ``ray_init.runtime_env`` into its own, and its file logger reads the variable in a Ray worker."""
+    from verl.trainer import main_ppo
+    from verl.utils import tracking
+
+    assert 'ray_init_kwargs.get("runtime_env", {})' in inspect.getsource(main_ppo.run_ppo)
+    assert 'os.getenv("VERL_FILE_LOGGER_PATH"' in inspect.getsource(tracking.FileLogger)
