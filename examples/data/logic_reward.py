@@ -45,7 +45,7 @@ def compute_score(
 
     Returns:
         ``score``, the sum of both parts; ``acc`` 1 when everybody's role is right, else 0; ``format`` 1 when the format
-        is right, else 0; ``pred``, the roles as the ground truth has them, empty when they cannot be read.
+        is right, else 0; ``pred``, the roles in the ground truth's order, empty when they cannot be read.
     """
     response = ("<think>" if think_in_prompt else "") + str(solution_str)
     form = _FORM.fullmatch(response)

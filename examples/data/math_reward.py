@@ -237,4 +237,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    _serve(sys.stdin, sys.stdout)
+    answers = os.fdopen(os.dup(1), "w")
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    _serve(sys.stdin, answers)
