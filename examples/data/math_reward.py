@@ -127,7 +127,8 @@ def is_equal(ground_truth: str, answer: str, time_limit: float = 5.0) -> bool:
     if truth == mine:
         return True
     # Math-Verify knows what \text{} may hold.
-    return _checker().is_equal(*(_NOTHING.sub("", text).strip() for text in (ground_truth, answer)), time_limit)
+    truth, mine = (_NOTHING.sub("", text).strip() for text in (ground_truth, answer))
+    return _checker().is_equal(truth, mine, time_limit)
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
@@ -157,13 +158,14 @@ class _Checker:
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, truth: str, answer: str, time_limit: float) -> bool:
+        question = json.dumps([truth, answer, time_limit])
         with self._lock:
             try:
-                return self._ask(json.dumps([truth, answer, time_limit]))
+                return self._ask(question)
             except (OSError, ValueError):
                 self.close()  # ended from outside, for want of memory perhaps
             try:
-                return self._ask(json.dumps([truth, answer, time_limit]))
+                return self._ask(question)
             except (OSError, ValueError) as error:
                 self.close()
                 raise RuntimeError(

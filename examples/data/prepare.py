@@ -184,15 +184,14 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
     with _reporting():
         rows = read(name, "train", ("prompt", "reward_model", "extra_info"), source)
         truths: dict[str, set[str]] = {}
-        problems = {}
+        ids: dict[str, str] = {}
         total = 0
         for total, row in enumerate(rows, 1):
             try:
                 # Prompts are the wording that the data set gives them: one message of the user.
                 (message,) = row["prompt"]
                 problem, truth = message["content"], row["reward_model"]["ground_truth"]
-                if problem not in truths:
-                    problems[problem] = str((row["extra_info"] or {}).get("index", ""))
+                ids.setdefault(problem, str((row["extra_info"] or {}).get("index", "")))
                 truths.setdefault(problem, set()).add(truth)
             except (TypeError, KeyError, ValueError, AttributeError) as error:
                 raise DataError(
@@ -200,13 +199,13 @@ def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> Non
                     f"'ground_truth' in 'reward_model' ({error!r}); is it {name}?"
                 ) from error
         # Of a problem with two truths nobody knows which is right.
-        clear = [problem for problem in problems if len(truths[problem]) == 1]
-        typer.echo(f"{total} rows, {len(problems)} problems, {len(problems) - len(clear)} of several answers left out")
+        clear = [(problem, *found) for problem, found in truths.items() if len(found) == 1]
+        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} of several answers left out")
         write(
             path,
             (
-                make_row("math_dapo", problem, *truths[problem], split, i, id_=problems[problem])
-                for i, problem in enumerate(clear)
+                make_row("math_dapo", problem, truth, split, i, id_=ids[problem])
+                for i, (problem, truth) in enumerate(clear)
             ),
         )
 
