@@ -1,0 +1,1 @@
+"""Real tasks in verl's parquet schema, and their rewards."""

@@ -1,0 +1,337 @@
+"""Real tasks in verl's parquet schema.
+
+    python -m examples.data.prepare dapo|aime|math500|gsm8k --out DIR [--source PATH]
+    python -m examples.data.prepare kk --out DIR [--puzzles 5000] [--seed 0]
+
+Without ``--source`` a data set comes from the Hugging Face hub. All files have one schema, so verl can read any of
+them together (``data.val_files=[...]``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+
+from examples.tiny_world import puzzles as knights
+
+Row = dict[str, Any]
+
+#: ``id`` is the source's own name of the row; ``level`` its difficulty there (MATH's level 1 to 5, or people of a
+#: puzzle), 0 where the source has none.
+SCHEMA = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+        "ability": pa.string(),
+        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+        "extra_info": pa.struct({"split": pa.string(), "index": pa.int64(), "id": pa.string(), "level": pa.int64()}),
+    }
+)
+
+BATCH = 10_000
+HELD_OUT = 0.1
+PEOPLE = (3, 4, 5, 6, 7)
+
+# The instructions that verl's own examples give, so that results compare.
+BOXED = "Let's think step by step and output the final answer within \\boxed{}."
+HASHES = 'Let\'s think step by step and output the final answer after "####".'
+KK_PROMPT = (
+    "On an island live only knights, who always tell the truth, and knaves, who always lie. "
+    "You meet {count} of its people: {names}.\n{said}\nWho is a knight, and who is a knave?\n\n"
+    "Think about it first, within <think> and </think>. Then state everybody's role within <answer> and </answer>, "
+    "like this:\n<think> your reasoning </think> <answer> NAME is a knight, NAME is a knave, ... </answer>"
+)
+
+app = typer.Typer(help="Real tasks in verl's parquet schema.", no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Folder to write to; made if missing.", file_okay=False)]
+Source = Annotated[
+    Path | None,
+    typer.Option(help="A parquet, json or jsonl file of the data set, or a folder of them. Default: the hub."),
+]
+
+
+class DataError(Exception):
+    """Data cannot be prepared; the message says what is wrong, where, and how to mend it."""
+
+
+@app.command()
+def dapo(out: Out, source: Source = None) -> None:
+    """DAPO-Math-17k, each of its problems once: dapo-math-17k.parquet."""
+    _prepare_verl("BytedTsinghua-SIA/DAPO-Math-17k", source, out / "dapo-math-17k.parquet", "train")
+
+
+@app.command()
+def aime(out: Out, source: Source = None) -> None:
+    """AIME 2024, each of its problems once: aime-2024.parquet."""
+    _prepare_verl("BytedTsinghua-SIA/AIME-2024", source, out / "aime-2024.parquet", "test")
+
+
+@app.command()
+def math500(out: Out, source: Source = None) -> None:
+    """MATH-500: math-500.parquet."""
+    name = "HuggingFaceH4/MATH-500"
+
+    def convert(row: Row, index: int) -> Row:
+        level = re.search(r"\d+", str(row["level"]))
+        return make_row(
+            name,
+            f"{row['problem']} {BOXED}",
+            row["answer"],
+            "test",
+            index,
+            id_=row["unique_id"],
+            level=int(level[0]) if level else 0,
+        )
+
+    with _reporting():
+        rows = read(name, "test", ("problem", "answer", "level", "unique_id"), source)
+        write(out / "math-500.parquet", _converted(rows, convert, source or name))
+
+
+@app.command()
+def gsm8k(out: Out, source: Source = None) -> None:
+    """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder with a file of each split."""
+    name = "openai/gsm8k"
+
+    def convert(row: Row, index: int) -> Row:
+        _, hashes, answer = row["answer"].rpartition("####")
+        if not hashes:
+            raise DataError(f"'answer' does not end in '#### 42': {row['answer'][:60]!r}")
+        truth = answer.strip().replace(",", "")
+        return make_row(name, f"{row['question']} {HASHES}", truth, split, index, id_=f"{split}/{index}")
+
+    with _reporting():
+        for split in ("train", "test"):
+            rows = read(name, split, ("question", "answer"), source, config="main")
+            write(out / f"gsm8k-{split}.parquet", _converted(rows, convert, source or name))
+
+
+@app.command()
+def kk(
+    out: Out,
+    puzzles: Annotated[int, typer.Option(help="Puzzles in all, a tenth of them held out.", min=10)] = 5000,
+    seed: Annotated[int, typer.Option(help="Same seed, same puzzles.")] = 0,
+    people: Annotated[
+        list[int] | None,
+        typer.Option(help="A number of people; give it again for more. Default: 3 to 7.", min=2, max=7),
+    ] = None,
+) -> None:
+    """Knights and Knaves, generated: kk-train.parquet and kk-test.parquet, which never share a puzzle."""
+    with _reporting():
+        seen: set[bytes] = set()
+        held_out = round(puzzles * HELD_OUT)
+        for split, count in (("train", puzzles - held_out), ("test", held_out)):
+            found = list(itertools.islice(knights.generate(seed, split, seen, people or PEOPLE), count))
+            if len(found) < count:
+                raise DataError(f"there are only {len(found)} of {count} different {split} puzzles; allow more people")
+            write(out / f"kk-{split}.parquet", (kk_row(puzzle, split, i) for i, puzzle in enumerate(found)))
+
+
+def kk_row(puzzle: knights.Puzzle, split: str, index: int) -> Row:
+    """A puzzle of :mod:`examples.tiny_world.puzzles`, in words for a language model."""
+    names = puzzle.names
+    said = zip(names, puzzle.statements, strict=True)
+    prompt = KK_PROMPT.format(
+        count=puzzle.people,
+        names=f"{', '.join(names[:-1])} and {names[-1]}",
+        said="\n".join(f'{name} says: "{_sentence(statement, names)}"' for name, statement in said),
+    )
+    truth = knights.describe(knights.solutions(puzzle)[0], names)
+    mark = knights.fingerprint(puzzle).hex()
+    return make_row("kk", prompt, truth, split, index, ability="logic", id_=mark, level=puzzle.people)
+
+
+def _sentence(statement: knights.Statement, names: tuple[str, ...]) -> str:
+    if statement.operator == "if":
+        premise, conclusion = (claim.text(names) for claim in statement.claims)
+        return f"If {premise}, then {conclusion}."
+    return statement.text(names).replace(" iff ", " if and only if ") + "."
+
+
+def make_row(
+    data_source: str,
+    prompt: str,
+    ground_truth: Any,
+    split: str,
+    index: int,
+    *,
+    ability: str = "math",
+    id_: str = "",
+    level: int = 0,
+) -> Row:
+    """One row of :data:`SCHEMA`."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": str(ground_truth)},
+        "extra_info": {"split": split, "index": index, "id": str(id_), "level": level},
+    }
+
+
+def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> None:
+    """A data set that is in verl's schema already, but with each problem many times."""
+    with _reporting():
+        rows = read(name, "train", ("prompt", "reward_model", "extra_info"), source)
+        truths: dict[str, set[str]] = {}
+        ids: dict[str, str] = {}
+        total = 0
+        for total, row in enumerate(rows, 1):
+            try:
+                # Prompts are the wording that the data set gives them: one message of the user.
+                (message,) = row["prompt"]
+                problem, truth = message["content"], row["reward_model"]["ground_truth"]
+                ids.setdefault(problem, str((row["extra_info"] or {}).get("index", "")))
+                truths.setdefault(problem, set()).add(truth)
+            except (TypeError, KeyError, ValueError, AttributeError) as error:
+                raise DataError(
+                    f"{source or name}, row {total - 1}: not verl's schema, with one message in 'prompt' and a "
+                    f"'ground_truth' in 'reward_model' ({error!r}); is it {name}?"
+                ) from error
+        # Of a problem with two truths nobody knows which is right.
+        clear = [(problem, *found) for problem, found in truths.items() if len(found) == 1]
+        typer.echo(f"{total} rows, {len(truths)} problems, {len(truths) - len(clear)} of several answers left out")
+        write(
+            path,
+            (
+                make_row("math_dapo", problem, truth, split, i, id_=ids[problem])
+                for i, (problem, truth) in enumerate(clear)
+            ),
+        )
+
+
+def _converted(rows: Iterable[Row], convert: Callable[[Row, int], Row], where: object) -> Iterator[Row]:
+    for index, row in enumerate(rows):
+        try:
+            yield convert(row, index)
+        except (DataError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}, row {index}: {error}; is it the right data set?") from error
+
+
+def read(
+    name: str, split: str, columns: tuple[str, ...], source: Path | None = None, config: str | None = None
+) -> Iterator[Row]:
+    """Rows of one split of data set ``name``, only the ``columns`` asked for.
+
+    Args:
+        name: The data set's id on the hub.
+        split: The split there.
+        columns: Every one must exist.
+        source: A local file or folder to read instead of the hub. Of a folder's files those named after the split are
+            read, if any is named after one.
+        config: The data set's config on the hub, and the folder to look in if ``source`` has such a folder. A data set
+            with configs has splits, so its files must be named after them.
+
+    Raises:
+        DataError: No such file, no network, or a column is missing.
+    """
+    if source is None:
+        yield from _read_hub(name, config, split, columns)
+        return
+    for path in _files(source, split, config):
+        try:
+            yield from _read_file(path, columns)
+        except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}; copy or download it again") from error
+
+
+def _read_hub(name: str, config: str | None, split: str, columns: tuple[str, ...]) -> Iterator[Row]:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # there is no common class of what the hub's client raises
+        raise DataError(
+            f"{name} cannot be had from the Hugging Face hub: {type(error).__name__}: {error}\n"
+            "Without a network, or with HF_HUB_OFFLINE set, download it elsewhere "
+            f"(hf download --repo-type dataset {name} --local-dir FOLDER) and give --source FOLDER."
+        ) from error
+    _check_columns(name, data.column_names, columns)
+    for table in data.select_columns(list(columns)).with_format("arrow").iter(batch_size=BATCH):
+        yield from table.to_pylist()
+
+
+def _files(source: Path, split: str, config: str | None) -> list[Path]:
+    if not source.exists():
+        raise DataError(f"--source {source} does not exist")
+    if source.is_file():
+        files = [source]
+    else:
+        folder = source / config if config and (source / config).is_dir() else source
+        files = next(
+            (found for kind in ("parquet", "jsonl", "json") if (found := sorted(folder.rglob(f"*.{kind}")))), []
+        )
+        if not files:
+            raise DataError(f"--source {source} has no .parquet, .jsonl or .json file in it")
+    named = {one: [file for file in files if one in file.stem] for one in ("train", "test")}
+    if config is None and not any(named.values()):
+        return files
+    if not named[split]:
+        raise DataError(f"--source {source} has no file of the {split} split; its name must have '{split}' in it")
+    return named[split]
+
+
+def _read_file(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow.names, columns)
+            for batch in file.iter_batches(BATCH, columns=list(columns)):
+                yield from batch.to_pylist()
+        return
+    with path.open(encoding="utf-8") as file:
+        rows = json.load(file) if path.suffix == ".json" else (json.loads(line) for line in file if line.strip())
+        for index, row in enumerate(rows):
+            _check_columns(f"{path}, row {index}", row if isinstance(row, dict) else (), columns)
+            yield {column: row[column] for column in columns}
+
+
+def _check_columns(where: object, found: Iterable[str], wanted: tuple[str, ...]) -> None:
+    if missing := set(wanted) - set(found):
+        raise DataError(
+            f"{where} has no column {', '.join(sorted(missing))}; it has {', '.join(sorted(found)) or 'none'}. "
+            "Is it the right data set?"
+        )
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows of :data:`SCHEMA` and say so. Another process sees the whole file or none.
+
+    Raises:
+        DataError: There are no rows, or the folder cannot be written to.
+    """
+    table = pa.Table.from_pylist(list(rows), SCHEMA)
+    if not table.num_rows:
+        raise DataError(f"{path} would have no rows: the source is empty")
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, part)
+        part.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}; choose another --out") from error
+    finally:
+        part.unlink(missing_ok=True)
+    typer.echo(f"{path}: {table.num_rows} rows")
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()
