@@ -1,4 +1,4 @@
-"""verl gives a mask of the padding, [batch, sequence]; megatron-core's own attention takes one of pairs of positions."""
+"""verl gives a mask of the padding; megatron-core's own attention takes one of pairs of positions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _causal_is_enough(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="megatron_padding_mask",
     target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    why="Megatron training on a CPU fails in attention: Transformer Engine's takes verl's mask, megatron-core's does not",
+    why="Megatron training on a CPU fails in attention: Transformer Engine's takes verl's mask, mcore's does not",
     upstream="unreported",
     requires="megatron-core==0.16.1",
     source_sha256="6ea34637b381dcc2e7c0acaaa3ff90b057972577ba9fa1fe7da0714aa4c97f06",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -27,15 +28,16 @@ def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-#: What takes the place of functions of ``torch.cuda``, which no mode sees.
-_STAND_INS: dict[str, Callable[..., Any]] = {
-    "current_device": lambda: _CPU,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "manual_seed": torch.manual_seed,
-    "get_rng_state": _get_rng_state,
-    "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-}
+#: What takes the place of functions of ``torch.cuda``, which no mode sees: module, name, function.
+_STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+    (torch.cuda, "current_device", lambda: _CPU),
+    (torch.cuda, "synchronize", _nothing),
+    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "manual_seed", torch.manual_seed),
+    (torch.cuda, "get_rng_state", _get_rng_state),
+    (torch.cuda.random, "get_rng_state", _get_rng_state),
+    (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+)
 
 
 class CudaIsCpu(TorchFunctionMode):
@@ -61,8 +63,8 @@ class CudaIsCpu(TorchFunctionMode):
 
     def __enter__(self) -> CudaIsCpu:
         if not CudaIsCpu._depth:
-            CudaIsCpu._patches.enter_context(mock.patch.multiple(torch.cuda, **_STAND_INS))
-            CudaIsCpu._patches.enter_context(mock.patch.object(torch.cuda.random, "get_rng_state", _get_rng_state))
+            for module, name, stand_in in _STAND_INS:
+                CudaIsCpu._patches.enter_context(mock.patch.object(module, name, stand_in))
         CudaIsCpu._depth += 1
         return super().__enter__()
 
