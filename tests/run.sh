@@ -24,4 +24,5 @@ mypy
 shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
 echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, a real training"
 python -m pytest -n 2 tests/unit tests/contract
-exec python -m pytest tests/e2e
+# Two at a time: a run mostly waits for its processes to start. What shares an engine or a run stays together.
+exec python -m pytest -n 2 --dist loadgroup tests/e2e

@@ -1,4 +1,4 @@
-"""Somebody's own trainer, with rhyme put under it: one more base class.
+"""Somebody's own trainer and worker, with rhyme put under them: one more base class.
 
 ``trainer.v1.trainer_mode=my_async`` after ``VERL_USE_EXTERNAL_MODULES=examples.own_trainer.my_trainer``.
 verl gives every mode but ``sync`` its asynchronous semantics, so derive from an asynchronous trainer.
@@ -6,14 +6,22 @@ verl gives every mode but ``sync`` its asynchronous semantics, so derive from an
 
 from typing import Any
 
+import ray
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
 
+from examples.own_trainer.my_worker import MyWorker
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 
 
 @register_trainer("my_async")
 class MyTrainer(RhymeTrainerMixin, PPOTrainerColocateAsync):
-    """Logs the share of full-length responses, to have something of its own."""
+    """Logs the share of full-length responses, and has workers of its own."""
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
+            self.role_worker_mapping[role] = ray.remote(MyWorker)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)

@@ -5,6 +5,8 @@ import pytest
 
 from verl_rhyme.history.keys import prompt_key
 
+pytestmark = pytest.mark.xdist_group("features")
+
 VOCABULARY = 12
 LENGTH = 60
 SEQUENCE = 160  # positions, of blocks of 32

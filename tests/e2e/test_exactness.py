@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+pytestmark = pytest.mark.xdist_group("exactness")
+
 VOCABULARY = 12
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 3  # tokens whose joint law is tested: 12**3 cells

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.xdist_group("megatron_engine")
+
 MODELS = Path(__file__).parents[2] / "examples/tiny_world/models"
 STEPS, LR = 10, 3e-4
 

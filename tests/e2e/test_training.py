@@ -13,6 +13,7 @@ import pytest
 from verl_rhyme.observability import events
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(1200)
 #: 16 prompts x 4 samples, two steps an epoch.
 SMALL = (
     "data.train_batch_size=8",
@@ -21,6 +22,15 @@ SMALL = (
     "trainer.save_freq=2",
 )
 STEPS_AN_EPOCH = 2
+MEGATRON = "model_engine=megatron"
+#: Model, and overrides: FSDP on one rank, Megatron on two, with a rollout replica on each.
+ENGINES = {
+    "fsdp": ("qwen2", ()),
+    "megatron-tp2": (
+        "llama",
+        (MEGATRON, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+    ),
+}
 
 
 def start(run_dir, *overrides, epochs, **env):
@@ -34,7 +44,7 @@ def start(run_dir, *overrides, epochs, **env):
     )
 
 
-def finish(process, run_dir, timeout=420):
+def finish(process, run_dir, timeout=600):
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -53,7 +63,7 @@ def steps_of(run_dir):
     return [(line["step"], line["data"]) for file in files for line in map(json.loads, file.read_text().splitlines())]
 
 
-def wait_for_step(process, run_dir, step, timeout=300):
+def wait_for_step(process, run_dir, step, timeout=500):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         if any(found >= step for found, _ in steps_of(run_dir)):
@@ -77,10 +87,17 @@ def kill_all(process):
     process.wait(timeout=30)
 
 
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ENGINES])
+def engine(request):
+    """Starts a run with this engine: ``engine(run_dir, epochs=2)``."""
+    model, overrides = ENGINES[request.param]
+    return lambda run_dir, **env: start(run_dir, *overrides, MODEL=model, **env)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(engine, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
-    return run_dir, finish(start(run_dir, epochs=2), run_dir)
+    return run_dir, finish(engine(run_dir, epochs=2), run_dir)
 
 
 def test_trains_drafts_and_reports(trained):
@@ -142,12 +159,12 @@ def test_metrics_carry_verls_names_and_ours(trained):
     assert metrics["training/rollout_probs_diff_max"] < 0.02
 
 
-def test_killed_and_resumed(trained):
+def test_killed_and_resumed(engine, trained):
     run_dir, _ = trained
-    process = start(run_dir, epochs=4)
+    process = engine(run_dir, epochs=4)
     wait_for_step(process, run_dir, 5)  # one step after the checkpoint of step 4
     kill_all(process)
-    output = finish(start(run_dir, epochs=4), run_dir)
+    output = finish(engine(run_dir, epochs=4), run_dir)
     assert "step 8/8" in output
     history = steps_of(run_dir)
     # Step 5 and perhaps 6 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
@@ -195,11 +212,13 @@ def test_separate_rollout_pool(tmp_path):
     assert steps_of(tmp_path)[-1][1]["rollout/history/errors"] == 0
 
 
-def test_somebodys_own_trainer(tmp_path):
+@pytest.mark.parametrize("overrides", [(), (MEGATRON,)], ids=["fsdp", "megatron"])
+def test_somebodys_own_trainer_and_worker(overrides, tmp_path):
     modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"
-    process = start(tmp_path, epochs=3, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)
+    process = start(tmp_path, *overrides, epochs=3, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)
     finish(process, tmp_path)
     _, metrics = steps_of(tmp_path)[-1]
     assert "mine/full_length" in metrics
+    assert metrics["actor/mine/updates"] == 3 * STEPS_AN_EPOCH
     assert metrics["rollout/spec/drafted_tokens"] > 0
     assert metrics["rollout/history/errors"] == 0

@@ -9,6 +9,8 @@ from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_service import HistoryService, node_history_dir, pack, unpack
 
+pytestmark = pytest.mark.xdist_group("two_nodes")
+
 NAMESPACE = "test-vocabulary"
 
 

@@ -1,0 +1,26 @@
+"""Somebody's own worker: verl's, with something added to what an update tells. The same on FSDP and on Megatron.
+
+Drafting takes place in the rollout server, so a worker needs nothing of verl-rhyme.
+"""
+
+from typing import Any
+
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+
+class MyTrainingWorker(TrainingWorker):
+    """Counts its updates."""
+
+    updates = 0
+
+    def _postprocess_output(self, output: dict, *, forward_only: bool, **kwargs: Any) -> Any:
+        if not forward_only:
+            self.updates += 1
+            output["metrics"]["mine/updates"] = [self.updates]  # one figure for each micro-batch, or for all
+        return super()._postprocess_output(output, forward_only=forward_only, **kwargs)
+
+
+class MyWorker(ActorRolloutRefWorker):
+    """Actor, rollout and reference of one rank."""
+
+    actor_worker_cls = MyTrainingWorker
