@@ -143,7 +143,8 @@ def behave() -> dict[str, Any]:
 
     current_platform.import_kernels()  # as vLLM's workers do
     if MODE == "patched":
-        import verl  # noqa: F401 - applies its patches through the plugin
+        import mbridge.core.llm_bridge  # noqa: F401
+        import verl.workers.engine.megatron  # noqa: F401 - applies the patches through the plugin
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
