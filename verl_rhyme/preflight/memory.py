@@ -162,9 +162,9 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
     Megatron: logits in bf16, which vocab-parallel cross-entropy turns into an fp32 softmax in place of which the
     gradient is written, and that gradient in bf16: (2 + 4 + 2) t V / tp; with the entropy a copy of the logits and
     its fp32 softmax as well.
-    FSDP: flash-attn's loss works in place, b t V; verl's fallback holds logits, the gather's gradient and the
-    logsumexp's gradient twice: 4 b t V; then the output embedding's gradient beside that of the logits. The eager
-    entropy keeps a softmax and its gradient.
+    FSDP: flash-attn's loss works in place, b t V; verl's fallback holds the logits and logsumexp's gradient twice, by
+    row and stacked: 3 b t V; then the output embedding's gradient beside that of the logits. The eager entropy keeps
+    a softmax and its gradient.
     """
     b, table = training.compute_bytes, tokens * model.vocab
     if training.engine == "megatron":
@@ -172,7 +172,7 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
         return norm + table * (8 + 6 * training.entropy) // training.tp
     norm = tokens * (4 + 2 * b) * model.hidden
     entropy = 2 * b * table if training.entropy and not training.chunked_entropy else 0
-    softmax = (1 if training.fused_loss else 4) * b * table + entropy
+    softmax = (1 if training.fused_loss else 3) * b * table + entropy
     return norm + max(softmax, b * table + b * model.embedding)
 
 
@@ -189,23 +189,29 @@ def update(model: Architecture, training: Training) -> Phase:
     kept = tokens * training.compute_bytes * model.hidden // split if training.recompute else layer
     # The first stage of a pipeline has pp micro-batches in flight, the last one the loss and one.
     backward = _layer_backward(model, training, tokens) + (layer if training.recompute else 0)
+    backward += _gathered_layers(model, training, backward=True)
     loss = loss_bytes(model, training, tokens)
     first, last = (training.pp * layers * kept, backward), (layers * kept, max(loss, backward))
     activations, transient = max(first, last, key=sum) if training.pp > 1 else last
-    return Phase({**held, "gathered": _gathered(model, training), "activations": activations, "loss": transient})
+    return Phase(
+        {**held, "gathered": _gathered_root(model, training), "activations": activations, "transient": transient}
+    )
 
 
-def _gathered(model: Architecture, training: Training) -> int:
-    """FSDP: whole tensors that exist beside the shards.
-
-    The root unit (embeddings and final norm) stays gathered, two layers are (one is fetched ahead), and one layer's
-    gradients are whole, in the computation's type and again in that of the reduction.
-    """
+def _gathered_root(model: Architecture, training: Training) -> int:
+    """FSDP: the root unit (embeddings and final norm) stays whole from the forward to the end of the backward pass."""
     if training.engine != "fsdp":
         return 0
-    root = model.parameters - model.layers * model.layer()
-    layers = 2 * training.compute_bytes + training.compute_bytes + training.reduce_bytes
-    return training.compute_bytes * root + layers * model.layer()
+    return training.compute_bytes * (model.parameters - model.layers * model.layer())
+
+
+def _gathered_layers(model: Architecture, training: Training, backward: bool) -> int:
+    """FSDP: two layers are whole, one being fetched ahead; going backward so are one layer's gradients, in the type of
+    the computation and again in that of the reduction."""
+    if training.engine != "fsdp":
+        return 0
+    gradients = training.compute_bytes + training.reduce_bytes if backward else 0
+    return (2 * training.compute_bytes + gradients) * model.layer()
 
 
 def optimizer_step(model: Architecture, training: Training) -> Phase:
@@ -238,7 +244,8 @@ def log_prob(model: Architecture, training: Training) -> Phase | None:
         held["gradients"] = 0
         logits = b * table * (1 if training.chunked_entropy else 3)
     layer = tokens * b * (2 * model.hidden + 3 * model.ffn // training.tp)
-    return Phase({**held, "gathered": _gathered(model, training), "activations": layer, "loss": logits})
+    gathered = _gathered_root(model, training) + _gathered_layers(model, training, backward=False)
+    return Phase({**held, "gathered": gathered, "activations": layer, "transient": logits})
 
 
 def resident(model: Architecture, training: Training) -> int:
