@@ -41,6 +41,7 @@ class Training:
         parameter_bytes, compute_bytes, reduce_bytes: Of an element of a stored parameter, in computation, and of a
             gradient that is reduced.
         fused_loss: FSDP: flash-attn's cross-entropy, which works in place; else verl's torch fallback.
+        fused_kernels: verl's ``use_fused_kernels``: the logits are never whole.
         entropy: The entropy is computed in the update as well (``entropy_coeff`` is not 0).
         chunked_entropy: It is computed chunk by chunk, or compiled into one kernel.
         foreach: Adam works on all tensors at once, as torch does on GPUs, and takes one more copy of them.
@@ -64,6 +65,7 @@ class Training:
     compute_bytes: int = 2
     reduce_bytes: int = 4
     fused_loss: bool = True
+    fused_kernels: bool = False
     entropy: bool = False
     chunked_entropy: bool = False
     foreach: bool = True
@@ -166,7 +168,7 @@ def loss_bytes(model: Architecture, training: Training, tokens: int) -> int:
     row and stacked: 3 b t V; then the output embedding's gradient beside that of the logits. The eager entropy keeps
     a softmax and its gradient.
     """
-    b, table = training.compute_bytes, tokens * model.vocab
+    b, table = training.compute_bytes, 0 if training.fused_kernels else tokens * model.vocab
     if training.engine == "megatron":
         norm = tokens * 2 * 2 * model.hidden // (training.tp if training.sequence_parallel else 1)
         return norm + table * (8 + 6 * training.entropy) // training.tp
@@ -237,7 +239,7 @@ def log_prob(model: Architecture, training: Training) -> Phase | None:
     held = states(model, training)
     if training.always_offloaded:
         held = dict.fromkeys(held, 0)
-    b, table = training.compute_bytes, tokens * model.vocab
+    b, table = training.compute_bytes, 0 if training.fused_kernels else tokens * model.vocab
     if training.engine == "megatron":
         logits = table * (2 + 2 + 4) // training.tp
     else:
