@@ -175,8 +175,7 @@ def _fsdp(engine: Any, ref: Any, strategy: str, gpus: int, device: str) -> dict[
         "reduce_bytes": _size(mixed.get("reduce_dtype", "fp32")),
         "fused_loss": device != "cpu",
         "foreach": device != "cpu",
-        "chunked_entropy": bool(engine.get("entropy_from_logits_with_chunking"))
-        or bool(engine.get("use_torch_compile")),
+        "chunked_entropy": chunked,
         "always_offloaded": strategy == "fsdp2" and bool(engine.get("offload_policy")),
     }
 
