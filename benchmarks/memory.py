@@ -107,6 +107,7 @@ def measure(fields: dict[str, Any], training: Training, rows: int) -> tuple[int,
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="one small model")] = False,
+    only: Annotated[str | None, typer.Option(help=f"one of {', '.join(MODELS)}")] = None,
 ) -> None:
     """Measure, estimate, and print the error."""
     import torch.distributed as dist
@@ -116,7 +117,7 @@ def main(
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     plain = Training("torch", compute_bytes=4, fused_loss=False, foreach=False)
     worst = 0.0
-    for name in ["qwen2-26m"] if quick else MODELS:
+    for name in [only] if only else ["qwen2-26m"] if quick else MODELS:
         model = Architecture.read(config(name))
         for engine in ("torch", "fsdp"):
             for recompute in (False, True):
