@@ -22,7 +22,7 @@ from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
-from verl_rhyme.preflight.estimate import Estimate, estimate, gib
+from verl_rhyme.preflight.estimate import Estimate, count, estimate, gib
 from verl_rhyme.preflight.machine import Machine, free_disk, look
 from verl_rhyme.preflight.plan import ENGINES, Plan, read, sequence_tokens
 
@@ -141,10 +141,10 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
     pools = {"rollout": plan.train_gpus} if plan.colocated else {}
     if plan.standalone:
         pools["standalone rollout"] = plan.rollout_gpus
-    for pool, count in pools.items():
-        if count < 1 or count % plan.replica_gpus:
+    for pool, held in pools.items():
+        if held < 1 or held % plan.replica_gpus:
             detail = (
-                f"{count} {pool} GPUs are no multiple of a replica's {plan.replica_gpus}; verl would leave some idle"
+                f"{held} {pool} GPUs are no multiple of a replica's {plan.replica_gpus}; verl would leave some idle"
             )
             problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
     if model:
@@ -347,7 +347,7 @@ def _model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | Non
         model = Architecture.read(fields)
     except UnknownArchitecture as error:
         return [Check(name, WARN, f"{path}: {error}", "none needed: verl may know it all the same")], fields, None
-    return [Check(name, OK, f"{path}: {model.name}, {model.parameters / 1e9:.2f} B parameters")], fields, model
+    return [Check(name, OK, f"{path}: {model.name}, {count(model.parameters)} parameters")], fields, model
 
 
 def files(config: Any) -> Iterator[Check]:

@@ -87,14 +87,15 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
 
 def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
     """The estimate as text, GiB throughout."""
+    has = gib(found.gpu_bytes)
     told = [
-        f"model: {found.parameters / 1e9:.2f} B parameters; a {'host' if plan.device == 'cpu' else 'GPU'} has "
-        f"{gib(found.gpu_bytes)} ({source})",
+        f"model: {count(found.parameters)} parameters; "
+        + (f"this host has {has}" if plan.device == "cpu" else f"a GPU has {has} ({source})"),
         f"training: {plan.train_gpus} GPUs, {plan.strategy}, data parallel {plan.data_parallel} x model parallel "
         f"{plan.model_parallel}, {plan.training.tokens if plan.training else 0} tokens a micro-batch on a GPU",
     ]
     for name, phase in found.phases.items():
-        parts = ", ".join(f"{part} {gib(size)}" for part, size in phase.components.items() if size)
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in phase.components.items() if size >= 1 << 16)
         told.append(f"{name}: {gib(phase.total)} a GPU ({parts})")
     serving = found.serving
     told += [
@@ -108,6 +109,11 @@ def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
     if found.left_out:
         told.append(f"not in it: {', '.join(found.left_out)}")
     return told
+
+
+def count(parameters: int) -> str:
+    """A number of parameters in billions, or in millions where they are few."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
 def gib(size: float) -> str:
