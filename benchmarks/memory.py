@@ -12,6 +12,7 @@ second on, and the peak of the second counts.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -29,10 +30,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 #: (model_type, hidden, MLP, layers, heads, key heads, vocabulary, tied)
 MODELS = {
-    "qwen2-26m": ("qwen2", 384, 1024, 8, 6, 2, 16384, False),
-    "qwen3-26m": ("qwen3", 384, 1024, 8, 6, 2, 16384, False),
-    "llama-60m": ("llama", 512, 1408, 12, 8, 4, 16384, True),
-    "qwen2-117m": ("qwen2", 768, 2048, 12, 12, 4, 32768, True),
+    "qwen2-25m": ("qwen2", 384, 1024, 8, 6, 2, 16384, False),
+    "qwen3-25m": ("qwen3", 384, 1024, 8, 6, 2, 16384, False),
+    "llama-44m": ("llama", 512, 1408, 12, 8, 4, 16384, True),
+    "qwen2-101m": ("qwen2", 768, 2048, 12, 12, 4, 32768, True),
 }
 
 
@@ -66,6 +67,7 @@ def measure(fields: dict[str, Any], training: Training, rows: int) -> tuple[int,
     from transformers import AutoConfig, AutoModelForCausalLM
     from verl.utils.torch_functional import logprobs_from_logits
 
+    gc.collect()  # an earlier model that went later would count as memory given back
     torch.manual_seed(0)
     length = training.tokens // rows
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -117,7 +119,7 @@ def main(
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     plain = Training("torch", compute_bytes=4, fused_loss=False, foreach=False)
     worst = 0.0
-    for name in [only] if only else ["qwen2-26m"] if quick else MODELS:
+    for name in [only] if only else ["qwen2-25m"] if quick else MODELS:
         model = Architecture.read(config(name))
         for engine in ("torch", "fsdp"):
             for recompute in (False, True):

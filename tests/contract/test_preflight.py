@@ -32,7 +32,8 @@ def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ}, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     monkeypatch.chdir(tmp_path)
-    assert OmegaConf.to_yaml(compose(arguments)) == found.stdout[found.stdout.index("actor_rollout_ref:") :]
+    theirs = found.stdout[found.stdout.index("model_engine:") :]
+    assert OmegaConf.to_yaml(compose(arguments)).strip() == theirs.strip()
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (16, "float32")])
@@ -75,10 +76,10 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
     from benchmarks.memory import config, measure
     from verl_rhyme.preflight.memory import Training
 
-    model = Architecture.read(config("qwen2-26m"))
+    model = Architecture.read(config("qwen2-25m"))
     plain = Training("torch", compute_bytes=4, fused_loss=False, foreach=False, tokens=256)
     for recompute in (False, True):
         training = replace(plain, recompute=recompute)
-        update, step = measure(config("qwen2-26m"), training, rows=2)
+        update, step = measure(config("qwen2-25m"), training, rows=2)
         assert memory.update(model, training).total == pytest.approx(update, rel=0.15)
         assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)

@@ -192,9 +192,17 @@ def update(model: Architecture, training: Training) -> Phase:
     # The first stage of a pipeline has pp micro-batches in flight, the last one the loss and one.
     backward = _layer_backward(model, training, tokens) + (layer if training.recompute else 0)
     backward += _gathered_layers(model, training, backward=True)
+    end = 0
+    if model.tied and training.engine != "megatron":
+        # The one gradient of both embeddings: the output's part waits for the input's, and a third holds their sum.
+        backward += training.compute_bytes * model.embedding
+        end = 3 * training.compute_bytes * model.embedding
     loss = loss_bytes(model, training, tokens)
     first, last = (training.pp * layers * kept, backward), (layers * kept, max(loss, backward))
-    activations, transient = max(first, last, key=sum) if training.pp > 1 else last
+    moments = [last, (0, end)]
+    if training.pp > 1:
+        moments.append(first)
+    activations, transient = max(moments, key=sum)
     return Phase(
         {**held, "gathered": _gathered_root(model, training), "activations": activations, "transient": transient}
     )
