@@ -382,7 +382,7 @@ def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]
     share, status = peak / found.gpu_bytes, OK
     if share > TIGHT:
         status = FAIL if share > 1 else WARN
-    detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), within about 15 %"
+    detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
     yield Check(name, status, detail, "" if status == OK else _lighter(phase))
     serving = found.serving
     if serving.cache <= 0:
