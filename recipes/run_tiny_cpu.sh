@@ -2,7 +2,7 @@
 # Trains a tiny model on Knights and Knaves puzzles with verl and vLLM on a CPU, drafting from history.
 #   RHYME=histospec|off     drafting on (default), or stock verl
 #   COMPARE=1               both arms with one seed, then the comparison
-#   DRY_RUN=1               print the resolved config and stop
+#   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1   RUN_DIR=runs/tiny_cpu
 #   MODE=sync|colocate_async|separate_async
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
@@ -64,7 +64,7 @@ run() { # run ARM DIRECTORY [overrides]
     "actor_rollout_ref.rollout.seed=$SEED" "hydra.run.dir=$RUN_DIR/hydra" "$@"
   )
   if [ "$DRY_RUN" = 1 ]; then
-    "${command[@]}" --cfg job --resolve
+    verl-rhyme preflight --dry-run -- "${command[@]:3}"
     return
   fi
   mkdir -p "$RUN_DIR"

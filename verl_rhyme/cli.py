@@ -20,6 +20,7 @@ from rich.table import Table
 from verl_rhyme import __version__
 
 if TYPE_CHECKING:
+    from verl_rhyme.doctor import Check
     from verl_rhyme.history.inspection import Inspection
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
@@ -61,17 +62,83 @@ def doctor(
         report = {"version": __version__, "ok": not failed, "checks": [check.to_dict() for check in checks]}
         print(json.dumps(report, indent=2))
     else:
-        table = Table("", "check", box=None, pad_edge=False)
-        table.add_column("finding", overflow="fold")
-        for check in checks:
-            colour = _COLOURS[check.status]
-            finding = escape(check.detail) + (f"\n[{colour}]-> {escape(check.remedy)}[/]" if check.remedy else "")
-            table.add_row(f"[{colour}]{check.status}[/]", escape(check.name), finding)
-        Console().print(table)
-        warned = sum(check.status == "warn" for check in checks)
-        print(f"{len(checks)} checks, {warned} warnings, {failed} failures")
+        _print(checks)
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def preflight(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the resolved config, and as YAML comments the estimate and findings."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check a run before it starts: config, data, model, GPUs, memory, disk; exit 1 if anything fails.
+
+    A dry run needs neither GPU, data nor model, and exits 1 only if the config does not compose.
+    """
+    from verl_rhyme.config import ConfigError
+    from verl_rhyme.preflight.compose import compose
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not (as_json or dry_run):
+        print("verl-rhyme: looking at the run and at what is installed, about 20 s", file=sys.stderr, flush=True)
+    try:
+        with _silenced():
+            config = compose(arguments or [])
+            from verl_rhyme.preflight.checks import examine as examine_run
+
+            found = examine_run(config, dry_run=dry_run)
+    except (ConfigError, ValueError) as error:
+        if as_json:
+            print(json.dumps({"version": __version__, "ok": False, "error": str(error)}, indent=2))
+        print(f"verl-rhyme preflight: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    from omegaconf import OmegaConf
+
+    from verl_rhyme.preflight.estimate import lines
+
+    told = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
+    if as_json:
+        report = {
+            "version": __version__,
+            "ok": not found.failed,
+            "checks": [check.to_dict() for check in found.checks],
+            "estimate": found.estimate.to_dict() if found.estimate else None,
+        }
+        if dry_run:
+            report["config"] = OmegaConf.to_container(config)
+        print(json.dumps(report, indent=2))
+    elif dry_run:
+        print(OmegaConf.to_yaml(config), end="")
+        for line in told:
+            print(f"# {line}")
+        for check in found.checks:
+            remedy = f" -> {check.remedy}" if check.remedy else ""
+            print(f"# {check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " "))
+    else:
+        for line in told:
+            print(line)
+        _print(found.checks)
+    if found.failed and not dry_run:
+        raise typer.Exit(1)
+
+
+def _print(checks: list[Check]) -> None:
+    table = Table("", "check", box=None, pad_edge=False)
+    table.add_column("finding", overflow="fold")
+    for check in checks:
+        colour = _COLOURS[check.status]
+        finding = escape(check.detail) + (f"\n[{colour}]-> {escape(check.remedy)}[/]" if check.remedy else "")
+        table.add_row(f"[{colour}]{check.status}[/]", escape(check.name), finding)
+    Console().print(table)
+    counts = {status: sum(check.status == status for check in checks) for status in ("warn", "fail")}
+    print(f"{len(checks)} checks, {counts['warn']} warnings, {counts['fail']} failures")
 
 
 @contextlib.contextmanager

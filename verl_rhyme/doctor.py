@@ -83,6 +83,11 @@ def examine(history_dir: str | None = None) -> list[Check]:
     return [check for name, step in steps.items() for check in _guarded(name, step)]
 
 
+def versions() -> list[Check]:
+    """Python and the packages only, from their metadata: fast, imports nothing."""
+    return [*_guarded("python", _python), *_guarded("versions", _versions)]
+
+
 def _guarded(name: str, step: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from step()

@@ -1,0 +1,85 @@
+"""What the preflight says of verl and vLLM is what they say of themselves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme.preflight import memory
+from verl_rhyme.preflight.architecture import Architecture
+from verl_rhyme.preflight.compose import compose
+from verl_rhyme.preflight.memory import Rollout
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model_engine=megatron", "trainer.nnodes=2", "+extra.key=${trainer.nnodes}", "hydra.run.dir=/tmp/x"],
+        ["--config-path", str(ROOT / "recipes/config"), "--config-name", "tiny_cpu", "+rhyme=histospec"],
+        ["--config-path", "config", "++trainer.project_name=${hydra:job.name}"],
+    ],
+    ids=["default config", "absolute path", "relative path"],
+)
+def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path):
+    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, "--cfg", "job", "--resolve"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ}, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    monkeypatch.chdir(tmp_path)
+    theirs = found.stdout[found.stdout.index("model_engine:") :]
+    assert OmegaConf.to_yaml(compose(arguments)).strip() == theirs.strip()
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (16, "float32")])
+def test_cache_bytes_are_vllms(tp, dtype):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    model = Architecture("llama", 32, 4096, 14336, 32, 8, 128, 128256, tied=False)
+    kind = getattr(torch, dtype)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=max(1, 8 // tp), head_size=128, dtype=kind)
+    ours = memory.cache_bytes_per_token(model, Rollout(tp=tp, cache_bytes=kind.itemsize))
+    assert ours * 16 == 32 * spec.page_size_bytes
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_parameters_are_those_that_transformers_makes(kind):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        head_dim=16,
+        attention_bias=kind == "llama",
+        mlp_bias=kind == "llama",
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert Architecture.read(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
+    from dataclasses import replace
+
+    from benchmarks.memory import config, measure
+    from verl_rhyme.preflight.memory import Training
+
+    model = Architecture.read(config("qwen2-25m"))
+    plain = Training("torch", compute_bytes=4, fused_loss=False, foreach=False, tokens=256)
+    for recompute in (False, True):
+        training = replace(plain, recompute=recompute)
+        update, step = measure(config("qwen2-25m"), training, rows=2)
+        assert memory.update(model, training).total == pytest.approx(update, rel=0.15)
+        assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)

@@ -1,0 +1,268 @@
+"""Every check is quiet on a good run and fires, with how to mend it, on a bad one."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_rhyme.cli import app
+from verl_rhyme.config import ConfigError
+from verl_rhyme.preflight import checks, machine, model_folder
+from verl_rhyme.preflight.compose import compose
+from verl_rhyme.preflight.machine import Machine
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+HERE = Machine(gpus=8, gpu_bytes=80 << 30, gpu_source="nvidia-smi", host_bytes=512 << 30, host_free=400 << 30)
+
+
+@pytest.fixture(autouse=True)
+def this_machine(monkeypatch):
+    monkeypatch.setattr(checks, "look", lambda: HERE)
+    monkeypatch.setattr(checks, "free_disk", lambda folder: (folder, 1 << 40))
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A folder with a dataset, a model and a reward function, and the arguments of a run on them."""
+    pq.write_table(pa.table({"prompt": ["a"], "data_source": ["x"]}), tmp_path / "train.parquet")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "reward.py").write_text("def compute_score(): ...\n")
+    return [
+        "+rhyme=histospec",
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files=[{tmp_path}/train.parquet]",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py",
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+        "trainer.save_freq=5",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=64",
+        "data.max_prompt_length=512",
+        "data.max_response_length=1024",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+    ]
+
+
+def preflight(world, *overrides, **options):
+    return checks.examine(compose([*world, *overrides]), with_doctor=False, **options)
+
+
+def complaints(found):
+    """By name and status; several of a kind are one text."""
+    told = {}
+    for check in found.checks:
+        if check.status != "ok":
+            assert check.remedy
+            told.setdefault((check.name, check.status), []).append(f"{check.detail} {check.remedy}")
+    return {key: "\n".join(texts) for key, texts in told.items()}
+
+
+def test_a_good_run_is_quiet(world):
+    found = preflight(world)
+    assert not complaints(found)
+    assert found.estimate is not None
+    assert found.estimate.parameters == 494_032_768
+    assert found.plan.replicas == 4
+    names = {check.name for check in found.checks}
+    assert names >= {"rhyme", "parallel sizes", "batches", "rollout", "data.train_files", "data.val_files", "model"}
+    assert names >= {"reward function", "GPUs", "GPU memory", "KV cache", "host memory", "checkpoints", "history store"}
+
+
+R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+MEGATRON = "model_engine=megatron"
+NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "words"),
+    [
+        ([f"+{R}.custom.rhyme.drafting.windw=1"], "rhyme", "drafting.windw"),
+        ([f"{R}.name=sglang"], "rhyme", "set actor_rollout_ref.rollout.name=vllm"),
+        (["trainer.use_v1=false"], "rhyme", "use_v1"),
+        ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
+        ([f"+{R}.engine_kwargs.vllm.speculative_config.method=ngram"], "rhyme", "speculative_config"),
+        ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
+        ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
+        (
+            [MEGATRON, f"{A}.megatron.pipeline_model_parallel_size=16", "trainer.nnodes=2"],
+            "parallel sizes",
+            "24 layers",
+        ),
+        ([f"{A}.fsdp_config.fsdp_size=3"], "parallel sizes", "fsdp_size"),
+        ([f"{A}.ulysses_sequence_parallel_size=4"], "parallel sizes", "Ulysses: 14 attention heads"),
+        ([f"{R}.tensor_model_parallel_size=3"], "parallel sizes", "8 rollout GPUs"),
+        ([f"{R}.tensor_model_parallel_size=4"], "parallel sizes", "vLLM: 14 attention heads"),
+        (["data.train_batch_size=48"], "batches", "ppo_mini_batch_size=32"),
+        ([f"{R}.n=1", f"{A}.ppo_mini_batch_size=4"], "batches", "8 data-parallel ranks"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=null"], "batches", "no micro-batch size"),
+        ([f"{A}.ppo_micro_batch_size=8"], "batches", "set twice"),
+        ([f"{R}.log_prob_micro_batch_size_per_gpu=null"], "batches", "log-probs"),
+        ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "batches", "raise it to 1536"),
+        (["actor_rollout_ref.hybrid_engine=false"], "batches", "separate_async"),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "parameter_sync_step"),
+        (["trainer.v1.trainer_mode=separate_async"], "batches", "rollout pool"),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "naive"),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=0"], "parallel sizes", "0 standalone rollout GPUs"),
+        ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
+        ([f"{R}.enable_chunked_prefill=false"], "rollout", "chunked prefill"),
+        ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
+        (["data.train_files=/nowhere/dapo-math-17k.parquet"], "data.train_files", "prepare dapo --out /nowhere"),
+        (["data.val_files=/nowhere/gsm8k-test.parquet"], "data.val_files", "prepare gsm8k --out /nowhere"),
+        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "make or download"),
+        (["data.prompt_key=question"], "data.train_files", "no column 'question'"),
+        (["actor_rollout_ref.model.path=/nowhere"], "model", "no such folder"),
+        (["reward.custom_reward_function.path=/nowhere.py"], "reward function", "no file"),
+        (["trainer.n_gpus_per_node=16"], "GPUs", "8 on this machine"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=256", NO_RECOMPUTE], "GPU memory", "fewer tokens"),
+        ([f"{R}.gpu_memory_utilization=0.999"], "GPU memory", "gpu_memory_utilization"),
+        ([f"{R}.gpu_memory_utilization=0.001"], "KV cache", "weights and activations"),
+    ],
+)
+def test_a_bad_run_is_not(world, overrides, name, words):
+    found = complaints(preflight(world, *overrides))
+    assert words in found.get((name, "fail"), ""), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "words"),
+    [
+        ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "no draft token a row"),
+        ([f"{R}.custom.rhyme.drafting.sampler_memory=2000000"], "rollout", "allows no draft"),
+        (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "all are kept"),
+        (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "remote"),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=3"], "batches", "no multiple of ppo_micro_batch_size_per_gpu=3"),
+    ],
+)
+def test_what_only_costs_warns(world, overrides, name, words):
+    found = preflight(world, *overrides)
+    assert words in complaints(found)[name, "warn"]
+
+
+def test_a_hub_id_is_warned_of_and_fails_offline(world, monkeypatch):
+    monkeypatch.setattr(model_folder, "find", lambda path: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert "downloads" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "warn"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "hf download own/er" in complaints(preflight(world, "actor_rollout_ref.model.path=own/er"))["model", "fail"]
+
+
+def test_an_unknown_architecture_is_said_and_not_estimated(world, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mamba"}')
+    found = preflight(world)
+    assert found.estimate is None
+    assert "unknown architecture 'mamba': not estimated" in complaints(found)["model", "warn"]
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert ("model", "fail") in complaints(preflight(world))
+
+
+def test_a_broken_or_empty_dataset(world, tmp_path):
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    assert "no readable parquet" in complaints(preflight(world))["data.train_files", "fail"]
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "train.parquet")
+    assert "0 prompts" in complaints(preflight(world))["data.train_files", "fail"]
+
+
+def test_little_memory_and_disk(world, monkeypatch):
+    small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
+    monkeypatch.setattr(checks, "look", lambda: small)
+    monkeypatch.setattr(checks, "free_disk", lambda folder: (folder, 1 << 30))
+    found = complaints(preflight(world))
+    assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
+    assert "history.max_bytes" in found["history store", "warn"]
+    assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
+    dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
+    assert not dry.failed, "what only this machine lacks"
+
+
+def test_a_pool_of_its_own(world):
+    found = preflight(
+        world,
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        f"{R}.nnodes=2",
+        f"{R}.n_gpus_per_node=8",
+        f"{R}.checkpoint_engine.backend=nccl",
+    )
+    assert not complaints(found)
+    assert found.plan.replicas == 8
+    assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
+
+
+def test_tokens_of_a_micro_batch(world):
+    assert preflight(world).plan.training.tokens == 4 * 1536
+    dynamic = [f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=3000"]
+    assert preflight(world, *dynamic).plan.training.tokens == 3000
+    split = preflight(world, f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ppo_micro_batch_size_per_gpu=1").plan
+    assert (split.data_parallel, split.training.tokens) == (4, 768)
+
+
+def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [])
+    monkeypatch.delenv("GPU_MEMORY_GB", raising=False)
+    assert (machine.look().gpu_bytes, machine.look().gpu_source) == (80 << 30, "assumed")
+    monkeypatch.setenv("GPU_MEMORY_GB", "141")
+    assert (machine.look().gpu_bytes, machine.look().gpu_source) == (141 << 30, "GPU_MEMORY_GB")
+    monkeypatch.setenv("GPU_MEMORY_GB", "many")
+    with pytest.raises(ValueError, match="GPU_MEMORY_GB='many'"):
+        machine.look()
+    monkeypatch.setenv("GPU_MEMORY_GB", "141")
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda: [80 << 30, 40 << 30])
+    assert (machine.look().gpus, machine.look().gpu_bytes) == (2, 40 << 30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense=1"], "nonsense"),
+        (["--config-name", "absent"], "absent"),
+        (["--config-dir", "/nowhere"], "/nowhere"),
+        (["--bogus", "x=1"], "bogus"),
+        (["--multirun"], "multirun"),
+        (["trainer.project_name=${nothing.here}"], "nothing.here"),
+    ],
+)
+def test_what_does_not_compose_says_why(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        compose(arguments)
+
+
+def test_the_dry_run_is_yaml_whatever_is_missing_here():
+    found = CliRunner().invoke(
+        app, ["preflight", "--dry-run", "--", "+rhyme=histospec", "actor_rollout_ref.rollout.name=vllm"]
+    )
+    assert found.exit_code == 0, found.output
+    printed = OmegaConf.create(found.stdout)
+    assert printed.actor_rollout_ref.rollout.custom.rhyme.drafting.enable is True
+    assert "# warn: data.train_files: no file" in found.stdout
+    broken = CliRunner().invoke(app, ["preflight", "--dry-run", "--", "nonsense=1"])
+    assert broken.exit_code == 1
+    assert "Key 'nonsense' is not in struct" in broken.stderr
+
+
+def test_json(world):
+    found = CliRunner().invoke(app, ["preflight", "--dry-run", "--json", "--", *world])
+    report = json.loads(found.stdout)
+    assert report["ok"]
+    assert report["config"]["data"]["train_batch_size"] == 64
+    assert report["estimate"]["phases"]["update"]["total"] > 1 << 30

@@ -1,0 +1,170 @@
+"""The estimate: published parameter counts, the laws of sharding, vLLM's share."""
+
+from dataclasses import replace
+
+import pytest
+
+from verl_rhyme.preflight import memory
+from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
+from verl_rhyme.preflight.memory import Rollout, Training
+
+
+def architecture(kind, layers, hidden, ffn, heads, kv_heads, vocab, **others):
+    return Architecture.read(
+        {
+            "model_type": kind,
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "vocab_size": vocab,
+            **others,
+        }
+    )
+
+
+QWEN_32B = architecture("qwen2", 64, 5120, 27648, 40, 8, 152064, tie_word_embeddings=False)
+LLAMA_8B = architecture("llama", 32, 4096, 14336, 32, 8, 128256)
+QWEN3_8B = architecture("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128)
+QWEN_HALF_B = architecture("qwen2", 24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True)
+MEGATRON = Training("megatron", world=16, tp=2, tokens=8192, log_prob_tokens=8192)
+FSDP = Training("fsdp", world=8, shards=8, tokens=8192, log_prob_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (QWEN_32B, 32_763_876_352),
+        (LLAMA_8B, 8_030_261_248),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN_HALF_B, 494_032_768),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(model, published):
+    assert model.parameters == published
+    assert model.rank_parameters() == published
+
+
+@pytest.mark.parametrize("config", [{"model_type": "mamba"}, {}, {"model_type": "qwen2", "hidden_size": 4}])
+def test_an_unknown_architecture_is_not_estimated(config):
+    with pytest.raises(UnknownArchitecture, match="not estimated"):
+        Architecture.read(config)
+
+
+def test_tensor_parallel_ranks_hold_all_matrices_once_and_every_norm():
+    whole, half = QWEN_32B.rank_parameters(1), QWEN_32B.rank_parameters(2)
+    norms = (2 * QWEN_32B.layers + 1) * QWEN_32B.hidden
+    assert 2 * half - whole == norms
+
+
+def test_more_ranks_than_key_heads_copy_them():
+    eight, sixteen = QWEN_32B.layer(8), QWEN_32B.layer(16)
+    keys = 2 * QWEN_32B.head_dim * (QWEN_32B.hidden + 1)  # matrix and bias of one key and one value head
+    norms = 2 * QWEN_32B.hidden
+    assert sixteen == (eight - norms - keys) // 2 + keys + norms
+
+
+def test_a_pipeline_stage_has_its_share_of_layers_and_one_table():
+    stage = QWEN_32B.rank_parameters(1, 4)
+    assert stage == 16 * QWEN_32B.layer() + QWEN_32B.hidden + QWEN_32B.embedding
+
+
+def test_megatron_takes_six_bytes_and_twelve_over_the_ranks_a_parameter():
+    count = QWEN_32B.rank_parameters(2)
+    assert sum(memory.states(QWEN_32B, MEGATRON).values()) == 6 * count + -(-12 * count // 8)
+    whole = replace(MEGATRON, distributed_optimizer=False)
+    assert sum(memory.states(QWEN_32B, whole).values()) == 18 * count
+    assert memory.states(QWEN_32B, replace(MEGATRON, cp=2)) == memory.states(QWEN_32B, MEGATRON)
+
+
+def test_fsdp_takes_sixteen_bytes_a_parameter_over_the_shards():
+    assert sum(memory.states(LLAMA_8B, FSDP).values()) == 16 * LLAMA_8B.parameters // 8
+    halved = memory.states(LLAMA_8B, replace(FSDP, shards=16))
+    assert halved["optimizer"] == memory.states(LLAMA_8B, FSDP)["optimizer"] // 2
+
+
+def test_activations_follow_korthikanti_without_dropout_and_with_swiglu():
+    one = replace(MEGATRON, tp=1)
+    h, f, k = QWEN_32B.hidden, QWEN_32B.ffn, QWEN_32B.key
+    assert memory.layer_activations(QWEN_32B, one, 100) == 100 * 2 * (4 * h + 2 * h + 2 * k + 3 * f)
+    assert memory.layer_activations(QWEN_32B, MEGATRON, 100) == memory.layer_activations(QWEN_32B, one, 100) // 2
+    unsplit = memory.layer_activations(QWEN_32B, replace(MEGATRON, sequence_parallel=False), 100)
+    assert unsplit - memory.layer_activations(QWEN_32B, MEGATRON, 100) == 100 * 2 * 2 * h
+
+
+@pytest.mark.parametrize("training", [MEGATRON, FSDP])
+def test_less_memory_for_recomputation_fewer_tokens_and_fused_kernels(training):
+    phase = memory.update(QWEN_32B, training)
+    full, kept = phase.total, phase.components["activations"]
+    assert memory.update(QWEN_32B, replace(training, recompute=True)).components["activations"] < kept / 10
+    assert memory.update(QWEN_32B, replace(training, tokens=4096)).total < full
+    assert memory.update(QWEN_32B, replace(training, entropy=True)).total > full
+    assert memory.loss_bytes(QWEN_32B, replace(training, fused_kernels=True), 8192) < memory.loss_bytes(
+        QWEN_32B, training, 8192
+    )
+
+
+def test_activations_are_linear_in_tokens():
+    at = [memory.update(LLAMA_8B, replace(FSDP, tokens=n)).components["activations"] for n in (1000, 2000, 4000)]
+    assert at[2] == 2 * at[1] == 4 * at[0]
+
+
+def test_the_first_stage_of_a_pipeline_keeps_all_micro_batches_in_flight():
+    deep = replace(MEGATRON, pp=4)
+    assert (
+        memory.update(QWEN_32B, deep).components["activations"]
+        == (memory.update(QWEN_32B, MEGATRON).components["activations"])
+    )
+
+
+def test_offloading_moves_bytes_from_rest_to_the_host():
+    states = memory.states(LLAMA_8B, FSDP)
+    away = replace(FSDP, parameter_offload=True, optimizer_offload=True)
+    assert memory.resident(LLAMA_8B, FSDP) == states["parameters"] + states["optimizer"]
+    assert memory.offloaded(LLAMA_8B, FSDP) == 0
+    assert memory.resident(LLAMA_8B, away) == 0
+    assert memory.offloaded(LLAMA_8B, away) == memory.resident(LLAMA_8B, FSDP)
+    assert memory.update(LLAMA_8B, away) == memory.update(LLAMA_8B, FSDP), "training has all of it back"
+    always = replace(FSDP, always_offloaded=True)
+    assert memory.resident(LLAMA_8B, always) == memory.optimizer_step(LLAMA_8B, always).total == 0
+    assert memory.offloaded(LLAMA_8B, always) == sum(states.values())
+
+
+def test_gradients_of_a_single_micro_batch_come_after_the_activations():
+    alone = memory.update(LLAMA_8B, replace(FSDP, accumulate=False))
+    assert alone.components["gradients"] == 0
+    assert memory.update(LLAMA_8B, replace(MEGATRON, accumulate=False)).components["gradients"] > 0, "a buffer"
+
+
+def test_no_old_log_probs_no_phase():
+    assert memory.log_prob(LLAMA_8B, replace(FSDP, log_prob_tokens=None)) is None
+    chunked = memory.log_prob(LLAMA_8B, replace(FSDP, chunked_entropy=True))
+    assert chunked.total < memory.log_prob(LLAMA_8B, FSDP).total
+
+
+@pytest.mark.parametrize(
+    ("model", "rollout", "size"),
+    [
+        (LLAMA_8B, Rollout(), 131_072),  # 128 KiB, as often quoted
+        (LLAMA_8B, Rollout(tp=4), 32_768),
+        (LLAMA_8B, Rollout(tp=16), 16_384),  # one key head at least
+        (QWEN_32B, Rollout(), 262_144),
+        (QWEN_32B, Rollout(pp=2), 131_072),
+        (QWEN3_8B, Rollout(cache_bytes=1), 73_728),
+        (QWEN_HALF_B, Rollout(), 12_288),
+    ],
+)
+def test_cache_bytes_per_token(model, rollout, size):
+    assert memory.cache_bytes_per_token(model, rollout) == size
+
+
+def test_the_cache_is_what_weights_and_the_profile_run_leave():
+    rollout = Rollout(tp=4, utilization=0.8, max_model_len=22528)
+    serving = memory.serve(QWEN_32B, rollout, 80 << 30)
+    assert serving.share == serving.weights + serving.activations + serving.cache
+    assert serving.weights == 2 * QWEN_32B.rank_parameters(4)
+    assert serving.tokens == serving.cache // serving.bytes_per_token
+    assert serving.sequences == pytest.approx(serving.tokens / 22528)
+    assert memory.serve(QWEN_32B, replace(rollout, tp=1), 80 << 30).tokens < serving.tokens / 10
+    assert memory.serve(QWEN_32B, replace(rollout, utilization=0.1), 80 << 30).tokens == 0

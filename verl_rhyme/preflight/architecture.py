@@ -1,0 +1,111 @@
+"""The shape of a dense decoder, read from the ``config.json`` of its Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: ``model_type`` of the architectures whose tensors are counted here.
+KNOWN = ("llama", "qwen2", "qwen3")
+
+
+class UnknownArchitecture(ValueError):
+    """Not one of :data:`KNOWN`: nothing is estimated rather than something wrong."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of RMSNorm, grouped-query attention and SwiGLU; counts of parameters, not bytes.
+
+    Attributes:
+        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: As in ``config.json``.
+        tied: Input and output embedding are one tensor.
+        qkv_bias, out_bias, mlp_bias: Which linear layers have a bias.
+        qk_norm: Queries and keys are normalised per head (Qwen3).
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Architecture:
+        """From a parsed ``config.json``.
+
+        Raises:
+            UnknownArchitecture: ``model_type`` is none of :data:`KNOWN`, or a size is missing.
+        """
+        kind = config.get("model_type")
+        if kind not in KNOWN:
+            raise UnknownArchitecture(f"unknown architecture {kind!r}: not estimated (known: {', '.join(KNOWN)})")
+        try:
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            bias = bool(config.get("attention_bias", False))
+            return cls(
+                name=kind,
+                layers=int(config["num_hidden_layers"]),
+                hidden=hidden,
+                ffn=int(config["intermediate_size"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)),
+                vocab=int(config["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                qkv_bias=kind == "qwen2" or bias,
+                out_bias=kind != "qwen2" and bias,
+                mlp_bias=bool(config.get("mlp_bias", False)),
+                qk_norm=kind == "qwen3",
+            )
+        except KeyError as missing:
+            raise UnknownArchitecture(f"config.json of a {kind} without {missing}: not estimated") from None
+
+    @property
+    def query(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all keys of a token; values are as wide."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """One V x h table."""
+        return self.vocab * self.hidden
+
+    def layer(self, tp: int = 1) -> int:
+        """One layer on one of ``tp`` tensor-parallel ranks: matrices are split, norms are not."""
+        key = self.head_dim * max(1, self.kv_heads // tp) * tp  # fewer key heads than ranks: each rank holds one
+        matrices = self.hidden * (2 * self.query + 2 * key + 3 * self.ffn)
+        biases = self.qkv_bias * (self.query + 2 * key) + self.mlp_bias * 2 * self.ffn
+        whole = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + (self.out_bias + self.mlp_bias) * self.hidden
+        return (matrices + biases) // tp + whole
+
+    @property
+    def parameters(self) -> int:
+        """All of the model."""
+        return self.layers * self.layer() + self.hidden + self.embedding * (1 if self.tied else 2)
+
+    def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
+        """Of the fullest pipeline stage, on one tensor-parallel rank.
+
+        The first stage has the input embedding, the last one the output embedding (also when tied: a stage of its own
+        needs its own copy) and the final norm.
+        """
+        if pp == 1:
+            tables = self.embedding * (1 if self.tied else 2)
+        else:
+            tables = self.embedding
+        return -(-self.layers // pp) * self.layer(tp) + self.hidden + tables // tp
