@@ -18,6 +18,11 @@ def verl_runs_on_cpu() -> bool:
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
+def megatron_runs_on_cpu() -> bool:
+    """Whether verl's Megatron engine may be asked to run on the platform ``cpu``."""
+    return verl_runs_on_cpu() and None not in map(installed_version, ("megatron-core", "mbridge"))
+
+
 def _has_distribution(name: str) -> bool:
     from importlib import metadata
 

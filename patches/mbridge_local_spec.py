@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import verl_runs_on_cpu
+from .conditions import megatron_runs_on_cpu
 from .core import Patch
 
 
@@ -29,5 +29,5 @@ PATCH = Patch(
     requires="mbridge==0.15.1",
     source_sha256="e36beb23731fe9675274cc612a25f6e502dfbef247bf4065d5cfed5743aa1a9f",
     replace=_local_spec,
-    needed=verl_runs_on_cpu,
+    needed=megatron_runs_on_cpu,
 )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import verl_runs_on_cpu
+from .conditions import megatron_runs_on_cpu
 from .core import Patch
 
 #: megatron-core's own layers keep a norm apart.
@@ -34,5 +34,5 @@ PATCH = Patch(
     requires="mbridge==0.15.1",
     source_sha256="194b182083144de15586fffa45a7edfa2925dfc7581c70abd7cbde61d935dd1b",
     replace=_fused_names,
-    needed=verl_runs_on_cpu,
+    needed=megatron_runs_on_cpu,
 )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import verl_runs_on_cpu
+from .conditions import megatron_runs_on_cpu
 from .core import Patch
 
 
@@ -31,5 +31,5 @@ PATCH = Patch(
     requires="megatron-core==0.16.1",
     source_sha256="6ea34637b381dcc2e7c0acaaa3ff90b057972577ba9fa1fe7da0714aa4c97f06",
     replace=_causal_is_enough,
-    needed=verl_runs_on_cpu,
+    needed=megatron_runs_on_cpu,
 )

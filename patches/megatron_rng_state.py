@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import verl_runs_on_cpu
+from .conditions import megatron_runs_on_cpu
 from .core import Patch
 
 
@@ -28,5 +28,5 @@ PATCH = Patch(
     requires="megatron-core==0.16.1",
     source_sha256="dea947ca0b7dc92be0bb70f6161b4d04bdcac7e3223e3be967bd05a40898d0de",
     replace=_torch_state,
-    needed=verl_runs_on_cpu,
+    needed=megatron_runs_on_cpu,
 )

@@ -83,3 +83,17 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
         update, step = measure(config("qwen2-25m"), training, rows=2)
         assert memory.update(model, training).total == pytest.approx(update, rel=0.15)
         assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/run_*.sh")), ids=lambda script: script.stem)
+def test_every_recipe_has_a_dry_run(script, tmp_path):
+    """The scripts themselves: one YAML document on standard output, the estimate in its comments, no GPU, no data."""
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    environment = {**os.environ, "DRY_RUN": "1", "RUN_DIR": str(tmp_path), "SKIP_BOOTSTRAP": "1"}
+    found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=300, env=environment)
+    assert found.returncode == 0, found.stderr
+    config = OmegaConf.create(found.stdout)
+    assert config.actor_rollout_ref.rollout.custom.rhyme.enable
+    assert "\n# update: " in found.stdout
+    assert "\n# KV cache: " in found.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import pytest
 from verl_rhyme.preflight import memory
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.memory import Rollout, Training
+from verl_rhyme.preflight.model_folder import PUBLISHED
 
 
 def architecture(kind, layers, hidden, ffn, heads, kv_heads, vocab, **others):
@@ -24,9 +25,9 @@ def architecture(kind, layers, hidden, ffn, heads, kv_heads, vocab, **others):
     )
 
 
-QWEN_32B = architecture("qwen2", 64, 5120, 27648, 40, 8, 152064, tie_word_embeddings=False)
-LLAMA_8B = architecture("llama", 32, 4096, 14336, 32, 8, 128256)
-QWEN3_8B = architecture("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128)
+QWEN_32B = Architecture.read(PUBLISHED["Qwen/Qwen2.5-32B"])
+LLAMA_8B = Architecture.read(PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
+QWEN3_8B = Architecture.read(PUBLISHED["Qwen/Qwen3-8B"])
 QWEN_HALF_B = architecture("qwen2", 24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True)
 MEGATRON = Training("megatron", world=16, tp=2, tokens=8192, log_prob_tokens=8192)
 FSDP = Training("fsdp", world=8, shards=8, tokens=8192, log_prob_tokens=8192)

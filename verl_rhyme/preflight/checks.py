@@ -336,7 +336,11 @@ def _model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | Non
             detail = f"{path} is not in the local hub cache: " + (
                 "HF_HUB_OFFLINE is set" if offline else "verl downloads it"
             )
-            return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], {}, None
+            fields = model_folder.PUBLISHED.get(path, {})
+            known = Architecture.read(fields) if fields else None
+            if known is not None:
+                detail += f"; counted by its published shape, {count(known.parameters)} parameters"
+            return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
         remedy = "set actor_rollout_ref.model.path to a folder with config.json, or to a hub id (owner/name)"
         return [Check(name, FAIL, f"{path}: no such folder with a config.json", remedy)], {}, None
     try:

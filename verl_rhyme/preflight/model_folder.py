@@ -7,6 +7,38 @@ import re
 from pathlib import Path
 from typing import Any
 
+#: What ``config.json`` of the recipes' models says of their shape, for a dry run on a machine that has not got them.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-32B": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+    },
+    "Qwen/Qwen3-8B": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
