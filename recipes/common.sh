@@ -11,6 +11,8 @@
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
 #   SEED=1                       order of the data and sampling
 #   DRY_RUN=1                    print the resolved config and the memory estimate, and stop
+#   SMOKE=1                      two steps of the recipe on this machine's CPU, with a tiny model of the recipe's family,
+#                                puzzles for data and small sizes: does everything it names work together?
 #   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
 #   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv
 
@@ -28,6 +30,14 @@ _absolute() { # Ray's workers have another working directory; lists, URLs and na
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 RHYME=${RHYME:-histospec}
+SMOKE=${SMOKE:-0}
+if [ "$SMOKE" = 1 ]; then
+  NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
+  RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke}
+  MODEL_PATH=$RUN_DIR/model REWARD=examples/tiny_world/reward.py
+  DATA_DIR=$RUN_DIR/data TRAIN_FILE=$RUN_DIR/data/train.parquet VAL_FILE=$RUN_DIR/data/test.parquet
+  RHYME_EXTRA=${RHYME_EXTRA:-cpu}
+fi
 ENGINE=${ENGINE:-megatron}
 MODE=${MODE:-sync}
 PP=${PP:-1}
@@ -39,7 +49,7 @@ RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$RHYME}")
 CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}
 SEED=${SEED:-1}
-[ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
+[ "$SMOKE" = 1 ] || [ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
 
 _args=(
   --config-path "$ROOT/recipes/config" --config-name "$RECIPE" "backend=$ENGINE"
@@ -70,6 +80,14 @@ case "$ENGINE" in
   fsdp) _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP") ;;
   *) _refuse "ENGINE=$ENGINE is unknown; use megatron or fsdp" ;;
 esac
+if [ "$SMOKE" = 1 ]; then
+  _args+=(+platform=cpu +smoke=tiny "${SMOKE_ARGS[@]}")
+  case "$ENGINE" in # pinned memory, which offloading wants, is CUDA's
+    megatron) _offload=actor_rollout_ref.actor.megatron ;;
+    fsdp) _offload=actor_rollout_ref.actor.fsdp_config ;;
+  esac
+  _args+=("$_offload.param_offload=false" "$_offload.optimizer_offload=false")
+fi
 case "$MODE" in
   sync | colocate_async) ;;
   separate_async)
@@ -88,9 +106,21 @@ launch() { # launch [hydra overrides]
     # shellcheck source=requirements/bootstrap.sh
     source "$ROOT/requirements/bootstrap.sh"
   fi
+  if [ "$SMOKE" = 1 ]; then
+    # shellcheck source=recipes/cpu.sh
+    source "$ROOT/recipes/cpu.sh"
+  fi
   if [ "${DRY_RUN:-0}" = 1 ]; then
     verl-rhyme preflight --dry-run -- "${args[@]}"
     return
+  fi
+  if [ "$SMOKE" = 1 ]; then
+    mkdir -p "$RUN_DIR"
+    (
+      cd "$ROOT" || exit # for examples.*
+      [ -e "$TRAIN_FILE" ] || python -m examples.tiny_world.data --out "$DATA_DIR" --train 64 --test 8 --seed "$SEED"
+      [ -e "$MODEL_PATH" ] || python -m examples.tiny_world.untie "examples/tiny_world/models/$SMOKE_MODEL" "$MODEL_PATH"
+    )
   fi
   if [ "${SKIP_PREFLIGHT:-0}" != 1 ]; then
     verl-rhyme preflight -- "${args[@]}" || {

@@ -3,7 +3,7 @@
 #   MODEL_PATH=meta-llama/Llama-3.1-8B-Instruct   a name on the hub or a folder
 #   NNODES=1   GPUS_PER_NODE=8   TP=2   PP=1   SP=1 (FSDP only)   ROLLOUT_TP=1
 #   TRAIN_FILE=$DATA_DIR/kk-train.parquet   VAL_FILE=$DATA_DIR/kk-test.parquet
-#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
+#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_llama8b_logic.sh trainer.total_training_steps=20
 # Values: recipes/config/llama8b_logic.yaml. Data, several nodes, comparison: docs/recipes.md.
 set -euo pipefail
@@ -18,6 +18,9 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP=${TP:-2}
 SP=${SP:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-1}
+
+SMOKE_MODEL=llama
+SMOKE_ARGS=()
 
 # shellcheck source=recipes/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -3,7 +3,7 @@
 #   MODEL_PATH=Qwen/Qwen2.5-32B   a name on the hub or a folder
 #   NNODES=16   GPUS_PER_NODE=8   TP=8   PP=1   SP=8 (FSDP only)   ROLLOUT_TP=4
 #   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE=$DATA_DIR/aime-2024.parquet
-#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
+#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen32b_dapo.sh trainer.total_training_steps=20
 # Values: recipes/config/qwen32b_dapo.yaml. Data, several nodes, comparison: docs/recipes.md.
 set -euo pipefail
@@ -18,6 +18,9 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP=${TP:-8}
 SP=${SP:-8}
 ROLLOUT_TP=${ROLLOUT_TP:-4}
+
+SMOKE_MODEL=qwen2
+SMOKE_ARGS=(reward.reward_kwargs.overlong_buffer_cfg.len=32)
 
 # shellcheck source=recipes/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -3,7 +3,7 @@
 #   MODEL_PATH=Qwen/Qwen3-8B   a name on the hub or a folder
 #   NNODES=1   GPUS_PER_NODE=8   TP=2   PP=1   SP=1 (FSDP only)   ROLLOUT_TP=1
 #   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE=$DATA_DIR/aime-2024.parquet
-#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
+#   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen3_8b_grpo.sh trainer.total_training_steps=20
 # Values: recipes/config/qwen3_8b_grpo.yaml. Data, several nodes, comparison: docs/recipes.md.
 set -euo pipefail
@@ -18,6 +18,9 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP=${TP:-2}
 SP=${SP:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-1}
+
+SMOKE_MODEL=qwen2
+SMOKE_ARGS=()
 
 # shellcheck source=recipes/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

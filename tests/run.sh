@@ -24,5 +24,7 @@ mypy
 shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
 echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, a real training"
 python -m pytest -n 2 tests/unit tests/contract
-# Two at a time: a run mostly waits for its processes to start. What shares an engine or a run stays together.
-exec python -m pytest -n 2 --dist loadgroup tests/e2e
+# Two at a time: a run mostly waits for its processes to start. What shares an engine or a run stays together. Whole runs
+# come last, when the memory of the engines is free again.
+python -m pytest -n 2 --dist loadgroup -m "not whole_run" tests/e2e
+exec python -m pytest -n 2 --dist loadgroup -m whole_run tests/e2e

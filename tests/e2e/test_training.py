@@ -13,7 +13,7 @@ import pytest
 from verl_rhyme.observability import events
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
 SMALL = (
     "data.train_batch_size=8",
@@ -22,6 +22,7 @@ SMALL = (
     "trainer.save_freq=2",
 )
 STEPS_AN_EPOCH = 2
+SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 MEGATRON = "model_engine=megatron"
 #: Model, and overrides: FSDP on one rank, Megatron on two, with a rollout replica on each.
 ENGINES = {
@@ -186,7 +187,7 @@ def check_nothing_twice(run_dir, last_step):
         assert set(np.unique(prompts, return_counts=True)[1]) == {4}, "a prompt was trained twice in one epoch"
 
 
-@pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="ten minutes of starts; set RHYME_SLOW=1")
+@SLOW
 @pytest.mark.timeout(2400)
 def test_killed_at_five_random_moments(tmp_path):
     rng = np.random.default_rng(2026)
@@ -212,7 +213,9 @@ def test_separate_rollout_pool(tmp_path):
     assert steps_of(tmp_path)[-1][1]["rollout/history/errors"] == 0
 
 
-@pytest.mark.parametrize("overrides", [(), (MEGATRON,)], ids=["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param((), marks=SLOW, id="fsdp"), pytest.param((MEGATRON,), id="megatron")]
+)
 def test_somebodys_own_trainer_and_worker(overrides, tmp_path):
     modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"
     process = start(tmp_path, *overrides, epochs=3, MODE="my_async", VERL_USE_EXTERNAL_MODULES=modules)

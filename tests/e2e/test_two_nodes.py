@@ -9,7 +9,7 @@ from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_service import HistoryService, node_history_dir, pack, unpack
 
-pytestmark = pytest.mark.xdist_group("two_nodes")
+pytestmark = [pytest.mark.xdist_group("two_nodes"), pytest.mark.whole_run]
 
 NAMESPACE = "test-vocabulary"
 

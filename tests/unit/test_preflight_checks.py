@@ -118,6 +118,11 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{A}.ppo_micro_batch_size=8"], "batches", "set twice"),
         ([f"{R}.log_prob_micro_batch_size_per_gpu=null"], "batches", "log-probs"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "batches", "raise it to 1536"),
+        (
+            ["model_engine=megatron", f"{A}.optim.lr_warmup_steps=10", "trainer.total_training_steps=5"],
+            "batches",
+            "lr_warmup_steps=10",
+        ),
         (["actor_rollout_ref.hybrid_engine=false"], "batches", "separate_async"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "parameter_sync_step"),
         (["trainer.v1.trainer_mode=separate_async"], "batches", "rollout pool"),

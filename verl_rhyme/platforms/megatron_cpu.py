@@ -28,7 +28,16 @@ def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-#: What takes the place of functions of ``torch.cuda``, which no mode sees: module, name, function.
+_engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """torch leaves a mode while it handles ``torch.autograd.backward``; what is recomputed in there needs it."""
+    with CudaIsCpu():
+        return _engine_run_backward(*args, **kwargs)
+
+
+#: What takes the place of functions that no mode sees: module, name, function.
 _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
     (torch.cuda, "synchronize", _nothing),
@@ -37,6 +46,7 @@ _STAND_INS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (torch.cuda, "get_rng_state", _get_rng_state),
     (torch.cuda.random, "get_rng_state", _get_rng_state),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    (torch.autograd, "_engine_run_backward", _run_backward),
 )
 
 

@@ -189,6 +189,18 @@ def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
         yield f"vLLM: {model.layers} layers for {rollout.pp} stages", f"lower {_R}.pipeline_model_parallel_size"
 
 
+def _warm_up(config: Any) -> Iterator[tuple[str, str, str]]:
+    """Megatron's scheduler asserts it, once all is loaded."""
+    steps = config.trainer.total_training_steps
+    if steps is None or config.actor_rollout_ref.actor.strategy != "megatron":
+        return
+    for key in (f"{_A}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
+        warm_up = OmegaConf.select(config, key)
+        if warm_up and int(warm_up) >= int(steps):
+            detail = f"{key}={warm_up} is no less than trainer.total_training_steps={steps}"
+            yield FAIL, detail, f"lower it: {key}=0"
+
+
 def batches(config: Any, plan: Plan) -> Iterator[Check]:
     """Batch, mini-batch and micro-batch against each other and the data-parallel size, as verl asserts later."""
     name, problems = "batches", []
@@ -206,6 +218,7 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses does not divide over {dp} data-parallel ranks"
         problems.append((FAIL, detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
+    problems += list(_warm_up(config))
     if not actor.use_dynamic_bsz:
         micro, total = actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size
         if (micro is None) == (total is None):

@@ -1,0 +1,42 @@
+"""The recipes for GPUs, cut down by SMOKE=1: their own scripts, YAML and preflight, through Megatron, on the CPU."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
+SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two minutes each; set RHYME_SLOW=1")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics"),
+    [
+        ("qwen32b_dapo", []),
+        ("llama8b_logic", ["actor/kl_loss"]),
+        pytest.param("qwen3_8b_grpo", ["actor/kl_loss"], marks=SLOW),
+        pytest.param("qwen32b_ppo_math", ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
+    ],
+)
+def test_two_steps(recipe, metrics, tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "recipes" / f"run_{recipe}.sh")],
+        env={**os.environ, "SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert f"{recipe}: done" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["data"]["training/rollout_actor_probs_pearson_corr"] > 0.999
+        assert line["data"]["rollout/spec/errors"] == 0
+        assert line["data"]["actor/grad_norm"] > 0
+    assert set(metrics) <= lines[-1]["data"].keys()
+    assert (tmp_path / "checkpoints" / "global_step_2" / "history").is_dir()
+    assert any(key.startswith("val-") for key in lines[-1]["data"])
