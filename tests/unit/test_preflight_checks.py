@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
-from verl_rhyme.preflight import checks, machine, model_folder
+from verl_rhyme.preflight import checks, machine, machine_checks, model_folder
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.preflight.machine import Machine
 
@@ -31,7 +31,7 @@ HERE = Machine(gpus=8, gpu_bytes=80 << 30, gpu_source="nvidia-smi", host_bytes=5
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch):
     monkeypatch.setattr(checks, "look", lambda: HERE)
-    monkeypatch.setattr(checks, "free_disk", lambda folder: (folder, 1 << 40))
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_broken_or_empty_dataset(world, tmp_path):
 def test_little_memory_and_disk(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "look", lambda: small)
-    monkeypatch.setattr(checks, "free_disk", lambda folder: (folder, 1 << 30))
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 30))
     found = complaints(preflight(world))
     assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
     assert "history.max_bytes" in found["history store", "warn"]

@@ -1,0 +1,219 @@
+"""What would stop a run whatever the machine: a config against itself and against what verl and vLLM assert later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.config import ConfigError
+from verl_rhyme.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.preflight.architecture import Architecture
+from verl_rhyme.preflight.estimate import gib
+from verl_rhyme.preflight.plan import Plan, sequence_tokens
+
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def rhyme(config: Any) -> Iterator[Check]:
+    """The rhyme tree parses, and what it excludes is not set."""
+    name = "rhyme"
+    if isinstance(config.get("rhyme"), str):
+        remedy = "the group is histospec; if that is what you gave, install verl-rhyme beside verl"
+        yield Check(name, FAIL, f"+rhyme={config.rhyme} did not find its config group", remedy)
+        return
+    try:
+        tree = rhyme_config.from_verl(config)
+    except ConfigError as error:
+        yield Check(name, FAIL, str(error), "mend the key that the message names")
+        return
+    if tree is None:
+        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
+        return
+    rollout, problems = config.actor_rollout_ref.rollout, []
+    if rollout.name != "vllm":
+        problems.append((f"{_R}.name={rollout.name}", f"set {_R}.name=vllm"))
+    if not config.trainer.get("use_v1", True):
+        problems.append(("trainer.use_v1=false", "drop it: rhyme extends verl's V1 trainer"))
+    if rollout.get("disaggregation", {}).get("enabled", False):
+        problems.append((f"{_R}.disaggregation.enabled=true", "drop it: rhyme does not work with it"))
+    if tree.drafting.enable and ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("speculative_config"):
+        problems.append(("engine_kwargs.vllm.speculative_config beside drafting", "drop it or drafting.enable"))
+    for detail, remedy in problems:
+        yield Check(name, FAIL, detail, remedy)
+    if not problems:
+        yield Check(name, OK, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}")
+
+
+def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
+    """GPU counts and the model's sizes against the parallel sizes, as Megatron, Ulysses and vLLM ask for."""
+    name, problems = "parallel sizes", []
+    mesh = "tensor x pipeline x context parallel" if plan.strategy == "megatron" else "Ulysses sequence parallel"
+    if plan.train_gpus < 1 or plan.train_gpus % plan.model_parallel:
+        detail = f"{plan.train_gpus} training GPUs are no multiple of {mesh} = {plan.model_parallel}"
+        problems.append((detail, "change trainer.nnodes, trainer.n_gpus_per_node or the sizes"))
+    shards = plan.training.shards if plan.training and plan.training.engine == "fsdp" else 1
+    if plan.train_gpus % shards:
+        detail = f"{plan.train_gpus} training GPUs are no multiple of fsdp_size = {shards}"
+        problems.append((detail, f"set {_A}.fsdp_config.fsdp_size to a divisor, or to -1 for all"))
+    pools = {"rollout": plan.train_gpus} if plan.colocated else {}
+    if plan.standalone:
+        pools["standalone rollout"] = plan.rollout_gpus
+    for pool, held in pools.items():
+        if held < 1 or held % plan.replica_gpus:
+            detail = (
+                f"{held} {pool} GPUs are no multiple of a replica's {plan.replica_gpus}; verl would leave some idle"
+            )
+            problems.append((detail, f"change the GPU count or {_R}.tensor_model_parallel_size"))
+    if model:
+        problems += list(_model_sizes(plan, model))
+    for detail, remedy in problems:
+        yield Check(name, FAIL, detail, remedy)
+    if not problems:
+        yield Check(
+            name,
+            OK,
+            f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel "
+            f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}",
+        )
+
+
+def _model_sizes(plan: Plan, model: Architecture) -> Iterator[tuple[str, str]]:
+    def odd(what: str, size: int, who: str, by: int, option: str) -> Iterator[tuple[str, str]]:
+        if size % by:
+            yield f"{who}: {size} {what} are not divisible by {by}", f"choose a divisor for {option}"
+
+    training = plan.training
+    if training and training.engine == "megatron":
+        option = f"{_A}.megatron.tensor_model_parallel_size"
+        yield from odd("attention heads", model.heads, "Megatron", training.tp, option)
+        yield from odd("MLP columns", model.ffn, "Megatron", training.tp, option)
+        yield from odd("vocabulary entries", model.vocab, "Megatron", training.tp, option)
+        yield from odd("layers", model.layers, "Megatron", training.pp, f"{_A}.megatron.pipeline_model_parallel_size")
+        if model.kv_heads % training.tp and training.tp % model.kv_heads:
+            yield (
+                f"Megatron: {model.kv_heads} key heads and tp={training.tp} do not divide each other",
+                f"change {option}",
+            )
+    elif training:
+        option = f"{_A}.ulysses_sequence_parallel_size"
+        yield from odd("attention heads", model.heads, "Ulysses", plan.model_parallel, option)
+    rollout, option = plan.rollout, f"{_R}.tensor_model_parallel_size"
+    yield from odd("attention heads", model.heads, "vLLM", rollout.tp, option)
+    yield from odd("MLP columns", model.ffn, "vLLM", rollout.tp, option)
+    if model.kv_heads % rollout.tp and rollout.tp % model.kv_heads:
+        yield f"vLLM: {model.kv_heads} key heads and tp={rollout.tp} do not divide each other", f"change {option}"
+    if model.layers < rollout.pp:
+        yield f"vLLM: {model.layers} layers for {rollout.pp} stages", f"lower {_R}.pipeline_model_parallel_size"
+
+
+def _warm_up(config: Any) -> Iterator[tuple[str, str, str]]:
+    """Megatron's scheduler asserts it, once all is loaded."""
+    steps = config.trainer.total_training_steps
+    if steps is None or config.actor_rollout_ref.actor.strategy != "megatron":
+        return
+    for key in (f"{_A}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
+        warm_up = OmegaConf.select(config, key)
+        if warm_up and int(warm_up) >= int(steps):
+            detail = f"{key}={warm_up} is no less than trainer.total_training_steps={steps}"
+            yield FAIL, detail, f"lower it: {key}=0"
+
+
+def batches(config: Any, plan: Plan) -> Iterator[Check]:
+    """Batch, mini-batch and micro-batch against each other and the data-parallel size, as verl asserts later."""
+    name, problems = "batches", []
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    batch, mini, n, dp = (
+        int(config.data.train_batch_size),
+        int(actor.ppo_mini_batch_size),
+        int(rollout.n),
+        plan.data_parallel,
+    )
+    if mini < 1 or batch % mini:
+        problems.append(
+            (FAIL, f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}", "align both")
+        )
+    elif mini * n % dp:
+        detail = f"a mini-batch of {mini} x {n} responses does not divide over {dp} data-parallel ranks"
+        problems.append((FAIL, detail, f"change {_A}.ppo_mini_batch_size or {_R}.n"))
+    problems += list(_warm_up(config))
+    if not actor.use_dynamic_bsz:
+        micro, total = actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size
+        if (micro is None) == (total is None):
+            detail = "micro-batch size set twice" if micro is not None else "no micro-batch size"
+            remedy = f"set {_A}.ppo_micro_batch_size_per_gpu, or {_A}.use_dynamic_bsz=true"
+            problems.append((FAIL, detail, remedy))
+        if micro is not None and (mini * n // dp) % int(micro):
+            detail = f"{mini * n // dp} responses a rank are no multiple of ppo_micro_batch_size_per_gpu={micro}"
+            problems.append((WARN, detail, "the last micro-batch is smaller; choose a divisor"))
+        smallest = dp * int(micro) if micro is not None and plan.strategy == "megatron" else plan.train_gpus
+        if batch * n % smallest:
+            detail = f"{batch} x {n} responses are no multiple of {smallest}, as verl asks without dynamic batches"
+            problems.append((FAIL, detail, "change data.train_batch_size"))
+        if rollout.log_prob_micro_batch_size is None and rollout.log_prob_micro_batch_size_per_gpu is None:
+            problems.append((FAIL, "no micro-batch size for log-probs", f"set {_R}.log_prob_micro_batch_size_per_gpu"))
+    elif int(actor.ppo_max_token_len_per_gpu) * _split(plan) < sequence_tokens(config):
+        detail = f"ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is below prompt + response"
+        problems.append((FAIL, detail, f"raise it to {-(-sequence_tokens(config) // _split(plan))} or more"))
+    problems += [(FAIL, *problem) for problem in _modes(config, batch, mini)]
+    for status, detail, remedy in problems:
+        yield Check(name, status, detail, remedy)
+    if not problems:
+        yield Check(
+            name, OK, f"{batch} prompts x {n}, {batch // mini} updates a step, {mini * n // dp} responses a rank each"
+        )
+
+
+def _split(plan: Plan) -> int:
+    """Over how many GPUs one sequence is cut."""
+    return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
+
+
+def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
+    rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
+    if mode != "separate_async":
+        if not config.actor_rollout_ref.get("hybrid_engine", True):
+            remedy = "set trainer.v1.trainer_mode=separate_async, or hybrid_engine=true"
+            yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
+        return
+    steps = int(config.trainer.v1.separate_async.parameter_sync_step)
+    if batch != steps * mini:
+        detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
+        yield detail, "separate_async asks for that: align the three"
+    if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
+        yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
+    if rollout.checkpoint_engine.backend == "naive":
+        yield f"{_R}.checkpoint_engine.backend=naive with separate_async", "set it to nccl, nixl or mooncake"
+
+
+def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Check]:
+    """vLLM's lengths and the room of drafts."""
+    name, problems = "rollout", []
+    options, serving = config.actor_rollout_ref.rollout, plan.rollout
+    if serving.max_model_len < sequence_tokens(config):
+        detail = f"max_model_len={serving.max_model_len} is below prompt + response = {sequence_tokens(config)}"
+        problems.append((FAIL, detail, f"raise {_R}.max_model_len, or lower data.max_response_length"))
+    if not options.enable_chunked_prefill and serving.max_num_batched_tokens < serving.max_model_len:
+        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} < max_model_len without chunked prefill"
+        problems.append((FAIL, detail, f"raise it, or set {_R}.enable_chunked_prefill=true"))
+    if serving.max_num_batched_tokens < serving.max_num_seqs:
+        detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} is below max_num_seqs={serving.max_num_seqs}"
+        problems.append((FAIL, detail, f"raise {_R}.max_num_batched_tokens"))
+    elif serving.sampler_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
+        detail = "max_num_batched_tokens leaves no draft token a row when all rows run"
+        problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
+    if serving.sampler_bytes and model and not _longest(model, serving.max_num_seqs, serving.sampler_bytes):
+        detail = f"drafting.sampler_memory={gib(serving.sampler_bytes)} allows no draft at {serving.max_num_seqs} rows"
+        problems.append((WARN, detail, f"raise it, or lower {_R}.max_num_seqs"))
+    for status, detail, remedy in problems:
+        yield Check(name, status, detail, remedy)
+    if not problems:
+        yield Check(name, OK, f"{serving.max_model_len} tokens a request, {serving.max_num_batched_tokens} a step")
+
+
+def _longest(model: Architecture, rows: int, memory: int) -> int:
+    from verl_rhyme.drafting.bounds import longest_draft  # compiles: only where it is needed
+
+    return longest_draft(model.vocab, rows, memory, 1)

@@ -1,0 +1,200 @@
+"""What would stop a run on this machine: data, model, GPUs, memory, disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import ListConfig, OmegaConf
+
+from verl_rhyme import config as rhyme_config
+from verl_rhyme.config import ConfigError
+from verl_rhyme.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.preflight import model_folder
+from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
+from verl_rhyme.preflight.estimate import Estimate, count, gib
+from verl_rhyme.preflight.machine import Machine, free_disk
+from verl_rhyme.preflight.plan import Plan
+
+#: Which argument of ``examples.data.prepare`` makes a file, by its name.
+PREPARED = {
+    r"dapo-math-17k": "dapo",
+    r"aime-2024": "aime",
+    r"math-500": "math500",
+    r"gsm8k-.+": "gsm8k",
+    r"kk-.+": "kk",
+}
+
+#: A share of a GPU's memory above which an estimate within 15 % may not fit after all.
+TIGHT = 0.87
+
+_R = "actor_rollout_ref.rollout"
+
+
+def datasets(config: Any) -> Iterator[Check]:
+    """Each file of ``data.train_files`` and ``data.val_files`` is parquet with the prompt's column."""
+    column = config.data.get("prompt_key") or "prompt"
+    for option in ("train_files", "val_files"):
+        listed = config.data.get(option) or []
+        for file in listed if isinstance(listed, list | tuple | ListConfig) else [listed]:
+            yield _dataset(f"data.{option}", str(file), column)
+
+
+def _dataset(name: str, file: str, column: str) -> Check:
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    if "://" in file:
+        return Check(name, WARN, f"{file}: remote, not looked at", "none needed if verl can read it")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        return Check(name, FAIL, f"no file {path}", _prepare(path))
+    if path.suffix != ".parquet":
+        return Check(name, OK, f"{path}: no parquet, not looked into")
+    try:
+        footer = pq.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        return Check(name, FAIL, f"{path} is no readable parquet file: {error}", f"delete it; {_prepare(path)}")
+    if column not in footer.schema_arrow.names:
+        detail = f"{path} has no column {column!r}, only {', '.join(footer.schema_arrow.names)}"
+        return Check(name, FAIL, detail, "set data.prompt_key, or convert the file")
+    rows = footer.metadata.num_rows
+    return Check(name, OK if rows else FAIL, f"{path}: {rows} prompts", "" if rows else _prepare(path))
+
+
+def _prepare(path: Path) -> str:
+    for pattern, argument in PREPARED.items():
+        if re.fullmatch(pattern, path.stem):
+            return f"python -m examples.data.prepare {argument} --out {path.parent}"
+    return "make or download the dataset, or mend the path"
+
+
+def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None]:
+    """The model's folder or hub id: findings, the fields of its ``config.json``, and its shape where that is known."""
+    name, path = "model", str(config.actor_rollout_ref.model.path)
+    file = model_folder.find(path)
+    if file is None:
+        if model_folder.is_hub_id(path):
+            offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+            detail = f"{path} is not in the local hub cache: " + (
+                "HF_HUB_OFFLINE is set" if offline else "verl downloads it"
+            )
+            fields = model_folder.PUBLISHED.get(path, {})
+            known = Architecture.read(fields) if fields else None
+            if known is not None:
+                detail += f"; counted by its published shape, {count(known.parameters)} parameters"
+            return [Check(name, FAIL if offline else WARN, detail, f"hf download {path}")], fields, known
+        remedy = "set actor_rollout_ref.model.path to a folder with config.json, or to a hub id (owner/name)"
+        return [Check(name, FAIL, f"{path}: no such folder with a config.json", remedy)], {}, None
+    try:
+        fields = model_folder.read(file)
+    except ValueError as error:
+        return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
+    try:
+        shape = Architecture.read(fields)
+    except UnknownArchitecture as error:
+        return [Check(name, WARN, f"{path}: {error}", "none needed: verl may know it all the same")], fields, None
+    return [Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
+
+
+def files(config: Any) -> Iterator[Check]:
+    """The reward function's file."""
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if path and "://" not in str(path):
+        there = Path(str(path)).expanduser().is_file()
+        remedy = "" if there else "mend reward.custom_reward_function.path"
+        yield Check("reward function", OK if there else FAIL, f"{path}" if there else f"no file {path}", remedy)
+
+
+def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
+    """As many GPUs on this machine as a node shall have."""
+    name = "GPUs"
+    if plan.device == "cpu":
+        yield Check(name, OK, f"trainer.device=cpu: {plan.gpus_per_node} logical")
+        return
+    ok = machine.gpus >= plan.gpus_per_node
+    detail = f"{machine.gpus} on this machine, trainer.n_gpus_per_node={plan.gpus_per_node}"
+    yield Check(name, OK if ok else FAIL, detail, "" if ok else "lower it, or start on the node that has them")
+    if machine.gpu_source == "assumed":
+        detail = f"none seen: {gib(machine.gpu_bytes)} each is assumed"
+        yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to what the run's GPUs have")
+
+
+def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]:
+    """The fullest phase against a GPU; vLLM's share against its weights and one full-length request."""
+    name, cpu = "GPU memory", plan.device == "cpu"
+    phase, peak = found.peak
+    if cpu:  # the ranks of a node share the host
+        name, peak = "memory", peak * plan.gpus_per_node
+    share, status = peak / found.gpu_bytes, OK
+    if share > TIGHT:
+        status = FAIL if share > 1 else WARN
+    detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
+    yield Check(name, status, detail, "" if status == OK else _lighter(phase))
+    serving = found.serving
+    if serving.cache <= 0:
+        detail = (
+            f"{gib(serving.share)} do not hold weights and activations ({gib(serving.weights + serving.activations)})"
+        )
+        yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
+    elif serving.sequences < 1:
+        detail = f"{serving.tokens} tokens do not hold one request of {plan.rollout.max_model_len}"
+        yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or lower {_R}.max_model_len")
+    else:
+        detail = f"{serving.tokens} tokens a replica, {serving.sequences:.1f} full-length requests at once"
+        yield Check("KV cache", OK, detail)
+
+
+def _lighter(phase: str) -> str:
+    if phase.startswith("rollout"):
+        return f"lower {_R}.gpu_memory_utilization, or offload the actor (param_offload, optimizer_offload)"
+    return (
+        "more tensor parallelism or GPUs, full recomputation, or fewer tokens a micro-batch "
+        "(ppo_max_token_len_per_gpu, ppo_micro_batch_size_per_gpu)"
+    )
+
+
+def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Check]:
+    """Offloaded states, the loading model and Ray's object store against free host memory."""
+    store = OmegaConf.select(config, "ray_kwargs.ray_init.object_store_memory")
+    # Ray takes 30 % of the memory unless told otherwise, 200 GB at most
+    ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
+    needed = sum(found.host.values()) + ray
+    ok = needed <= machine.host_free
+    detail = f"{gib(needed)} of {gib(machine.host_free)} free: offloading, loading and Ray's store ({gib(ray)})"
+    remedy = "" if ok else "offload less, lower +ray_kwargs.ray_init.object_store_memory, or use a larger node"
+    # the object store is filled as needed only
+    yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
+
+
+def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
+    """Room for checkpoints and for the history store."""
+    trainer = config.trainer
+    if int(trainer.save_freq) > 0 and found:
+        folder, free = free_disk(Path(str(trainer.default_local_dir)).expanduser())
+        keep = trainer.get("max_actor_ckpt_to_keep")
+        needed = found.checkpoint * (int(keep or 1) + 1)  # the new one is written before the oldest goes
+        every = "" if keep else "; all are kept (max_actor_ckpt_to_keep is null)"
+        status = FAIL if free < needed else OK if keep else WARN
+        remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
+        detail = f"{folder}: {gib(free)} free, {gib(needed)} for {int(keep or 1) + 1} of {gib(found.checkpoint)}{every}"
+        yield Check("checkpoints", status, detail, remedy)
+    try:
+        tree = rhyme_config.from_verl(config)
+    except ConfigError:  # a finding of its own
+        return
+    if tree is not None:
+        folder, free = free_disk(Path(history_dir(config) or tempfile.gettempdir()))
+        ok = free >= tree.history.max_bytes
+        detail = f"{folder}: {gib(free)} free, history.max_bytes {gib(tree.history.max_bytes)}"
+        remedy = "" if ok else "free some, set history.dir elsewhere, or lower history.max_bytes"
+        yield Check("history store", OK if ok else WARN, detail, remedy)
+
+
+def history_dir(config: Any) -> str | None:
+    found = OmegaConf.select(config, f"{rhyme_config.CONFIG_PATH}.history.dir")
+    return None if found is None else str(Path(str(found)).expanduser())
