@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl_rhyme.preflight import memory
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.compose import compose
+from verl_rhyme.preflight.machine_checks import reward_function
 from verl_rhyme.preflight.memory import Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,21 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
         update, step = measure(config("qwen2-25m"), training, rows=2)
         assert memory.update(model, training).total == pytest.approx(update, rel=0.15)
         assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)
+
+
+def test_a_reward_that_verl_cannot_load_is_found_before_the_run(tmp_path):
+    file = tmp_path / "reward.py"
+    config = OmegaConf.create({"reward": {"custom_reward_function": {"path": str(file), "name": "compute_score"}}})
+    # verl does not put the module where dataclasses look for it.
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Score:\n    value: float\ndef compute_score(**kwargs):\n    return 0.0\n"
+    )
+    [found] = reward_function(config, load=True)
+    assert found.status == "fail"
+    assert "compute_score cannot be loaded: " in found.detail
+    file.write_text("def compute_score(**kwargs):\n    return 0.0\n")
+    assert [check.status for check in reward_function(config, load=True)] == ["ok"]
 
 
 @pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/run_*.sh")), ids=lambda script: script.stem)

@@ -60,7 +60,7 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
     there: list[Check] = [
         *machine_checks.datasets(config),
         *model_check,
-        *machine_checks.files(config),
+        *machine_checks.reward_function(config, load=with_doctor and not dry_run),
         *machine_checks.gpus(plan, machine),
     ]
     if found:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,13 +103,29 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
     return [Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
 
 
-def files(config: Any) -> Iterator[Check]:
-    """The reward function's file."""
-    path = OmegaConf.select(config, "reward.custom_reward_function.path")
-    if path and "://" not in str(path):
-        there = Path(str(path)).expanduser().is_file()
-        remedy = "" if there else "mend reward.custom_reward_function.path"
-        yield Check("reward function", OK if there else FAIL, f"{path}" if there else f"no file {path}", remedy)
+def reward_function(config: Any, load: bool) -> Iterator[Check]:
+    """Its file, and that verl can load it: a run waits for ever for reward workers that could not.
+
+    Args:
+        config: The resolved config.
+        load: Let verl load it, in a process of its own (some 10 s).
+    """
+    name, key = "reward function", "reward.custom_reward_function"
+    path, function = (str(OmegaConf.select(config, f"{key}.{part}") or "") for part in ("path", "name"))
+    if not path or "://" in path:
+        return
+    if not Path(path).expanduser().is_file():
+        yield Check(name, FAIL, f"no file {path}", f"mend {key}.path")
+        return
+    if load:
+        code = "import sys; from verl.utils.import_utils import load_extern_object as load; load(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, path, function]
+        loaded = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if loaded.returncode:
+            error = (loaded.stderr.strip() or f"exit code {loaded.returncode}").splitlines()[-1]
+            yield Check(name, FAIL, f"{path}: {function} cannot be loaded: {error}", f"mend the file, or {key}")
+            return
+    yield Check(name, OK, path)
 
 
 def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
