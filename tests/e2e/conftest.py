@@ -97,6 +97,7 @@ def build_engine(small_model):
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "seed": 0,
+            "num_gpu_blocks_override": 256,  # else a GiB of cache each, which a process keeps
             **options,
         }
         if history_dir is not None:

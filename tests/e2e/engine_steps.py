@@ -108,8 +108,8 @@ def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
         port: Of the rendezvous on this machine.
         tp, pp: Megatron's tensor and pipeline parallel sizes.
         lr: Learning rate.
-        checkpoint: A folder: save there after the last step, take one more, load, and take it again: ``resumed`` has
-            loss and gradient norm of both.
+        checkpoint: A folder: save there after the last step, take one more, and take it again with a new engine that
+            loads: ``resumed`` has loss and gradient norm of both.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -119,19 +119,20 @@ def main(engine, model, steps, port, tp=1, pp=1, lr=1e-3, checkpoint=None):
     with built.eval_mode():
         log_probs = built.infer_batch(make_batch()).get("model_output", {}).get("log_probs")
 
-    def step():
-        with built.train_mode():
-            done = built.train_batch(make_batch(), loss_function=loss)
-        return (sum(done["loss"]), done["metrics"]["grad_norm"]) if built.is_mp_src_rank_with_outputs() else None
+    def step(trained):
+        with trained.train_mode():
+            done = trained.train_batch(make_batch(), loss_function=loss)
+        return (sum(done["loss"]), done["metrics"]["grad_norm"]) if trained.is_mp_src_rank_with_outputs() else None
 
-    taken = [step() for _ in range(steps)]
+    taken = [step(built) for _ in range(steps)]
     weights = {name: tensor.float().norm().item() for name, tensor in built.get_per_tensor_param()[0]}
     resumed = []
     if checkpoint:
         built.save_checkpoint(checkpoint, global_step=steps)
-        resumed.append(step())
-        built.load_checkpoint(checkpoint, del_local_after_load=False)
-        resumed.append(step())
+        resumed.append(step(built))
+        fresh = build(engine, model, tp, pp, lr)
+        fresh.load_checkpoint(checkpoint, del_local_after_load=False)
+        resumed.append(step(fresh))
     if built.is_mp_src_rank_with_outputs():
         losses, grad_norms = zip(*taken, strict=True)
         print(

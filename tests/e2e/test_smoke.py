@@ -16,7 +16,7 @@ SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two minutes 
     ("recipe", "metrics"),
     [
         ("qwen32b_dapo", []),
-        ("llama8b_logic", ["actor/kl_loss"]),
+        pytest.param("llama8b_logic", ["actor/kl_loss"], marks=SLOW),
         pytest.param("qwen3_8b_grpo", ["actor/kl_loss"], marks=SLOW),
         pytest.param("qwen32b_ppo_math", ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
     ],

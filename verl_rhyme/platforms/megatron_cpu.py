@@ -149,12 +149,23 @@ def on_cpu(engine: type) -> type:
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             # The distributed optimizer writes into views of the parameters: float32 ones are leaves of autograd.
             with CudaIsCpu(), torch.no_grad():
+                _begin_adam(self.optimizer)
                 super().load_checkpoint(*args, **kwargs)
 
     for name in _METHODS:
         setattr(EngineOnCpu, name, _within(getattr(engine, name)))
     EngineOnCpu.__name__ = EngineOnCpu.__qualname__ = f"{engine.__name__}OnCpu"
     return EngineOnCpu
+
+
+def _begin_adam(optimizer: Any) -> None:
+    """Give torch's Adam the state it makes at its first step: megatron-core wants one to load into."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter].update(step=torch.tensor(0.0), **zeros)
 
 
 def _each_within(items: Iterator) -> Iterator:
