@@ -62,7 +62,7 @@ def engine(request, build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
     # Nearly every guess is drafted, whether it pays or not: a law that holds only for good drafts is none.
-    built = build_engine(folder, drafting={"policy": request.param, "floor": 0.01, "weigh_cost": False})
+    built = build_engine(folder, drafting={"policy": request.param, "floor": 1e-4, "weigh_cost": False})
     built.history_folder, built.policy = folder, request.param
     return built
 
