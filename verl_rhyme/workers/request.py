@@ -6,7 +6,7 @@ and vLLM pass through untouched, and back in ``TokenOutput.extra_fields``, which
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 #: The key in ``extra_args`` and in ``extra_fields``.
@@ -23,6 +23,9 @@ class RequestMeta:
         id: The server's name of the request.
         queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         attempt: 0 for the first, then one more for each resumption of an aborted request and each further turn.
+        noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sorting.noise`); empty for one of the
+            request's own.
+        previous: Tokens of the response that an interruption cut short and that this request generates anew.
     """
 
     key: str = ""
@@ -30,6 +33,8 @@ class RequestMeta:
     id: str = ""
     queued_at: float = 0.0
     attempt: int = 0
+    noise: str = ""
+    previous: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, sampling_params: dict[str, Any]) -> RequestMeta:
