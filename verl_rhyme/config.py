@@ -22,6 +22,10 @@ MAX_DRAFT_TOKENS = 128
 #: Values of ``drafting.policy``.
 POLICIES = ("adaptive", "paper")
 
+#: Values of ``sorting.mode`` and of ``sorting.unit``.
+SORTING_MODES = ("on_policy", "partial")
+SORTING_UNITS = ("group", "trajectory")
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message says where and how to mend it."""
@@ -135,6 +139,58 @@ class DraftingConfig:
 
 
 @dataclass(frozen=True)
+class SortingConfig:
+    """SortedRL: ``trainer.v1.trainer_mode=rhyme_sorted`` (set by ``+rhyme=sorted``).
+
+    Attributes:
+        mode: ``"on_policy"``: only what the current policy made is trained, an interrupted response is generated
+            anew. ``"partial"``: it goes on where it stood. ``None``: another trainer mode.
+        group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
+            all are trained.
+        unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
+            ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
+        harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
+        max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
+        max_versions: Partial: policy versions between a token and the update it is trained in, the latter's included.
+        order: Order of training within an update batch: 1 is sorted by length, 0 shuffled.
+        redraft: On-policy: draft an interrupted response when it is generated anew.
+        coupled: On-policy: draw each token with noise keyed by sample and position, so that a response which is
+            generated anew repeats itself where the policy did not change.
+    """
+
+    mode: str | None = None
+    group_batches: int = 4
+    unit: str | None = None
+    harvest_tokens: int | None = None
+    max_wait: int | None = None
+    max_versions: int = 2
+    order: float = 1.0
+    redraft: bool = True
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
+        _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
+        _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
+        for name in ("harvest_tokens", "max_wait"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"sorting.{name}", value, "null or at least 1")
+        _require(
+            self.max_versions >= (2 if self.mode == "partial" else 1),
+            "sorting.max_versions",
+            self.max_versions,
+            "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
+        )
+        _require(0 <= self.order <= 1, "sorting.order", self.order, "from 0 to 1")
+        _require(
+            not (self.coupled and self.mode == "partial"),
+            "sorting.coupled",
+            self.coupled,
+            "false in partial mode, which generates nothing anew",
+        )
+
+
+@dataclass(frozen=True)
 class EventsConfig:
     """The event log.
 
@@ -161,6 +217,7 @@ class RhymeConfig:
     poll_interval: float | None = 0.25
     history: HistoryConfig = field(default_factory=HistoryConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    sorting: SortingConfig = field(default_factory=SortingConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 
     def __post_init__(self) -> None:
@@ -172,6 +229,12 @@ class RhymeConfig:
             raise ConfigError(
                 f"{CONFIG_PATH}: drafting.window.start={self.drafting.window.start} contradicts "
                 f"drafting.max_tokens={self.drafting.max_tokens}: raise max_tokens or lower window.start"
+            )
+
+        if self.sorting.coupled and not drafting.enable:
+            raise ConfigError(
+                f"{CONFIG_PATH}: sorting.coupled=true contradicts drafting.enable=false: coupling pays by verifying "
+                "drafts of what was interrupted; enable drafting or drop coupled"
             )
 
     def to_dict(self) -> dict[str, Any]:
