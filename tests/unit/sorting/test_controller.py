@@ -49,7 +49,8 @@ class World:
             self.text[sample] = []
         self.fill(batches_left)
         while not controller.ready():
-            assert self.running, "nothing runs and nothing is ready: the controller is stuck"
+            assert self.running, "nothing runs
+            assert nothing is ready: the controller is stuck"
             self.advance()
             self.fill(batches_left)
         batch = controller.harvest()
@@ -92,7 +93,8 @@ class World:
             self.controller.interrupt(uid, number, len(text), min(text, default=None))
 
     def check(self, batch):
-        assert batch.samples and len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
+        assert batch.samples
+        assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
         assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
         oldest = self.version - (0 if self.rules.mode == "on_policy" else self.rules.max_versions - 1)
         for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
@@ -190,7 +192,8 @@ def test_harvest_takes_the_shortest_first():
     finish(built, "p0", 30, 30)
     finish(built, "p2", 9, 11)
     batch = built.harvest()
-    assert batch.samples == [("p2", 0), ("p2", 1)] and batch.lengths == [9, 11]
+    assert batch.samples == [("p2", 0), ("p2", 1)]
+    assert batch.lengths == [9, 11]
 
 
 def test_surplus_is_stale_after_the_update_on_policy_and_kept_in_partial_mode():
@@ -214,7 +217,9 @@ def test_no_prompt_is_loaded_before_all_are_consumed():
         built.harvest()
         for _, number in [("p1", 0), ("p1", 1)] if version == 0 else []:
             built.interrupt("p1", number, 3, 0)
-    assert built.loadable() == 2 and built.loadable(batches_left=1) == 1 and built.loadable(batches_left=0) == 0
+    assert built.loadable() == 2
+    assert built.loadable(batches_left=1) == 1
+    assert built.loadable(batches_left=0) == 0
 
 
 def test_a_prompt_that_waited_long_enough_is_waited_for():
@@ -228,7 +233,8 @@ def test_a_prompt_that_waited_long_enough_is_waited_for():
     finish(built, "p2", 3, 3, version=1)
     assert not built.ready()  # p0 has waited as long
     finish(built, "p0", 40, 40, version=1)
-    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  # and goes first, though longer
+    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  #
+    assert goes first, though longer
 
 
 def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
@@ -238,9 +244,11 @@ def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
     assert built.loadable() == 1
     built.finish("p0", 1, 5, 0)
     built.interrupt("p0", 1, 5, 0)
-    assert "p0" not in built.buffer and built.step.discarded_tokens == 5
+    assert "p0" not in built.buffer
+    assert built.step.discarded_tokens == 5
     built.load("p3", 2)
-    assert built.loadable() == 0 and built.dispatch() == [("p3", 0), ("p3", 1)]
+    assert built.loadable() == 0
+    assert built.dispatch() == [("p3", 0), ("p3", 1)]
 
 
 def test_interrupted_samples_go_first_the_longest_leading():

@@ -29,6 +29,16 @@ class RhymeWorkerMethods:
         proposer.attach(self.model_runner)
         return True
 
+    def couple_sampler(self) -> bool:
+        """Let all sampling of this worker be coupled: :mod:`verl_rhyme.workers.vllm.coupled_sampler`.
+
+        Returns:
+            Whether it is.
+        """
+        from verl_rhyme.workers.vllm import coupled_sampler  # here: it imports vLLM's samplers
+
+        return coupled_sampler.couple(self.model_runner)
+
     def refused_patches(self) -> list[str]:
         """Patches this worker needs and did not get, with the reason."""
         from verl_rhyme import patches

@@ -1,0 +1,140 @@
+"""The noise is Philox, behaves like noise, and its argmax is a draw from the softmax."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from verl_rhyme.sorting.noise import draw, gumbel, key_of, philox, words
+
+KEYS = np.array([key_of("test", i) for i in range(20_000)], dtype=np.uint64)
+
+
+def positions(n, at=0):
+    return np.full(n, at, dtype=np.int64)
+
+
+def tokens(logits, keys, at, plain=False):
+    """Draws of one row of logits under many keys."""
+    rows = np.ascontiguousarray(np.broadcast_to(np.float32(logits), (len(keys), len(logits))))
+    return draw(rows, keys, at, np.full(len(keys), plain))
+
+
+def slow(logits, keys, at):
+    """Definition of a draw, without a shortcut."""
+    return (logits + gumbel(words(keys, at, logits.shape[1]))).argmax(1)
+
+
+def uniform(bits):
+    return (bits + 0.5) * 2.0**-32
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # kat_vectors of Random123
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_known_answers(counter, key, expected):
+    given = [np.uint64(int(word, 16)) for word in (*counter.split(), *key.split())]
+    assert [f"{word:08x}" for word in philox(*given)] == expected.split()
+
+
+def test_a_counter_is_block_and_position():
+    key, position = 0x299F31D0A4093822, (7 << 32) + 5
+    found = words(np.array([key], dtype=np.uint64), np.array([position]), 10)[0]
+    low, high = np.uint64(0xA4093822), np.uint64(0x299F31D0)
+    expected = [philox(*map(np.uint64, (block, 5, 7, 0)), low, high) for block in range(3)]
+    assert found.tolist() == np.ravel(expected)[:10].tolist()
+
+
+def test_keys_tell_their_parts_apart():
+    lists = [("ab", "c"), ("a", "bc"), ("abc",), (1, 2), ("1", 2), (12,), (b"abc",), (), ("",)]
+    assert len({key_of(*parts) for parts in lists}) == len(lists)
+    assert all(0 <= key_of(*parts) < 1 << 64 for parts in lists)
+    assert key_of(1, "prompt", 2) == key_of(1, "prompt", 2)
+    assert key_of(1, "prompt", 2) == key_of(np.int64(1), "prompt", np.int32(2))
+    assert key_of("fixed", 1) == 0x10FE3F5159A56304  # the same in every process, for ever
+
+
+@pytest.mark.parametrize("along", ["vocabulary", "keys", "positions"])
+def test_uniform_and_independent(along):
+    n = 20_000
+    if along == "vocabulary":
+        bits = words(KEYS[:8], positions(8, 3), n)
+    elif along == "keys":
+        bits = words(KEYS, positions(n, 3), 8).T
+    else:  # one key that is used for consecutive positions
+        bits = words(np.repeat(KEYS[:1], n), np.arange(n), 8).T
+    u = uniform(np.ascontiguousarray(bits))
+    for row in u:
+        assert stats.kstest(row, "uniform").pvalue > 1e-4
+    for lag in (1, 2, 3, 4, 5, 8):
+        pairs = np.histogram2d(u[:, :-lag].ravel(), u[:, lag:].ravel(), bins=16, range=[[0, 1], [0, 1]])[0]
+        assert stats.chisquare(pairs.ravel()).pvalue > 1e-4, lag
+    correlation = np.corrcoef(u)[np.triu_indices(8, 1)]
+    assert np.abs(correlation).max() < 4.5 / np.sqrt(n)
+
+
+def test_neighbouring_keys_and_bits():
+    """Keys that differ in one bit share nothing, and every bit of a word is fair."""
+    base = words(KEYS[:1], positions(1), 20_000)[0]
+    for bit in (0, 1, 31, 32, 63):
+        other = words(KEYS[:1] ^ np.uint64(1 << bit), positions(1), 20_000)[0]
+        flipped = np.unpackbits((base ^ other).view(np.uint8)).mean()
+        assert abs(flipped - 0.5) < 4.5 * 0.5 / np.sqrt(32 * 20_000)
+    each = np.unpackbits(base.view(np.uint8).reshape(-1, 4), axis=1).mean(0)
+    assert np.abs(each - 0.5).max() < 4.5 * 0.5 / np.sqrt(20_000)
+
+
+def test_the_gumbel_is_precise_where_it_decides():
+    assert gumbel(np.array([0], dtype=np.uint32))[0] == pytest.approx(33 * np.log(2), abs=1e-9)
+    assert np.isfinite(gumbel(np.array([2**32 - 1], dtype=np.uint32))).all()
+    sample = gumbel(words(KEYS[:1], positions(1), 200_000))[0]
+    assert stats.kstest(sample, "gumbel_r").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
+def test_the_argmax_is_a_draw_from_the_softmax(scale):
+    logits = np.random.default_rng(1).normal(0, scale, 50).astype(np.float32)
+    counts = sum(np.bincount(tokens(logits, KEYS, positions(len(KEYS), at)), minlength=50) for at in range(5))
+    law = np.exp(logits - logits.max(), dtype=np.float64)
+    expected = law / law.sum() * counts.sum()
+    rare = expected < 8
+    observed = np.append(counts[~rare], counts[rare].sum())
+    predicted = np.append(expected[~rare], max(expected[rare].sum(), 1e-3))
+    assert stats.chisquare(observed, predicted * observed.sum() / predicted.sum()).pvalue > 1e-4
+    # What the test would notice: another temperature.
+    wrong = np.exp((logits - logits.max()) / 1.25, dtype=np.float64)
+    wrong *= counts.sum() / wrong.sum()
+    assert stats.chisquare(counts, wrong).pvalue < 1e-4
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 5, 12, 97, 1000])
+def test_no_shortcut_changes_a_draw(vocabulary):
+    rng = np.random.default_rng(vocabulary)
+    scale = rng.choice([1e-3, 0.1, 1, 5, 30], size=(512, 1))
+    logits = (rng.normal(0, 1, (512, vocabulary)) * scale + rng.normal(0, 20, (512, 1))).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    logits[:, -1] = np.where(np.isinf(logits).all(1), 0, logits[:, -1])
+    at = rng.integers(0, 1 << 20, 512)
+    assert (draw(logits, KEYS[:512], at, np.zeros(512, bool)) == slow(logits, KEYS[:512], at)).all()
+
+
+def test_greedy_rows_take_no_noise():
+    logits = np.random.default_rng(0).normal(0, 1e-3, (200, 64)).astype(np.float32)
+    plain = np.arange(200) % 2 == 0
+    found = draw(logits, KEYS[:200], positions(200), plain)
+    assert (found[plain] == logits[plain].argmax(1)).all()
+    assert (found[~plain] == slow(logits, KEYS[:200], positions(200))[~plain]).all()
+    assert (found[~plain] != logits[~plain].argmax(1)).mean() > 0.9
+
+
+def test_masked_entries_never_win():
+    logits = np.full((2000, 33), -np.inf, dtype=np.float32)
+    logits[:, [5, 31]] = -80, -80.5
+    assert set(draw(logits, KEYS[:2000], positions(2000), np.zeros(2000, bool))) == {5, 31}
+    logits[:, 31] = -np.inf
+    assert set(draw(logits, KEYS[:2000], positions(2000), np.zeros(2000, bool))) == {5}
+    assert draw(np.full((1, 7), -np.inf, np.float32), KEYS[:1], positions(1), np.zeros(1, bool)).tolist() == [0]

@@ -1,0 +1,129 @@
+"""Counter-based noise: the token that a request draws at a position is a function of its key, the position and the law.
+
+Tokens are drawn as ``argmax_v logits[v] + g[v]`` with standard Gumbel noise g, which is a draw from ``softmax(logits)``
+(Gumbel, 1954; Maddison et al., 2014, arXiv:1411.0030). The noise is Philox4x32-10 (Salmon et al., *Parallel random
+numbers: as easy as 1, 2, 3*, SC 2011) of (key; vocabulary block, position), so that it has no state: whoever draws
+that position of that request again, in any batch, after any interruption, meets the same noise. ``docs/coupling.md``
+says what this is for, and which keys may be used when.
+
+A uniform has 32 bits, u = (w + 1/2) 2**-32, and the law is exact up to that resolution: what is less likely than 1e-10
+may never be drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numba import njit
+
+#: Philox4x32's multipliers and the increments of its keys (Weyl sequences), and its number of rounds.
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+INCREMENTS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+#: Vocabulary entries that one Philox block of four 32-bit words serves.
+BLOCK = 4
+
+_M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
+_W0, _W1 = (np.uint64(w) for w in INCREMENTS)
+_LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_UNIT = 2.0**-32
+#: Above every Gumbel there is: 33 ln 2, from u = 2**-33.
+_HIGHEST = 22.874
+
+
+def key_of(*parts: int | str | bytes) -> int:
+    """A key of 64 bits (blake2b) that two different lists of parts hardly ever share."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        kind = b"b" if isinstance(part, bytes) else b"s" if isinstance(part, str) else b"i"
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(kind + len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+@njit(cache=True, nogil=True)
+def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+    """Philox4x32-10: four words from a counter of four and a key of two; all uint64 below 2**32."""
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1, c2, c3
+
+
+@njit(cache=True, nogil=True)
+def _block(key, position, block):  # type: ignore[no-untyped-def]
+    position = np.uint64(position)
+    return philox(np.uint64(block), position & _LOW, position >> _32, np.uint64(0), key & _LOW, key >> _32)
+
+
+@njit(cache=True, nogil=True)
+def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
+    """The random bits themselves.
+
+    Args:
+        keys: uint64 [N].
+        positions: int64 [N], 0 and up.
+        vocabulary: Entries of the vocabulary.
+
+    Returns:
+        uint32 [N, vocabulary].
+    """
+    out = np.empty((len(keys), vocabulary), dtype=np.uint32)
+    for row in range(len(keys)):
+        for first in range(0, vocabulary, BLOCK):
+            four = _block(keys[row], positions[row], first // BLOCK)
+            for i in range(min(BLOCK, vocabulary - first)):
+                out[row, first + i] = four[i]
+    return out
+
+
+def gumbel(words: np.ndarray) -> np.ndarray:
+    """float64 Gumbel noise, ``-log(E)`` with the exponential ``E = -log1p(-u)``: exact where small E decide."""
+    return -np.log(-np.log1p(-(words + 0.5) * _UNIT))
+
+
+@njit(cache=True, nogil=True)
+def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """The token of each row: ``argmax(logits + gumbel(words(...)))``.
+
+    Args:
+        logits: float32 [N, V], already divided by the temperature; -inf where a token is masked.
+        keys: uint64 [N].
+        positions: int64 [N], of the token to be drawn in its sequence, 0 and up.
+        plain: bool [N], rows without noise (greedy).
+
+    Returns:
+        int64 [N]. 0 where a whole row is masked.
+    """
+    out = np.zeros(len(logits), dtype=np.int64)
+    vocabulary = logits.shape[1]
+    for row in range(len(logits)):
+        likeliest, top = 0, np.float32(-np.inf)
+        for token in range(vocabulary):
+            if logits[row, token] > top:
+                likeliest, top = token, logits[row, token]
+        out[row] = likeliest
+        if plain[row] or top == -np.inf:
+            continue
+        # The likeliest first: a high bar at once.
+        four = _block(keys[row], positions[row], likeliest // BLOCK)
+        best = top - np.log(-np.log1p(-(four[likeliest % BLOCK] + 0.5) * _UNIT))
+        for first in range(0, vocabulary, BLOCK):
+            n = min(BLOCK, vocabulary - first)
+            hopeless = True
+            for token in range(first, first + n):
+                hopeless &= not logits[row, token] > best - _HIGHEST
+            if hopeless:
+                continue
+            four = _block(keys[row], positions[row], first // BLOCK)
+            for i in range(n):
+                u = (four[i] + 0.5) * _UNIT
+                # To win, E < exp(-d). As E > u and exp(d) > 1 + d + d**2/2 + d**3/6, most need no logarithm.
+                d = best - logits[row, first + i]
+                if u * (1 + d * (1 + d / 2 * (1 + d / 3))) < 1 + 1e-9:
+                    score = logits[row, first + i] - np.log(-np.log1p(-u))
+                    if score > best:
+                        best, out[row] = score, first + i
+    return out
