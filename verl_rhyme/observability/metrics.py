@@ -47,6 +47,20 @@ HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 
+SORTED_DISCARDED = "training/sorted/discarded_tokens"
+SORTED_TRAINED = "training/sorted/trained_tokens"
+SORTED_INTERRUPTED = "training/sorted/interrupted"
+SORTED_STALE = "training/sorted/stale"
+SORTED_LEFT = "training/sorted/finished_left"
+SORTED_LOADED = "training/sorted/loaded_prompts"
+SORTED_DROPPED = "training/sorted/dropped_prompts"
+SORTED_WAITING_MEAN = "training/sorted/waiting/mean"
+SORTED_WAITING_MAX = "training/sorted/waiting/max"
+SORTED_TOKEN_STALENESS_MEAN = "training/sorted/token_staleness/mean"
+SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
+SORTED_ORDER = "training/sorted/order"
+SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
+
 FloatArray = npt.NDArray[np.float64]
 
 

@@ -16,12 +16,9 @@ A pure state machine: events are method calls, and it has no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample
-
-Mode = Literal["on_policy", "partial"]
-Unit = Literal["group", "trajectory"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class Rules:
     batch_prompts: int
     batch_samples: int
     group_batches: int = 4
-    mode: Mode = "on_policy"
-    unit: Unit = "group"
+    mode: str = "on_policy"
+    unit: str = "group"
     harvest_tokens: int | None = None
     max_wait: int | None = None
     max_versions: int = 2

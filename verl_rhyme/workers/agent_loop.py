@@ -85,7 +85,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             await self._run_agent_loop(
                 meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=start.number, **prompt
             )
-            await tq.async_kv_put(key=key, partition_id=SESSIONS, tag={"status": "finished"})
+            tag = {"status": "finished", "records": session.records}
+            await tq.async_kv_put(key=key, partition_id=SESSIONS, tag=tag)
         except Interrupted:
             await self._report_interruption(key, session)
         except Exception:

@@ -49,8 +49,7 @@ class World:
             self.text[sample] = []
         self.fill(batches_left)
         while not controller.ready():
-            assert self.running, "nothing runs
-            assert nothing is ready: the controller is stuck"
+            assert self.running, "nothing runs, nothing is ready: the controller is stuck"
             self.advance()
             self.fill(batches_left)
         batch = controller.harvest()
@@ -233,8 +232,7 @@ def test_a_prompt_that_waited_long_enough_is_waited_for():
     finish(built, "p2", 3, 3, version=1)
     assert not built.ready()  # p0 has waited as long
     finish(built, "p0", 40, 40, version=1)
-    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  #
-    assert goes first, though longer
+    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  # first, though longer
 
 
 def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():

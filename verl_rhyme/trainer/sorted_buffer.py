@@ -1,0 +1,302 @@
+"""The replay buffer of ``rhyme_sorted``: the sorted controller's eyes and hands in TransferQueue."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.sorting.controller import Harvest, Rules, SortedController
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start, Turn
+
+logger = logging.getLogger(__name__)
+
+_TRAIN = "train"
+#: Seconds after which it is told, again and again, what a step still waits for.
+_PATIENCE_S = 60.0
+
+
+class SortedReplayBuffer(ReplayBufferAsync):
+    """verl's buffer for validation; for training one step is ``begin``, ``sample``, ``settle``.
+
+    Args:
+        rules: The controller's.
+        load: ``load(n)`` fetches ``n`` prompts and stores them; their names and how many samples each is to have.
+        start: ``start({uid: samples to start})`` sends them to the agent loops, in this order.
+        **kwargs: verl's arguments.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        load: Callable[[int], list[tuple[str, int]]],
+        start: Callable[[dict[str, list[Start]]], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.controller = SortedController(rules)
+        self._load, self._start = load, start
+        self._batches_left: int | None = None
+        self._kept: set[tuple[str, int]] = set()  # samples whose earlier attempt left turns
+        self._ended: list[dict[str, Any]] = []  # records of the attempts that ended in this step
+        self._discarded: list[dict[str, Any]] = []  # of those whose tokens will not be trained
+        self._metrics: dict[str, Any] = {}
+        self._failures: dict[str, Any] = {}
+
+    # ---- a step ----
+
+    def begin(self, version: int, batches_left: int) -> None:
+        """The policy ``version`` is current and the engines run: what may not be trained any more starts anew."""
+        stale = self.controller.begin(version)
+        self._batches_left, self._ended = batches_left, []
+        if stale:
+            self._sync_metadata_from_transfer_queue()
+            sessions = self.partitions[SESSIONS]
+            for uid, number in stale:
+                self._discard(uid, number, sessions[f"{uid}_{number}"].get("records") or [])
+            self._keep_texts(stale)
+        self._fill()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        """The update batch, sorted by length, as soon as the controller says that it is ready."""
+        if partition_id != _TRAIN:
+            return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        told = time.monotonic()
+        while True:
+            self._poll()
+            self._fill()
+            if self.controller.ready():
+                break
+            told = self._wait(told, "an update batch")
+        harvest = self.controller.harvest()
+        self._check(harvest)
+        by_sample = self._trajectories()
+        keys = [key for sample in harvest.samples for key in by_sample[sample]]
+        tags = [self.partitions[_TRAIN][key] for key in keys]
+        self._describe(harvest)
+        self._clear_sessions(harvest.samples)
+        failures, self._failures = self._failures, {}
+        return KVBatchMeta(partition_id=_TRAIN, keys=keys, tags=tags), failures
+
+    def settle(self) -> None:
+        """The engines were stopped: wait until every attempt has said how it ended."""
+        told = time.monotonic()
+        while True:
+            self._poll()
+            if not any(True for _ in self.controller.buffer.samples("running")):
+                return
+            told = self._wait(told, "attempts to end after the abort (a tool, perhaps)")
+
+    def take_metrics(self, slots: int) -> dict[str, float]:
+        """Metrics of the step; ``slots`` is Q of the bubble ratio."""
+        step = self.controller.step
+        metrics = {
+            **self._metrics,
+            names.SORTED_DISCARDED: step.discarded_tokens,
+            names.SORTED_INTERRUPTED: step.interrupted,
+            names.SORTED_STALE: step.stale,
+            names.SORTED_LOADED: step.loaded,
+            names.SORTED_DROPPED: step.dropped,
+        }
+        if self._ended:
+            started, finished = (np.array([row[name] for row in self._ended]) for name in ("started_at", "finished_at"))
+            metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
+        self._metrics = {}
+        return {name: float(value) for name, value in metrics.items()}
+
+    def take_discarded(self) -> list[dict[str, Any]]:
+        """Request records of attempts whose tokens will not be trained, with ``uid`` and ``sample``."""
+        discarded, self._discarded = self._discarded, []
+        return discarded
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the ledger and bring TransferQueue, restored before, into line with it."""
+        self.controller.load_state_dict(state)
+        self._sync_metadata_from_transfer_queue()
+        prompts, sessions = self.partitions[PROMPTS], self.partitions[SESSIONS]
+        for prompt in list(self.controller.buffer):
+            if prompt.uid not in prompts:
+                logger.warning("the checkpoint lacks the data of prompt %s: another is loaded in its place", prompt.uid)
+                self.controller.drop(prompt.uid)
+        finished = {(prompt.uid, number) for prompt, number, _ in self.controller.buffer.samples("finished")}
+        by_sample = self._trajectories()
+        _clear(_TRAIN, [key for sample, keys in by_sample.items() if sample not in finished for key in keys])
+        _clear(PROMPTS, [uid for uid in prompts if uid not in self.controller.buffer])
+        wanted = {f"{uid}_{number}" for state in ("pending", "finished") for uid, number in self._in(state)}
+        _clear(SESSIONS, [key for key in sessions if key not in wanted])
+        self._kept = {
+            (uid, number)
+            for uid, number in self._in("pending")
+            if sessions.get(f"{uid}_{number}", {}).get("status") == "interrupted"
+        }
+
+    # ---- within ----
+
+    def _in(self, state: Any) -> list[tuple[str, int]]:
+        return [(prompt.uid, number) for prompt, number, _ in self.controller.buffer.samples(state)]
+
+    def _poll(self) -> None:
+        """Tell the controller what happened since the last look."""
+        self._sync_metadata_from_transfer_queue()
+        sessions, by_sample = self.partitions[SESSIONS], self._trajectories()
+        failed = set()
+        for uid, number in self._in("running"):
+            tag = sessions.get(f"{uid}_{number}", {})
+            status, records = tag.get("status"), tag.get("records") or []
+            if status == "interrupted":
+                self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
+                self._kept.add((uid, number))
+                if self.controller.rules.mode == "on_policy":
+                    self._discard(uid, number, records)
+            elif status == "finished" and (uid, number) in by_sample:
+                tags = [self.partitions[_TRAIN][key] for key in by_sample[uid, number]]
+                tokens = sum(tag["response_len"] for tag in tags)
+                oldest = min(tag["min_global_steps"] for tag in tags)
+                self.controller.finish(uid, number, tokens, oldest)
+            elif status in ("finished", "failed"):  # finished without a trajectory: the agent loop gave none
+                failed.add(uid)
+            else:
+                continue
+            self._ended += [record for record in records if np.isfinite(record["started_at"])]
+        self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
+        if self.filter_groups_metric is not None:
+            self._filter(by_sample)
+
+    def _filter(self, by_sample: dict[tuple[str, int], list[str]]) -> None:
+        """DAPO: a group whose samples all have one reward teaches nothing; another prompt takes its place."""
+        complete = {prompt.uid for prompt in self.controller.buffer if prompt.finished}
+        self.finished_keys[_TRAIN] = complete
+        filtered, counts = self._dapo_filtered_keys(_TRAIN)
+        reasons: tuple[set[str], set[str], set[str], Any] = set(), filtered & complete, set(), counts
+        if reasons[1]:
+            metrics = self._evict_terminal_groups(self.controller.version, _TRAIN, reasons)[3]
+            _accumulate_eviction_metrics(self._failures, metrics, 0)
+            self._drop(reasons[1])
+
+    def _drop(self, uids: set[str], counted_as: str | None = None) -> None:
+        if not uids:
+            return
+        by_sample = self._trajectories()
+        samples = [(prompt.uid, number) for prompt in self.controller.buffer if prompt.uid in uids
+                   for number in range(len(prompt.samples))]  # fmt: skip
+        for uid in uids:
+            self.controller.drop(uid)
+        keys = [key for sample in samples for key in by_sample.get(sample, [])]
+        _clear(_TRAIN, [key for key in keys if key in self.partitions[_TRAIN]])
+        self._clear_sessions(samples)
+        if counted_as:
+            self._failures[counted_as] = self._failures.get(counted_as, 0) + len(uids)
+
+    def _fill(self) -> None:
+        """Load what may be loaded, start what may be started."""
+        if count := self.controller.loadable(self._batches_left):
+            for uid, samples in self._load(count):
+                self.controller.load(uid, samples)
+        starts: dict[str, list[Start]] = defaultdict(list)
+        for uid, number in self.controller.dispatch():
+            starts[uid].append(Start(number, (uid, number) in self._kept))
+        if starts:
+            keys = [f"{uid}_{start.number}" for uid, group in starts.items() for start in group]
+            tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running", "records": []}] * len(keys))
+            self._start(starts)
+
+    def _keep_texts(self, stale: list[tuple[str, int]]) -> None:
+        """On-policy, a finished text becomes what its regeneration drafts from; in partial mode it is forgotten."""
+        by_sample = self._trajectories()
+        finished = [sample for sample in stale if sample in by_sample]
+        keys = [key for sample in finished for key in by_sample[sample]]
+        if self.controller.rules.mode == "partial":
+            self._kept -= set(stale)
+        elif keys:
+            data = tq.kv_batch_get(keys=keys, partition_id=_TRAIN, select_fields=["responses", "response_mask"])
+            texts = zip(data["responses"].unbind(), data["response_mask"].unbind(), strict=True)
+            turns = {key: _turns(text.numpy(), mask.numpy()) for key, (text, mask) in zip(keys, texts, strict=True)}
+            reports = [
+                {"report": {"turns": [t.to_dict() for key in by_sample[sample] for t in turns[key]], "records": []}}
+                for sample in finished
+            ]
+            tq.kv_batch_put(
+                keys=[f"{uid}_{number}" for uid, number in finished],
+                partition_id=SESSIONS,
+                fields=list_of_dict_to_tensordict(reports),
+                tags=[{"status": "interrupted"}] * len(finished),
+            )
+            self._kept |= set(finished)
+        _clear(_TRAIN, keys)
+
+    def _trajectories(self) -> dict[tuple[str, int], list[str]]:
+        """Keys of each sample's trajectories; an agent loop may give several."""
+        found: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for key in self.partitions[_TRAIN]:
+            uid, number, _ = key.rsplit("_", 2)
+            found[uid, int(number)].append(key)
+        return {sample: sorted(keys, key=lambda key: int(key.rsplit("_", 1)[1])) for sample, keys in found.items()}
+
+    def _clear_sessions(self, samples: list[tuple[str, int]]) -> None:
+        known = self.partitions[SESSIONS]
+        _clear(SESSIONS, [key for key in (f"{uid}_{number}" for uid, number in samples) if key in known])
+        self._kept -= set(samples)
+        gone = {uid for uid, _ in samples if uid not in self.controller.buffer}
+        _clear(PROMPTS, [uid for uid in gone if uid in self.partitions[PROMPTS]])
+
+    def _discard(self, uid: str, number: int, records: list[dict[str, Any]]) -> None:
+        self._discarded += [{**record, "uid": uid, "sample": number} for record in records]
+
+    def _check(self, harvest: Harvest) -> None:
+        """The promise of the mode, looked at once more before anything is trained."""
+        rules = self.controller.rules
+        bound = 0 if rules.mode == "on_policy" else rules.max_versions - 1
+        if max(harvest.staleness) > bound or min(harvest.staleness) < 0:
+            raise RuntimeError(
+                f"rhyme_sorted ({rules.mode}): a trajectory is {max(harvest.staleness)} policy versions old where "
+                f"{bound} are allowed; is a rollout server without the latest weights (training/off_policy/*)?"
+            )
+
+    def _describe(self, harvest: Harvest) -> None:
+        sessions = self.partitions[SESSIONS]
+        ages, tokens = [], []
+        for uid, number in harvest.samples:
+            for record in sessions.get(f"{uid}_{number}", {}).get("records") or []:
+                ages.append(self.controller.version - record["policy_version_end"])
+                tokens.append(record["response_tokens"])
+        self._metrics = {
+            names.SORTED_WAITING_MEAN: np.mean(harvest.waited),
+            names.SORTED_WAITING_MAX: max(harvest.waited),
+            names.SORTED_TOKEN_STALENESS_MEAN: np.average(ages, weights=tokens) if sum(tokens) else 0.0,
+            names.SORTED_TOKEN_STALENESS_MAX: max(ages, default=0),
+            names.SORTED_TRAINED: sum(harvest.lengths),
+            names.SORTED_LEFT: sum(1 for _ in self.controller.buffer.samples("finished")),
+        }
+
+    def _wait(self, told: float, what: str) -> float:
+        time.sleep(self.poll_interval)
+        if time.monotonic() - told < _PATIENCE_S:
+            return told
+        states = {state: len(self._in(state)) for state in ("pending", "running", "finished")}
+        logger.info("waiting for %s: %s samples", what, states)
+        return time.monotonic()
+
+
+def _clear(partition: str, keys: list[str]) -> None:
+    if keys:
+        tq.kv_clear(keys=keys, partition_id=partition)
+
+
+def _turns(tokens: np.ndarray, mask: np.ndarray) -> list[Turn]:
+    """What the model said in a trajectory, turn by turn; tools answered where the mask is 0."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [Turn("", tokens[start:end].tolist()) for start, end in edges.reshape(-1, 2)]
