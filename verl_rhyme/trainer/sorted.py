@@ -50,7 +50,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         config, sorting = self.config, self._rhyme.sorting
         if sorting.mode is None:
             raise ConfigError(
-                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial; +rhyme=sorted sets it"
+                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial (+rhyme=sorted)"
             )
         single = str(config.algorithm.adv_estimator) in _SINGLE
         unit = sorting.unit or ("trajectory" if single else "group")
@@ -86,7 +86,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         )
 
     def get_llm_client(self) -> Any:
-        return rhymed(self.llm_server_manager.get_client(), sessions=True)
+        return rhymed(self.llm_server_manager.get_client(), interruptible=True)
 
     def on_init_end(self) -> None:
         self.checkpoint_manager.update_weights(self.global_steps)
@@ -96,10 +96,10 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
     def _load_prompts(self, count: int) -> list[tuple[str, int]]:
         batch = self._next_train_batch(count)
         uids = [str(uid) for uid in batch["uid"]]
-        columns = [key for key in batch.keys() if not isinstance(batch.get(key), NonTensorData)]
+        columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
-        samples = batch["__rollout_n__"] if "__rollout_n__" in batch.keys() else default
+        samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         return [(uid, int(count)) for uid, count in zip(uids, samples, strict=True)]
 
     def _start_samples(self, starts: dict[str, list[Start]]) -> None:
@@ -166,7 +166,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         folder.mkdir(parents=True, exist_ok=True)
-        # Nothing runs now. Before verl names this checkpoint the latest: a crash in between resumes from the one before.
+        # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
         (folder / STATE_FILE).write_text(json.dumps(self.replay_buffer.state_dict()))
         super()._save_checkpoint()
 

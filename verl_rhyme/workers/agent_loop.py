@@ -19,7 +19,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.sorting.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.session import CURRENT, SESSIONS, STARTS, Interrupted, Session, Start, Turn
+from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, enter
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                 report = getattr(report, "data", report)
                 session.kept = [Turn(**turn) for turn in report["turns"]]
                 session.records = report["records"] if session.partial else []
-            CURRENT.set(session)
+            enter(session)
             await self._run_agent_loop(
                 meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=start.number, **prompt
             )

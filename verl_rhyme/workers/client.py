@@ -16,8 +16,8 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.workers import session as sessions
 from verl_rhyme.workers.request import FIELD, RequestMeta
-from verl_rhyme.workers.session import CURRENT
 
 #: Conversations whose first-turn key is remembered for their later turns.
 _MAX_CONVERSATIONS = 65536
@@ -80,7 +80,7 @@ class _Sessions(_Conversations):
     async def generate(
         self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        session = CURRENT.get()
+        session = sessions.current()
         if session is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
         prompt_ids = normalize_token_ids(prompt_ids)
@@ -139,12 +139,12 @@ _RHYMED: dict[type, type] = {
 }
 
 
-def rhymed(client: LLMServerClient, sessions: bool = False) -> LLMServerClient:
+def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerClient:
     """The same client with prompt keys and records.
 
     Args:
         client: verl's.
-        sessions: For a trainer that interrupts and starts samples itself.
+        interruptible: For a trainer that interrupts and starts samples itself.
 
     Raises:
         TypeError: A client class this package has no subclass for.
@@ -152,7 +152,7 @@ def rhymed(client: LLMServerClient, sessions: bool = False) -> LLMServerClient:
     if isinstance(client, _PromptKeys):
         return client
     try:
-        client.__class__ = SessionLLMServerClient if sessions else _RHYMED[type(client)]
+        client.__class__ = SessionLLMServerClient if interruptible else _RHYMED[type(client)]
     except KeyError:
         raise TypeError(
             f"no rhyme client for {type(client).__name__}; derive yours from "

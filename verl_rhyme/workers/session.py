@@ -160,5 +160,14 @@ class Session:
         return left
 
 
-#: The session a task works on; ``None`` in validation.
-CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)
+_CURRENT: ContextVar[Session | None] = ContextVar("verl_rhyme_session", default=None)
+
+
+def enter(session: Session) -> None:
+    """From here on this task, and what it starts, works on ``session``."""
+    _CURRENT.set(session)
+
+
+def current() -> Session | None:
+    """The session this task works on; ``None`` in validation."""
+    return _CURRENT.get()
