@@ -132,11 +132,10 @@ class SortedController:
     def dispatch(self) -> list[tuple[str, int]]:
         """Start every pending sample; in the order in which the engine should take them.
 
-        Those that were interrupted first, the longest of them leading: they have the most before them, and what was
-        interrupted has waited before.
+        Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt
+        those first that were longest when they were cut short.
         """
-        pending = list(self.buffer.samples("pending"))
-        pending.sort(key=lambda at: (-at[2].interruptions, -at[2].tokens, at[0].number, at[1]))
+        pending = sorted(self.buffer.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
         for prompt, number, _ in pending:
             self.buffer.start(prompt.uid, number)
         return [(prompt.uid, number) for prompt, number, _ in pending]

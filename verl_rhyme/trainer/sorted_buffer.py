@@ -208,7 +208,8 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 self.controller.load(uid, samples)
         starts: dict[str, list[Start]] = defaultdict(list)
         for uid, number in self.controller.dispatch():
-            starts[uid].append(Start(number, (uid, number) in self._kept))
+            priority = self.controller.buffer.prompt(uid).number + 1
+            starts[uid].append(Start(number, (uid, number) in self._kept, priority))
         if starts:
             keys = [f"{uid}_{start.number}" for uid, group in starts.items() for start in group]
             tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running", "records": []}] * len(keys))

@@ -71,7 +71,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, key = prompt["uid"], f"{prompt['uid']}_{start.number}"
-        session = Session(self._sorting.mode == "partial", self._sorting.redraft)
+        session = Session(self._sorting.mode == "partial", self._sorting.redraft, start.priority)
         meta = RequestMeta(sample=start.number)
         if self._sorting.coupled:
             meta.noise = f"{key_of(self._seed, uid, start.number):016x}"

@@ -98,7 +98,10 @@ class _Sessions(_Conversations):
             params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
             params["max_tokens"] = left
             output = await super().generate(
-                request_id, prompt_ids=[*prompt_ids, *turn.tokens], sampling_params=meta.put(params), **kwargs
+                request_id,
+                prompt_ids=[*prompt_ids, *turn.tokens],
+                sampling_params=meta.put(params),
+                **{**kwargs, "priority": session.priority},
             )
             session.records = list(conversation.records)
             version = output.extra_fields.get("global_steps")

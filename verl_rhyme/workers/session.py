@@ -32,10 +32,12 @@ class Start:
     Attributes:
         number: In its group.
         kept: An earlier attempt has left turns.
+        priority: Its place in the engine's queue, lowest first; validation has 0.
     """
 
     number: int
     kept: bool
+    priority: int
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Session:
     Attributes:
         partial: Continue what is kept, rather than draft from it.
         redraft: On-policy: draft from what is kept.
+        priority: Of its requests, lowest first.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far.
@@ -77,6 +80,7 @@ class Session:
 
     partial: bool
     redraft: bool = True
+    priority: int = 0
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

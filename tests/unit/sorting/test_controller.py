@@ -249,14 +249,16 @@ def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
 
 
-def test_interrupted_samples_go_first_the_longest_leading():
+def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     built = controller()
     finish(built, "p0", 5, 5)
     built.harvest()
-    built.interrupt("p1", 0, 0, None), built.interrupt("p1", 1, 20, 0)
-    built.interrupt("p2", 0, 30, 0), built.finish("p2", 1, 8, 0)
+    built.interrupt("p1", 0, 0, None)
+    built.interrupt("p1", 1, 20, 0)
+    built.interrupt("p2", 0, 30, 0)
+    built.finish("p2", 1, 8, 0)
     built.begin(1)
-    assert built.dispatch() == [("p2", 0), ("p1", 1), ("p2", 1), ("p1", 0)]
+    assert built.dispatch() == [("p1", 1), ("p1", 0), ("p2", 0), ("p2", 1)]
 
 
 @pytest.mark.parametrize(
