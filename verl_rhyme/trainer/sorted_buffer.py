@@ -12,11 +12,10 @@ import numpy as np
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.sorting.controller import Harvest, Rules, SortedController
-from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start, Turn
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,8 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._load, self._start = load, start
         self._batches_left: int | None = None
         self._kept: set[tuple[str, int]] = set()  # samples whose earlier attempt left turns
-        self._ended: list[dict[str, Any]] = []  # records of the attempts that ended in this step
+        self._ended: set[tuple[str, int]] = set()  # attempts that ended in this step
+        self._records: list[dict[str, Any]] = []  # what the servers say of them
         self._discarded: list[dict[str, Any]] = []  # of those whose tokens will not be trained
         self._metrics: dict[str, Any] = {}
         self._failures: dict[str, Any] = {}
@@ -57,13 +57,16 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def begin(self, version: int, batches_left: int) -> None:
         """The policy ``version`` is current and the engines run: what may not be trained any more starts anew."""
         stale = self.controller.begin(version)
-        self._batches_left, self._ended = batches_left, []
+        self._batches_left, self._ended, self._records = batches_left, set(), []
         if stale:
             self._sync_metadata_from_transfer_queue()
-            sessions = self.partitions[SESSIONS]
-            for uid, number in stale:
-                self._discard(uid, number, sessions[f"{uid}_{number}"].get("records") or [])
-            self._keep_texts(stale)
+            self._discarded += self._fetch_records(stale)
+            by_sample = self._trajectories()
+            _clear(_TRAIN, [key for sample in stale for key in by_sample.get(sample, [])])
+            if self.controller.rules.mode == "on_policy":
+                self._kept |= set(stale)  # to draft from
+            else:
+                self._kept -= set(stale)  # too old to be continued
         self._fill()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
@@ -92,9 +95,14 @@ class SortedReplayBuffer(ReplayBufferAsync):
         told = time.monotonic()
         while True:
             self._poll()
-            if not any(True for _ in self.controller.buffer.samples("running")):
-                return
+            if not self._in("running"):
+                break
             told = self._wait(told, "attempts to end after the abort (a tool, perhaps)")
+        pending, finished = self._in("pending"), self._in("finished")
+        cut = self._fetch_records([sample for sample in pending if sample in self._ended])
+        self._records += cut + self._fetch_records([sample for sample in finished if sample in self._ended])
+        if self.controller.rules.mode == "on_policy":
+            self._discarded += cut
 
     def take_metrics(self, slots: int) -> dict[str, float]:
         """Metrics of the step; ``slots`` is Q of the bubble ratio."""
@@ -107,8 +115,9 @@ class SortedReplayBuffer(ReplayBufferAsync):
             names.SORTED_LOADED: step.loaded,
             names.SORTED_DROPPED: step.dropped,
         }
-        if self._ended:
-            started, finished = (np.array([row[name] for row in self._ended]) for name in ("started_at", "finished_at"))
+        if self._records:
+            rows = [row for row in self._records if row["policy_version_end"] == self.controller.version]
+            started, finished = (np.array([row[name] for row in rows]) for name in ("started_at", "finished_at"))
             metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
         self._metrics = {}
         return {name: float(value) for name, value in metrics.items()}
@@ -156,12 +165,10 @@ class SortedReplayBuffer(ReplayBufferAsync):
         failed = set()
         for uid, number in self._in("running"):
             tag = sessions.get(f"{uid}_{number}", {})
-            status, records = tag.get("status"), tag.get("records") or []
+            status = tag.get("status")
             if status == "interrupted":
                 self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
                 self._kept.add((uid, number))
-                if self.controller.rules.mode == "on_policy":
-                    self._discard(uid, number, records)
             elif status == "finished" and (uid, number) in by_sample:
                 tags = [self.partitions[_TRAIN][key] for key in by_sample[uid, number]]
                 tokens = sum(tag["response_len"] for tag in tags)
@@ -171,7 +178,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 failed.add(uid)
             else:
                 continue
-            self._ended += [record for record in records if np.isfinite(record["started_at"])]
+            self._ended.add((uid, number))
         self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
         if self.filter_groups_metric is not None:
             self._filter(by_sample)
@@ -212,32 +219,8 @@ class SortedReplayBuffer(ReplayBufferAsync):
             starts[uid].append(Start(number, (uid, number) in self._kept, priority))
         if starts:
             keys = [f"{uid}_{start.number}" for uid, group in starts.items() for start in group]
-            tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running", "records": []}] * len(keys))
+            tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running"}] * len(keys))
             self._start(starts)
-
-    def _keep_texts(self, stale: list[tuple[str, int]]) -> None:
-        """On-policy, a finished text becomes what its regeneration drafts from; in partial mode it is forgotten."""
-        by_sample = self._trajectories()
-        finished = [sample for sample in stale if sample in by_sample]
-        keys = [key for sample in finished for key in by_sample[sample]]
-        if self.controller.rules.mode == "partial":
-            self._kept -= set(stale)
-        elif keys:
-            data = tq.kv_batch_get(keys=keys, partition_id=_TRAIN, select_fields=["responses", "response_mask"])
-            texts = zip(data["responses"].unbind(), data["response_mask"].unbind(), strict=True)
-            turns = {key: _turns(text.numpy(), mask.numpy()) for key, (text, mask) in zip(keys, texts, strict=True)}
-            reports = [
-                {"report": {"turns": [t.to_dict() for key in by_sample[sample] for t in turns[key]], "records": []}}
-                for sample in finished
-            ]
-            tq.kv_batch_put(
-                keys=[f"{uid}_{number}" for uid, number in finished],
-                partition_id=SESSIONS,
-                fields=list_of_dict_to_tensordict(reports),
-                tags=[{"status": "interrupted"}] * len(finished),
-            )
-            self._kept |= set(finished)
-        _clear(_TRAIN, keys)
 
     def _trajectories(self) -> dict[tuple[str, int], list[str]]:
         """Keys of each sample's trajectories; an agent loop may give several."""
@@ -254,8 +237,18 @@ class SortedReplayBuffer(ReplayBufferAsync):
         gone = {uid for uid, _ in samples if uid not in self.controller.buffer}
         _clear(PROMPTS, [uid for uid in gone if uid in self.partitions[PROMPTS]])
 
-    def _discard(self, uid: str, number: int, records: list[dict[str, Any]]) -> None:
-        self._discarded += [{**record, "uid": uid, "sample": number} for record in records]
+    def _fetch_records(self, samples: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        """What the servers said of the samples' latest attempts, with ``uid`` and ``sample``."""
+        if not samples:
+            return []
+        keys = [f"{uid}_{number}" for uid, number in samples]
+        data = tq.kv_batch_get(keys=keys, partition_id=SESSIONS, select_fields=["records"])
+        lists = [getattr(records, "data", records) for records in data["records"]]
+        return [
+            {**record, "uid": uid, "sample": number}
+            for (uid, number), records in zip(samples, lists, strict=True)
+            for record in records
+        ]
 
     def _check(self, harvest: Harvest) -> None:
         """The promise of the mode, looked at once more before anything is trained."""
@@ -268,19 +261,17 @@ class SortedReplayBuffer(ReplayBufferAsync):
             )
 
     def _describe(self, harvest: Harvest) -> None:
-        sessions = self.partitions[SESSIONS]
-        ages, tokens = [], []
-        for uid, number in harvest.samples:
-            for record in sessions.get(f"{uid}_{number}", {}).get("records") or []:
-                ages.append(self.controller.version - record["policy_version_end"])
-                tokens.append(record["response_tokens"])
+        trained = self._fetch_records(harvest.samples)
+        self._records += trained
+        ages = [self.controller.version - row["policy_version_end"] for row in trained]
+        tokens = [row["response_tokens"] for row in trained]
         self._metrics = {
             names.SORTED_WAITING_MEAN: np.mean(harvest.waited),
             names.SORTED_WAITING_MAX: max(harvest.waited),
             names.SORTED_TOKEN_STALENESS_MEAN: np.average(ages, weights=tokens) if sum(tokens) else 0.0,
             names.SORTED_TOKEN_STALENESS_MAX: max(ages, default=0),
             names.SORTED_TRAINED: sum(harvest.lengths),
-            names.SORTED_LEFT: sum(1 for _ in self.controller.buffer.samples("finished")),
+            names.SORTED_LEFT: len(self._in("finished")),
         }
 
     def _wait(self, told: float, what: str) -> float:
@@ -295,9 +286,3 @@ class SortedReplayBuffer(ReplayBufferAsync):
 def _clear(partition: str, keys: list[str]) -> None:
     if keys:
         tq.kv_clear(keys=keys, partition_id=partition)
-
-
-def _turns(tokens: np.ndarray, mask: np.ndarray) -> list[Turn]:
-    """What the model said in a trajectory, turn by turn; tools answered where the mask is 0."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    return [Turn("", tokens[start:end].tolist()) for start, end in edges.reshape(-1, 2)]

@@ -77,34 +77,34 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             meta.noise = f"{key_of(self._seed, uid, start.number):016x}"
         try:
             if start.kept:
-                report = (await tq.async_kv_batch_get(keys=[key], partition_id=SESSIONS))["report"][0]
-                report = getattr(report, "data", report)
-                session.kept = [Turn(**turn) for turn in report["turns"]]
-                session.records = report["records"] if session.partial else []
+                await self._recall(key, session)
             enter(session)
             await self._run_agent_loop(
                 meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=start.number, **prompt
             )
-            tag = {"status": "finished", "records": session.records}
-            await tq.async_kv_put(key=key, partition_id=SESSIONS, tag=tag)
+            await self._report(key, session, status="finished")
         except Interrupted:
-            await self._report_interruption(key, session)
+            await self._report(key, session, status="interrupted")
         except Exception:
             logger.exception("sample %d of prompt %s failed; the prompt is replaced", start.number, uid)
-            await tq.async_kv_put(key=key, partition_id=SESSIONS, tag={"status": "failed"})
+            await self._report(key, session, status="failed")
 
-    async def _report_interruption(self, key: str, session: Session) -> None:
+    async def _recall(self, key: str, session: Session) -> None:
+        """Take up what the attempt before left."""
+        data = await tq.async_kv_batch_get(keys=[key], partition_id=SESSIONS, select_fields=["turns", "records"])
+        turns, records = (getattr(data[name][0], "data", data[name][0]) for name in ("turns", "records"))
+        session.kept = [Turn(**turn) for turn in turns]
+        session.records = list(records) if session.partial else []
+
+    async def _report(self, key: str, session: Session, status: str) -> None:
+        """The tag is what the trainer looks at again and again, the fields what it or the next attempt may ask for."""
         # What never reached the engine is nothing to tell of.
         records = [record for record in session.records if record["response_tokens"]]
-        tag = {
-            "status": "interrupted",
-            "tokens": session.tokens,
-            "first_version": session.first_version,
-            "records": records,
-        }
-        turns = [turn.to_dict() for turn in session.left]
-        fields = list_of_dict_to_tensordict([{"report": {"turns": turns, "records": records}}])
-        await tq.async_kv_batch_put(keys=[key], partition_id=SESSIONS, fields=fields, tags=[tag])
+        fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
+        tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version}
+        await tq.async_kv_batch_put(
+            keys=[key], partition_id=SESSIONS, fields=list_of_dict_to_tensordict([fields]), tags=[tag]
+        )
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):

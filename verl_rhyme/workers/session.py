@@ -154,7 +154,7 @@ class Session:
         On-policy that is the latest text and, where that is shorter, what an earlier attempt said from there on.
         """
         if self.partial:
-            return self.turns or self.kept
+            return [*self.turns, *self.kept[len(self.turns) :]]
         longest = max(len(self.turns), len(self.kept))
         left = []
         for number in range(longest):
