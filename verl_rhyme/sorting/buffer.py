@@ -1,8 +1,8 @@
 """What was loaded and is not yet trained: prompts, their samples, and how far each has come.
 
-The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, finished or trained,
-and goes from one to the next by the methods of :class:`RolloutBuffer` alone, which refuse what cannot be: no sample is
-lost, started twice or trained twice.
+The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, generated (its reward
+is not known yet), finished or trained, and goes from one to the next by the methods of :class:`RolloutBuffer` alone,
+which refuse what cannot be: no sample is lost, started twice or trained twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal["pending", "running", "finished", "trained"]
+State = Literal["pending", "running", "generated", "finished", "trained"]
 
 
 @dataclass(slots=True)
@@ -48,10 +48,9 @@ class Prompt:
     samples: list[Sample] = field(default_factory=list)
     waited: int = 0
 
-    @property
-    def finished(self) -> bool:
-        """Every sample is finished (or trained already)."""
-        return all(sample.state in ("finished", "trained") for sample in self.samples)
+    def complete(self, *states: State) -> bool:
+        """Every sample is in one of the states."""
+        return all(sample.state in states for sample in self.samples)
 
     @property
     def tokens(self) -> int:
@@ -98,10 +97,14 @@ class RolloutBuffer:
     def start(self, uid: str, number: int) -> None:
         self._move(uid, number, "pending", "running")
 
-    def finish(self, uid: str, number: int, tokens: int, first_version: int) -> None:
+    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
-        sample = self._move(uid, number, "running", "finished")
+        sample = self._move(uid, number, "running", "generated")
         sample.tokens, sample.first_version = tokens, first_version
+
+    def finish(self, uid: str, number: int) -> None:
+        """A generated response has its reward."""
+        self._move(uid, number, "generated", "finished")
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
         """A running response was cut short after ``tokens``; what is kept of it, the caller decides."""
@@ -126,11 +129,11 @@ class RolloutBuffer:
         del self._prompts[uid]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON. What was running when it was taken is pending in it."""
+        """Plain, for JSON. What was on its way when it was taken is pending in it."""
         prompts = [dataclasses.asdict(prompt) for prompt in self]
         for prompt in prompts:
             for sample in prompt["samples"]:
-                if sample["state"] == "running":
+                if sample["state"] in ("running", "generated"):
                     sample["state"] = "pending"
         return {"loaded": self.loaded, "prompts": prompts}
 

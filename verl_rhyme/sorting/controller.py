@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample
+from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample, State
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class StepCounts:
 class SortedController:
     """See the module. The order of calls in a step::
 
-        begin(version) -> stale samples         the policy is new
-        loadable() -> load(uid, n) ...          until it says 0; also between the events below
+        begin(version) -> stale samples             the policy is new
+        loadable() -> load(uid, n) ...              until it says 0; also between the events below
         dispatch() -> samples to start
-        finish(...), drop(...) ... ready()      until it is true
-        harvest()                               the update batch
-        interrupt(...), finish(...) ...         of all that still runs
+        generate(...), finish(...), drop(...) ...   until enough()
+        interrupt(...), finish(...) ...             of all that is on its way, once the engines were stopped
+        harvest()                                   the update batch, if ready(); else on with dispatch()
 
     Raises:
         ValueError: An event that cannot be (see :class:`RolloutBuffer`), or rules that contradict each other.
@@ -142,10 +142,15 @@ class SortedController:
 
     # ---- events ----
 
-    def finish(self, uid: str, number: int, tokens: int, first_version: int) -> None:
+    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end. Of a dropped prompt it is nobody's any more."""
         if uid in self.buffer:
-            self.buffer.finish(uid, number, tokens, first_version)
+            self.buffer.generate(uid, number, tokens, first_version)
+
+    def finish(self, uid: str, number: int) -> None:
+        """A generated response has its reward."""
+        if uid in self.buffer:
+            self.buffer.finish(uid, number)
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
         """A response was cut short after ``tokens``."""
@@ -167,17 +172,19 @@ class SortedController:
 
     # ---- harvest ----
 
-    def ready(self) -> bool:
-        """The update batch may be taken: it is full, or holds enough tokens, and nothing that must not wait runs."""
-        units = self._finished()
-        if not units or any(self._protected(prompt, sample) for prompt, _, sample in self.buffer.samples("running")):
+    def enough(self, rewarded: bool = False) -> bool:
+        """The engines may be stopped: a batch is full, or holds enough tokens, and nothing that must not wait runs.
+
+        Args:
+            rewarded: Count only what has its reward, which may yet drop a prompt.
+        """
+        if any(self._protected(prompt, sample) for prompt, _, sample in self.buffer.samples("running")):
             return False
-        samples = sum(len(numbers) for _, numbers in units)
-        if samples >= min(self.rules.batch_samples, self._remaining()):
-            return True
-        enough = self.rules.harvest_tokens
-        tokens = sum(prompt.samples[number].tokens for prompt, numbers in units for number in numbers)
-        return enough is not None and tokens >= enough
+        return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
+
+    def ready(self) -> bool:
+        """The update batch may be taken."""
+        return self._suffices(self._units("finished"))
 
     def harvest(self) -> Harvest:
         """Take the update batch: what is protected first, then the shortest.
@@ -187,7 +194,7 @@ class SortedController:
         """
         if not self.ready():
             raise ValueError("there is nothing to harvest yet: ask ready() first")
-        units = sorted(self._finished(), key=self._precedence)
+        units = sorted(self._units("finished"), key=self._precedence)
         taken: list[tuple[Prompt, int]] = []
         for prompt, numbers in units:
             if len(taken) + len(numbers) <= self.rules.batch_samples or not taken:
@@ -240,11 +247,19 @@ class SortedController:
 
     # ---- within ----
 
-    def _finished(self) -> list[tuple[Prompt, list[int]]]:
-        """What can be trained: whole groups, or single trajectories."""
+    def _units(self, *states: State) -> list[tuple[Prompt, list[int]]]:
+        """What can be trained of that which is in these states: whole groups, or single trajectories."""
         if self.rules.unit == "group":
-            return [(prompt, list(range(len(prompt.samples)))) for prompt in self.buffer if prompt.finished]
-        return [(prompt, [number]) for prompt, number, _ in self.buffer.samples("finished")]
+            return [(prompt, list(range(len(prompt.samples)))) for prompt in self.buffer if prompt.complete(*states)]
+        return [(prompt, [number]) for state in states for prompt, number, _ in self.buffer.samples(state)]
+
+    def _suffices(self, units: list[tuple[Prompt, list[int]]]) -> bool:
+        samples = sum(len(numbers) for _, numbers in units)
+        if samples >= min(self.rules.batch_samples, self._remaining()):
+            return samples > 0
+        enough = self.rules.harvest_tokens
+        tokens = sum(prompt.samples[number].tokens for prompt, numbers in units for number in numbers)
+        return enough is not None and samples > 0 and tokens >= enough
 
     def _remaining(self) -> int:
         """Samples that are loaded, or owed, and not yet trained."""

@@ -74,8 +74,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         return SortedReplayBuffer(
             rules,
-            self._load_prompts,
-            self._start_samples,
+            self,
             trainer_mode=self.trainer_mode,
             trainer_config=config.trainer.v1.get(self.trainer_mode, {}),
             max_off_policy_threshold=None,  # the controller's rules are stricter
@@ -93,7 +92,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
 
     # ---- what the buffer asks for ----
 
-    def _load_prompts(self, count: int) -> list[tuple[str, int]]:
+    def load_prompts(self, count: int) -> list[tuple[str, int]]:
         batch = self._next_train_batch(count)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
@@ -102,11 +101,18 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         return [(uid, int(count)) for uid, count in zip(uids, samples, strict=True)]
 
-    def _start_samples(self, starts: dict[str, list[Start]]) -> None:
+    def start_samples(self, starts: dict[str, list[Start]]) -> None:
         batch = tq.kv_batch_get(keys=list(starts), partition_id=PROMPTS)
         tu.assign_non_tensor_data(batch, "global_steps", self.global_steps)
         tu.assign_non_tensor_stack(batch, STARTS, list(starts.values()))
         self.agent_loop_manager.generate_sequences(batch)
+
+    def stop_engines(self) -> None:
+        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
+        self.checkpoint_manager.abort_replicas(reject_request=True)
+
+    def resume_engines(self) -> None:
+        self.checkpoint_manager.resume_generation_replicas()
 
     # ---- a step ----
 
@@ -116,10 +122,6 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         return {}
 
     def on_sample_end(self) -> None:
-        # Whoever asks for tokens from here on is told to come again: an attempt that waits at the gate would hold up
-        # the step, or be let in under the next policy.
-        self.checkpoint_manager.abort_replicas(reject_request=True)
-        self.replay_buffer.settle()
         self.checkpoint_manager.sleep_replicas()
         if self.curr_step_profile:
             self._stop_rollout_profiling()
@@ -127,7 +129,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
     def on_step_end(self) -> None:
         with marked_timer("update_weights", self.timing_raw, color="red"):
             self.checkpoint_manager.update_weights(self.global_steps)
-            self.checkpoint_manager.resume_generation_replicas()
+            self.resume_engines()
         super().on_step_end()
 
     def _balance_batch(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import transfer_queue as tq
@@ -14,6 +14,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.sorting.buffer import State
 from verl_rhyme.sorting.controller import Harvest, Rules, SortedController
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start
 
@@ -24,26 +25,42 @@ _TRAIN = "train"
 _PATIENCE_S = 60.0
 
 
+class Rollout(Protocol):
+    """What the buffer asks of the trainer."""
+
+    def load_prompts(self, count: int) -> list[tuple[str, int]]:
+        """Fetch prompts and store their data: their names, and how many samples each is to have."""
+        ...
+
+    def start_samples(self, starts: dict[str, list[Start]]) -> None:
+        """Send samples, by the name of their prompt, to the agent loops."""
+        ...
+
+    def stop_engines(self) -> None:
+        """Abort what runs; whoever asks for tokens from now on is told to come again."""
+        ...
+
+    def resume_engines(self) -> None: ...
+
+
 class SortedReplayBuffer(ReplayBufferAsync):
-    """verl's buffer for validation; for training one step is ``begin``, ``sample``, ``settle``.
+    """verl's buffer for validation; for training one step is ``begin``, then ``sample``.
 
     Args:
         rules: The controller's.
-        load: ``load(n)`` fetches ``n`` prompts and stores them; their names and how many samples each is to have.
-        start: ``start({uid: samples to start})`` sends them to the agent loops, in this order.
+        rollout: The trainer's side of it.
         **kwargs: verl's arguments.
     """
 
     def __init__(
         self,
         rules: Rules,
-        load: Callable[[int], list[tuple[str, int]]],
-        start: Callable[[dict[str, list[Start]]], None],
+        rollout: Rollout,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.controller = SortedController(rules)
-        self._load, self._start = load, start
+        self._rollout = rollout
         self._batches_left: int | None = None
         self._kept: set[tuple[str, int]] = set()  # samples whose earlier attempt left turns
         self._ended: set[tuple[str, int]] = set()  # attempts that ended in this step
@@ -58,28 +75,31 @@ class SortedReplayBuffer(ReplayBufferAsync):
         """The policy ``version`` is current and the engines run: what may not be trained any more starts anew."""
         stale = self.controller.begin(version)
         self._batches_left, self._ended, self._records = batches_left, set(), []
-        if stale:
-            self._sync_metadata_from_transfer_queue()
-            self._discarded += self._fetch_records(stale)
-            by_sample = self._trajectories()
-            _clear(_TRAIN, [key for sample in stale for key in by_sample.get(sample, [])])
-            if self.controller.rules.mode == "on_policy":
-                self._kept |= set(stale)  # to draft from
-            else:
-                self._kept -= set(stale)  # too old to be continued
+        self._sync_metadata_from_transfer_queue()
+        self._discarded += self._fetch_records(stale)
+        by_sample = self._trajectories()
+        _clear(_TRAIN, [key for sample in stale for key in by_sample.get(sample, [])])
+        self._clear_orphans(by_sample)
+        if self.controller.rules.mode == "on_policy":
+            self._kept |= set(stale)  # to draft from
+        else:
+            self._kept -= set(stale)  # too old to be continued
         self._fill()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, as soon as the controller says that it is ready."""
         if partition_id != _TRAIN:
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        told = time.monotonic()
+        # A filter needs the rewards to know what is enough.
+        rewarded = self.filter_groups_metric is not None
         while True:
-            self._poll()
-            self._fill()
+            self._wait_until(lambda: self.controller.enough(rewarded), "an update batch", fill=True)
+            self._rollout.stop_engines()
+            self._wait_until(lambda: not self._on_their_way(), "attempts to end after the abort")
             if self.controller.ready():
                 break
-            told = self._wait(told, "an update batch")
+            self._rollout.resume_engines()  # a reward failed, or an agent loop
+        self._account()
         harvest = self.controller.harvest()
         self._check(harvest)
         by_sample = self._trajectories()
@@ -89,20 +109,6 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._clear_sessions(harvest.samples)
         failures, self._failures = self._failures, {}
         return KVBatchMeta(partition_id=_TRAIN, keys=keys, tags=tags), failures
-
-    def settle(self) -> None:
-        """The engines were stopped: wait until every attempt has said how it ended."""
-        told = time.monotonic()
-        while True:
-            self._poll()
-            if not self._in("running"):
-                break
-            told = self._wait(told, "attempts to end after the abort (a tool, perhaps)")
-        pending, finished = self._in("pending"), self._in("finished")
-        cut = self._fetch_records([sample for sample in pending if sample in self._ended])
-        self._records += cut + self._fetch_records([sample for sample in finished if sample in self._ended])
-        if self.controller.rules.mode == "on_policy":
-            self._discarded += cut
 
     def take_metrics(self, slots: int) -> dict[str, float]:
         """Metrics of the step; ``slots`` is Q of the bubble ratio."""
@@ -163,29 +169,27 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._sync_metadata_from_transfer_queue()
         sessions, by_sample = self.partitions[SESSIONS], self._trajectories()
         failed = set()
-        for uid, number in self._in("running"):
+        for uid, number in self._on_their_way():
             tag = sessions.get(f"{uid}_{number}", {})
-            status = tag.get("status")
-            if status == "interrupted":
+            state = self.controller.buffer.prompt(uid).samples[number].state
+            if tag.get("status") == "failed":
+                failed.add(uid)
+            elif state == "running" and tag.get("status") == "interrupted":
                 self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
                 self._kept.add((uid, number))
-            elif status == "finished" and (uid, number) in by_sample:
-                tags = [self.partitions[_TRAIN][key] for key in by_sample[uid, number]]
-                tokens = sum(tag["response_len"] for tag in tags)
-                oldest = min(tag["min_global_steps"] for tag in tags)
-                self.controller.finish(uid, number, tokens, oldest)
-            elif status in ("finished", "failed"):  # finished without a trajectory: the agent loop gave none
-                failed.add(uid)
-            else:
-                continue
-            self._ended.add((uid, number))
+                self._ended.add((uid, number))
+            elif state == "running" and tag.get("status") == "generated":
+                self.controller.generate(uid, number, tag["tokens"], tag["first_version"])
+                self._ended.add((uid, number))
+            if (uid, number) in by_sample and tag.get("status") == "generated":
+                self.controller.finish(uid, number)
         self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
         if self.filter_groups_metric is not None:
-            self._filter(by_sample)
+            self._filter()
 
-    def _filter(self, by_sample: dict[tuple[str, int], list[str]]) -> None:
+    def _filter(self) -> None:
         """DAPO: a group whose samples all have one reward teaches nothing; another prompt takes its place."""
-        complete = {prompt.uid for prompt in self.controller.buffer if prompt.finished}
+        complete = {prompt.uid for prompt in self.controller.buffer if prompt.complete("finished")}
         self.finished_keys[_TRAIN] = complete
         filtered, counts = self._dapo_filtered_keys(_TRAIN)
         reasons: tuple[set[str], set[str], set[str], Any] = set(), filtered & complete, set(), counts
@@ -211,7 +215,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def _fill(self) -> None:
         """Load what may be loaded, start what may be started."""
         if count := self.controller.loadable(self._batches_left):
-            for uid, samples in self._load(count):
+            for uid, samples in self._rollout.load_prompts(count):
                 self.controller.load(uid, samples)
         starts: dict[str, list[Start]] = defaultdict(list)
         for uid, number in self.controller.dispatch():
@@ -220,7 +224,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         if starts:
             keys = [f"{uid}_{start.number}" for uid, group in starts.items() for start in group]
             tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running"}] * len(keys))
-            self._start(starts)
+            self._rollout.start_samples(starts)
 
     def _trajectories(self) -> dict[tuple[str, int], list[str]]:
         """Keys of each sample's trajectories; an agent loop may give several."""
@@ -236,6 +240,14 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._kept -= set(samples)
         gone = {uid for uid, _ in samples if uid not in self.controller.buffer}
         _clear(PROMPTS, [uid for uid in gone if uid in self.partitions[PROMPTS]])
+
+    def _clear_orphans(self, by_sample: dict[tuple[str, int], list[str]]) -> None:
+        """What samples of dropped prompts left, which ended after they were dropped."""
+        _clear(
+            _TRAIN, [key for (uid, _), keys in by_sample.items() if uid not in self.controller.buffer for key in keys]
+        )
+        sessions = self.partitions[SESSIONS]
+        _clear(SESSIONS, [key for key in sessions if key.rsplit("_", 1)[0] not in self.controller.buffer])
 
     def _fetch_records(self, samples: list[tuple[str, int]]) -> list[dict[str, Any]]:
         """What the servers said of the samples' latest attempts, with ``uid`` and ``sample``."""
@@ -260,9 +272,15 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 f"{bound} are allowed; is a rollout server without the latest weights (training/off_policy/*)?"
             )
 
+    def _account(self) -> None:
+        """Collect what the servers said of the attempts of this step."""
+        cut = self._fetch_records([sample for sample in self._in("pending") if sample in self._ended])
+        self._records = cut + self._fetch_records([sample for sample in self._in("finished") if sample in self._ended])
+        if self.controller.rules.mode == "on_policy":
+            self._discarded += cut
+
     def _describe(self, harvest: Harvest) -> None:
         trained = self._fetch_records(harvest.samples)
-        self._records += trained
         ages = [self.controller.version - row["policy_version_end"] for row in trained]
         tokens = [row["response_tokens"] for row in trained]
         self._metrics = {
@@ -274,13 +292,22 @@ class SortedReplayBuffer(ReplayBufferAsync):
             names.SORTED_LEFT: len(self._in("finished")),
         }
 
-    def _wait(self, told: float, what: str) -> float:
-        time.sleep(self.poll_interval)
-        if time.monotonic() - told < _PATIENCE_S:
-            return told
-        states = {state: len(self._in(state)) for state in ("pending", "running", "finished")}
-        logger.info("waiting for %s: %s samples", what, states)
-        return time.monotonic()
+    def _on_their_way(self) -> list[tuple[str, int]]:
+        return [*self._in("running"), *self._in("generated")]
+
+    def _wait_until(self, condition: Callable[[], bool], what: str, fill: bool = False) -> None:
+        told = time.monotonic()
+        while True:
+            self._poll()
+            if fill:
+                self._fill()
+            if condition():
+                return
+            time.sleep(self.poll_interval)
+            if time.monotonic() - told > _PATIENCE_S:
+                told = time.monotonic()
+                counts = {state: len(self._in(state)) for state in get_args(State)}
+                logger.warning("waiting for %s; samples by state: %s", what, counts)
 
 
 def _clear(partition: str, keys: list[str]) -> None:

@@ -19,7 +19,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.sorting.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, enter
+from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +82,20 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             await self._run_agent_loop(
                 meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=start.number, **prompt
             )
-            await self._report(key, session, status="finished")
         except Interrupted:
             await self._report(key, session, status="interrupted")
         except Exception:
             logger.exception("sample %d of prompt %s failed; the prompt is replaced", start.number, uid)
             await self._report(key, session, status="failed")
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        session = current()
+        if session is not None:
+            if not output:
+                raise ValueError("the agent loop returned no trajectory")
+            # Before the reward is computed: the engine need not run on for that.
+            await self._report(f"{kwargs['uid']}_{kwargs['session_id']}", session, status="generated")
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _recall(self, key: str, session: Session) -> None:
         """Take up what the attempt before left."""

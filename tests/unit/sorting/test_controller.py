@@ -41,22 +41,29 @@ class World:
         self.controller = SortedController(rules)
         self.random = random.Random(seed)
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
-        self.running, self.loads, self.version = [], 0, 0
+        self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
 
     def step(self, batches_left=None):
         controller = self.controller
         for sample in controller.begin(self.version):
             self.text[sample] = []
         self.fill(batches_left)
-        while not controller.ready():
-            assert self.running, "nothing runs, nothing is ready: the controller is stuck"
-            self.advance()
-            self.fill(batches_left)
+        while True:
+            while not controller.enough():
+                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the controller is stuck"
+                self.advance()
+                self.fill(batches_left)
+            for sample in list(self.running):  # the abort: some finish before it reaches them
+                if sample[0] in controller.buffer:
+                    self.advance(sample, stop=self.random.random() < 0.8)
+            self.running = []
+            while self.unrewarded:
+                self.reward()
+            if controller.ready():
+                break
+            self.fill(batches_left)  # a reward failed: on with it
         batch = controller.harvest()
         self.check(batch)
-        for sample in list(self.running):  # the abort: some finish before it reaches them
-            self.advance(sample, stop=self.random.random() < 0.8)
-        assert not self.running
         self.version += 1
         return batch
 
@@ -73,20 +80,29 @@ class World:
             assert sample not in self.running
             self.running.append(sample)
 
+    def reward(self):
+        uid, number = sample = self.random.choice(self.unrewarded)
+        self.unrewarded.remove(sample)
+        if self.random.random() < self.mishaps:
+            self.dropped.add(uid)
+            self.controller.drop(uid)
+        else:
+            self.controller.finish(uid, number)
+
     def advance(self, sample=None, stop=None):
+        if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
+            self.reward()
+            return
         sample = sample or self.random.choice(self.running)
         uid, number = sample
         text = self.text[sample]
-        if stop is None and self.random.random() < self.mishaps:
-            self.dropped.add(uid)
-            self.controller.drop(uid)
-            return
         more = self.length[sample] - len(text)
         made = self.random.randint(0, more) if stop or (stop is None and self.random.random() < 0.7) else more
         text += [self.version] * made
         if len(text) == self.length[sample]:
             self.running.remove(sample)
-            self.controller.finish(uid, number, len(text), min(text))
+            self.controller.generate(uid, number, len(text), min(text))
+            self.unrewarded.append(sample)
         elif stop:
             self.running.remove(sample)
             self.controller.interrupt(uid, number, len(text), min(text, default=None))
@@ -183,7 +199,8 @@ def controller(**rules):
 
 def finish(built, uid, *lengths, version=0):
     for number, length in enumerate(lengths):
-        built.finish(uid, number, length, version)
+        built.generate(uid, number, length, version)
+        built.finish(uid, number)
 
 
 def test_harvest_takes_the_shortest_first():
@@ -230,17 +247,18 @@ def test_a_prompt_that_waited_long_enough_is_waited_for():
     built.begin(1)
     built.dispatch()
     finish(built, "p2", 3, 3, version=1)
-    assert not built.ready()  # p0 has waited as long
+    assert not built.enough()  # p0 has waited as long
     finish(built, "p0", 40, 40, version=1)
     assert built.harvest().samples == [("p0", 0), ("p0", 1)]  # first, though longer
 
 
 def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
     built = controller()
-    built.finish("p0", 0, 5, 0)
+    built.generate("p0", 0, 5, 0)
     built.drop("p0")
     assert built.loadable() == 1
-    built.finish("p0", 1, 5, 0)
+    built.generate("p0", 1, 5, 0)
+    built.finish("p0", 0)
     built.interrupt("p0", 1, 5, 0)
     assert "p0" not in built.buffer
     assert built.step.discarded_tokens == 5
@@ -256,7 +274,8 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
     built.interrupt("p1", 0, 0, None)
     built.interrupt("p1", 1, 20, 0)
     built.interrupt("p2", 0, 30, 0)
-    built.finish("p2", 1, 8, 0)
+    built.generate("p2", 1, 8, 0)
+    built.finish("p2", 1)
     built.begin(1)
     assert built.dispatch() == [("p1", 1), ("p1", 0), ("p2", 0), ("p2", 1)]
 
@@ -264,7 +283,7 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (lambda c: c.finish("p0", 0, 5, 0) or c.finish("p0", 0, 5, 0), "cannot become finished: it is finished"),
+        (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
         (lambda c: c.harvest(), "ask ready"),
         (lambda c: SortedController(Rules(1, 1, mode="partial", max_versions=1)), "at least 2"),
@@ -273,3 +292,16 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
 def test_what_cannot_be_is_refused(event, message):
     with pytest.raises(ValueError, match=message):
         event(controller())
+
+
+def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
+    built = controller()
+    built.generate("p0", 0, 5, 0)
+    built.generate("p0", 1, 5, 0)
+    assert built.enough()
+    assert not built.enough(rewarded=True)
+    assert not built.ready()
+    built.finish("p0", 0)
+    built.finish("p0", 1)
+    assert built.enough(rewarded=True)
+    assert built.ready()
