@@ -172,15 +172,15 @@ def _plan(slots, table, ids, rows, tokens, lengths, sampled, limits, floor, voca
         if state[DRAFTS]:
             state[REVERIFIED] += sampled[b] - 1
             state[DRAFTS] = 0
-        if state[POSITION] >= size and state[HOME] >= size:  # there is none, or it is over
+        if _over(state, size):
             continue
         previous = carray(pointer(slots.previous[ids[b]]), (size,), dtype=np.int32)
         text, length = tokens[rows[b]], lengths[b]
         if state[SEEN] < 0:
             state[BEGAN] = state[SEEN] = max(0, length - sampled[b])
-        for index in range(state[SEEN], length):
-            _take(state, table, previous, text, index)
-        state[SEEN] = length
+        while state[SEEN] < length and not _over(state, size):
+            _take(state, table, previous, text, state[SEEN])
+            state[SEEN] += 1
         longest = min(limits[b], len(reached))
         count = _walk(state, table, previous, longest, floor, vocabulary, reached)
         if count > 0 and reached[:count].sum() >= reach[b, : planned[b]].sum():
@@ -190,6 +190,12 @@ def _plan(slots, table, ids, rows, tokens, lengths, sampled, limits, floor, voca
             state[DRAFTS] = 1
             replaced[b] = True
     return replaced
+
+
+@njit(cache=True, nogil=True)
+def _over(state, size):
+    """Whether the response stands beyond the previous text, or there is none."""
+    return state[POSITION] >= size and state[HOME] >= size
 
 
 @njit(cache=True, nogil=True)

@@ -173,8 +173,9 @@ class HistoryProposer:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
 
         Returns:
-            By id, of those this worker drafted for, :class:`~verl_rhyme.drafting.policy.RequestCounts` as a dict. One has
-            also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the last call.
+            ``{id: {"drafted", "accepted", "verify_steps", "history_hit", "reverified"}}`` of those this worker drafted
+            for. One of them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the
+            last call.
         """
         drafter = self._drafter
         if drafter is None:
