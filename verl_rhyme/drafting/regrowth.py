@@ -40,7 +40,7 @@ _PATIENCE = 3
 _SHORTEST, _LONGEST = 3, 8
 _SEARCH = 4096
 #: Tokens agreed on after which the texts are in step again: at the old offset, at a new one.
-_SETTLED, _SETTLED_ANEW = 3, 8
+_SETTLED, _SETTLED_ANEW = 2, 6
 
 #: The prior is the rule of succession after so many agreements, by kind; it counts as so many observations.
 _AGREED = (4.0, 1.0, 1.0, 0.1)
@@ -216,7 +216,9 @@ def _take(state, table, previous, text, index):
             home = position
     else:
         run, lost = 0, lost + 1
-    if lost > _PATIENCE and run < _SHORTEST:
+    # Never while a token comes as expected: substitutions close together look like a lost way, and an n-gram found
+    # elsewhere would lead away from the right one.
+    if lost > _PATIENCE and not run:
         position, run = _search(previous, text, state[BEGAN], index, home)
         relocated = np.int64(position != home)
     state[POSITION], state[HOME], state[RUN], state[LOST], state[RELOCATED] = position, home, run, lost, relocated
