@@ -63,13 +63,15 @@ class Regrown(Rhyme):
     def __init__(self, config: DraftingConfig, previous: dict[str, np.ndarray]) -> None:
         super().__init__(config)
         self._previous = previous
-        self.reverified = 0
+        self.accepted = self.reverified = 0
 
     def start(self, response: Response) -> None:
         self.policy.start(response.id, response.key, self._previous.get(response.id))
 
     def finish(self, response: Response) -> None:
-        self.reverified += self.policy.finish(response.id).reverified
+        counts = self.policy.finish(response.id)  # the replay does not tell what the last draft came to
+        self.accepted += counts.accepted
+        self.reverified += counts.reverified
 
 
 class Live(Rhyme):
@@ -118,8 +120,9 @@ def main(
                 arm = make(config, previous)
                 tally = replay(steps, arm)[1]
                 row = {"benchmark": "regrowth", "trace": trace, "kept": kept, "arm": name, **summary([tally])}
+                row["us_per_token"] = round(1e6 * tally.seconds / tally.emitted, 2)
                 if isinstance(arm, Regrown):
-                    row["reverified_share"] = round(arm.reverified / tally.accepted, 3)
+                    row["reverified_share"] = round(arm.reverified / arm.accepted, 3)
                 print(json.dumps({**row, "machine": describe(), "commit": commit()}) if as_json else row, flush=True)
 
 

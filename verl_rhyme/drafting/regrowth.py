@@ -35,8 +35,10 @@ KINDS = 4
 _RUNS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 _N_RUNS = len(_RUNS) + 1
 
-#: Tokens out of step before an n-gram is looked for; its lengths; how far around the expected position.
-_PATIENCE = 3
+#: Tokens out of step before an n-gram is looked for; up to when at every token, and from then on at every so many, as
+#: texts may have parted for good.
+_PATIENCE, _EAGER, _SELDOM = 3, 16, 8
+#: Its lengths, and how far around the expected position it is looked for (tokens).
 _SHORTEST, _LONGEST = 3, 8
 _SEARCH = 4096
 #: Tokens agreed on after which the texts are in step again: at the old offset, at a new one.
@@ -218,7 +220,7 @@ def _take(state, table, previous, text, index):
         run, lost = 0, lost + 1
     # Never while a token comes as expected: substitutions close together look like a lost way, and an n-gram found
     # elsewhere would lead away from the right one.
-    if lost > _PATIENCE and not run:
+    if not run and lost > _PATIENCE and (relocated or lost <= _EAGER or lost % _SELDOM == 0):
         position, run = _search(previous, text, state[BEGAN], index, home)
         relocated = np.int64(position != home)
     state[POSITION], state[HOME], state[RUN], state[LOST], state[RELOCATED] = position, home, run, lost, relocated
@@ -259,18 +261,21 @@ def _search(previous, text, began, index, home):
     Returns:
         The position and the tokens that agree before it; ``home`` where no n-gram agrees.
     """
+    size, token = len(previous), text[index]
     best, most = home, _agreement(previous, text, began, index, home)
     longest = max(most, _SHORTEST - 1)
-    for distance in range(1, _SEARCH + 1):
-        ahead, behind = home + distance, home - distance
-        if longest == _LONGEST or (ahead >= len(previous) and behind <= 0):
+    for distance in range(1, min(_SEARCH, max(home, size - home)) + 1):
+        if longest == _LONGEST:
             break
-        agreement = _agreement(previous, text, began, index, ahead)
-        if agreement > longest:
-            best, most, longest = ahead, agreement, agreement
-        agreement = _agreement(previous, text, began, index, behind)
-        if agreement > longest:
-            best, most, longest = behind, agreement, agreement
+        ahead, behind = home + distance, home - distance
+        if ahead < size and previous[ahead - 1] == token:
+            agreement = _agreement(previous, text, began, index, ahead)
+            if agreement > longest:
+                best, most, longest = ahead, agreement, agreement
+        if 0 < behind < size and previous[behind - 1] == token:
+            agreement = _agreement(previous, text, began, index, behind)
+            if agreement > longest:
+                best, most, longest = behind, agreement, agreement
     return best, most
 
 

@@ -144,7 +144,7 @@ def test_another_text_is_soon_left_alone():
     steps, drafted = engine.run("a")
     counts = engine.finish("a")
     assert sum(drafted[60:]) < 50, "now and then two random tokens are the same"
-    assert sum(drafted) < 100
+    assert sum(drafted) < 150
     assert counts.drafted == sum(drafted)
     assert counts.reverified == counts.accepted == len(text) - 1 - steps
 
