@@ -4,8 +4,10 @@
 
 The response is a trace's. What it said before the weights changed is made of it: a token stays with probability
 ``kept``, else another one of the trace's stands there; and once in 200 tokens 1 to 16 are inserted or left out (except
-where all is kept). Both arms have the history of the epochs before; "adaptive" knows nothing of the interrupted text,
-"adaptive, text live" has it among its live texts, as the engine has that was interrupted, until they are overwritten.
+where all is kept). All arms have the history of the epoch before; "adaptive" knows nothing of the interrupted text,
+"adaptive, text live" has it among its live texts, as the engine has that was interrupted, until they are overwritten
+(its microseconds a token include taking them in). ``reverified_share`` is the share of accepted tokens that were
+drafted from it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Regrown(Rhyme):
 
     def finish(self, response: Response) -> None:
         counts = self.policy.finish(response.id)  # the replay does not tell what the last draft came to
-        self.accepted += counts.accepted
+        self.accepted += counts.accepted * (response.id in self._previous)
         self.reverified += counts.reverified
 
 
