@@ -39,6 +39,7 @@ LENGTHS_P99 = "rollout/lengths/p99"
 LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
+SPEC_REVERIFIED = "rollout/spec/reverified_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
@@ -169,6 +170,8 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
             SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
             SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
         }
+    if has("reverified_tokens"):
+        metrics[SPEC_REVERIFIED] = columns["reverified_tokens"].sum()
     if has("draft_errors", "draft_seconds"):
         metrics |= {SPEC_ERRORS: columns["draft_errors"].sum(), SPEC_DRAFT_S: columns["draft_seconds"].sum()}
     if has("history_hit"):

@@ -141,6 +141,7 @@ class RhymeHttpServer(vLLMHttpServer):
             accepted_tokens=counts.get("accepted", 0),
             verify_steps=counts.get("verify_steps", 0),
             history_hit=counts.get("history_hit", False),
+            reverified_tokens=counts.get("reverified", 0),
             draft_errors=counts.get("draft_errors", 0),
             draft_seconds=counts.get("draft_seconds", 0.0),
             stop_reason=output.stop_reason or "",
