@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # What the recipes for GPUs share. A recipe sets RECIPE (its YAML in config/) and its own defaults, sources this file
 # and calls `launch "$@"`. Variables of every recipe, beside those in its own header:
-#   RHYME=histospec|off          drafting on (default), or stock verl
+#   RHYME=histospec|sorted|off   drafting on (default), the sorted pipeline with drafting, or stock verl
+#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted: docs/sorted.md
 #   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
 #                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train
@@ -56,7 +57,7 @@ _args=(
   "actor_rollout_ref.model.path=$MODEL_PATH" "data.train_files=$TRAIN_FILE" "data.val_files=$VAL_FILE"
   "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
   "actor_rollout_ref.rollout.tensor_model_parallel_size=$ROLLOUT_TP"
-  "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE" "trainer.v1.trainer_mode=$MODE"
+  "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE"
   "trainer.logger=[$LOGGER]" "trainer.experiment_name=$RHYME" "trainer.default_local_dir=$CKPT"
   "hydra.run.dir=$RUN_DIR/hydra"
   # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
@@ -67,8 +68,25 @@ _args=(
 case "$RHYME" in
   off) ;;
   histospec) _args+=("+rhyme=histospec") ;;
-  histopipe | sorted | stream | full) _refuse "RHYME=$RHYME does not exist yet; use histospec or off" ;;
-  *) _refuse "RHYME=$RHYME is unknown; use histospec or off" ;;
+  sorted)
+    case "${SORTED_MODE:=on_policy}" in
+      on_policy | partial) ;;
+      *) _refuse "SORTED_MODE=$SORTED_MODE is unknown; use on_policy or partial" ;;
+    esac
+    case "${SORTED_COUPLED:=0}" in
+      0) _coupled=false ;;
+      1) _coupled=true ;;
+      *) _refuse "SORTED_COUPLED=$SORTED_COUPLED is unknown; use 0 or 1" ;;
+    esac
+    [ "$MODE" = sync ] || _refuse "MODE=$MODE and RHYME=sorted exclude each other: sorted is a trainer mode of its own"
+    MODE=rhyme_sorted
+    _args+=(
+      "+rhyme=sorted" "actor_rollout_ref.rollout.custom.rhyme.sorting.mode=$SORTED_MODE"
+      "actor_rollout_ref.rollout.custom.rhyme.sorting.coupled=$_coupled"
+    )
+    ;;
+  histopipe | stream | full) _refuse "RHYME=$RHYME does not exist yet; use histospec, sorted or off" ;;
+  *) _refuse "RHYME=$RHYME is unknown; use histospec, sorted or off" ;;
 esac
 case "$ENGINE" in
   megatron)
@@ -88,8 +106,9 @@ if [ "$SMOKE" = 1 ]; then
   esac
   _args+=("$_offload.param_offload=false" "$_offload.optimizer_offload=false")
 fi
+_args+=("trainer.v1.trainer_mode=$MODE")
 case "$MODE" in
-  sync | colocate_async) ;;
+  sync | colocate_async | rhyme_sorted) ;;
   separate_async)
     _args+=(
       "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"

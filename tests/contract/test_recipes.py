@@ -29,7 +29,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 EVERY = {
     "trainer.use_v1": True,
     "trainer.resume_mode": "auto",
-    "trainer.v1.trainer_mode": "sync",
     "trainer.v1.sampler.max_off_policy_threshold": 8,
     "transfer_queue.enable": True,
     "algorithm.use_kl_in_reward": False,
@@ -140,7 +139,9 @@ SPLIT = {"qwen32b_dapo": (8, 8), "llama8b_logic": (2, 1), "qwen3_8b_grpo": (2, 1
 #: Samples of one update: what "mini batch" means in the papers.
 UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
 
-CASES = [(recipe, rhyme, engine) for recipe in RECIPES for rhyme in ("off", "histospec") for engine in ENGINES]
+CASES = [
+    (recipe, rhyme, engine) for recipe in RECIPES for rhyme in ("off", "histospec", "sorted") for engine in ENGINES
+]
 
 #: Not in verl's YAML, yet read: by DAPORewardManager, by CriticConfig.
 ADDED = ("reward.reward_kwargs.", "critic.ppo_infer_max_token_len_per_gpu")
@@ -222,8 +223,9 @@ def differing(config, expected):
 
 
 def test_resolved_values(case):
-    recipe, _, engine, config = case
+    recipe, rhyme, engine, config = case
     assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
+    assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if rhyme == "sorted" else "sync")
     tensor, ulysses = SPLIT[recipe]
     if engine == "megatron":
         expected = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "megatron"}
@@ -258,7 +260,7 @@ def test_resolved_values(case):
 def test_our_own_keys(case):
     _, rhyme, _, config = case
     from verl_rhyme import config as rhyme_config
-    from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager
+    from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 
     if rhyme == "off":
         assert rhyme_config.from_verl(config) is None
@@ -267,7 +269,9 @@ def test_our_own_keys(case):
     parsed = rhyme_config.from_verl(config)
     assert parsed.drafting.enable
     assert parsed.drafting.policy == "adaptive"
-    name = f"{RhymeAgentLoopManager.__module__}.{RhymeAgentLoopManager.__name__}"
+    assert parsed.sorting.mode == ("on_policy" if rhyme == "sorted" else None)
+    manager = SessionAgentLoopManager if rhyme == "sorted" else RhymeAgentLoopManager
+    name = f"{manager.__module__}.{manager.__name__}"
     assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == name
 
 
@@ -429,13 +433,52 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_sorted_trains_together_what_the_algorithm_compares(recipe):
+    from verl_rhyme import config as rhyme_config
+    from verl_rhyme.trainer.sorted import RhymeTrainerSorted
+
+    config = composed(recipe, "sorted", "megatron")
+    trainer = object.__new__(RhymeTrainerSorted)
+    trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
+    trainer._rhyme = rhyme_config.from_verl(config)
+    buffer = trainer._build_replay_buffer()
+    rules = buffer.controller.rules
+    assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
+    assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
+    assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 class TestScript:
-    @pytest.mark.parametrize("rhyme", ["histopipe", "sorted", "stream", "full", "histospeck"])
+    @pytest.mark.parametrize(
+        ("variables", "key", "wanted"),
+        [({"SORTED_MODE": "partial"}, "mode", "partial"), ({"SORTED_COUPLED": "1"}, "coupled", True)],
+    )
+    def test_the_switches_of_sorted(self, recipe, variables, key, wanted):
+        result, calls = start(recipe, DRY_RUN="1", RHYME="sorted", **variables)
+        assert result.returncode == 0, result.stderr
+        assert config_of(calls[0][4:]).actor_rollout_ref.rollout.custom.rhyme.sorting[key] == wanted
+
+    @pytest.mark.parametrize(
+        ("variables", "told"),
+        [
+            ({"SORTED_MODE": "off_policy"}, "SORTED_MODE=off_policy is unknown; use on_policy or partial"),
+            ({"SORTED_COUPLED": "yes"}, "SORTED_COUPLED=yes is unknown; use 0 or 1"),
+            ({"MODE": "colocate_async"}, "MODE=colocate_async and RHYME=sorted exclude each other"),
+        ],
+    )
+    def test_switches_that_cannot_be(self, recipe, variables, told):
+        result, calls = start(recipe, RHYME="sorted", **variables)
+        assert result.returncode == 2
+        assert told in result.stderr
+        assert calls == []
+
+    @pytest.mark.parametrize("rhyme", ["histopipe", "stream", "full", "histospeck"])
     def test_a_mode_that_does_not_exist(self, recipe, rhyme):
         result, calls = start(recipe, RHYME=rhyme)
         assert result.returncode == 2
         assert f"RHYME={rhyme}" in result.stderr
-        assert "use histospec or off" in result.stderr
+        assert "use histospec, sorted or off" in result.stderr
         assert calls == []
 
     @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])

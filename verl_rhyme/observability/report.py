@@ -61,8 +61,9 @@ def summarize(
         ``{"arm", "epochs", "engine", "versions"}``. An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
         (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
         when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
-        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio`` and ``staleness_max`` (policy versions);
-        ``None`` for what is unknown.
+        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
+        the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
+        accepted again) and ``waiting_max`` (updates that passed a prompt by); ``None`` for what is unknown.
 
     Raises:
         ReportError: Neither metrics nor events of any training step.
@@ -165,6 +166,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
     staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
+    waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
     rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, useful = _total(tokens), _total(trained)
     return {
@@ -178,7 +180,15 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "useful_tokens_per_s": metrics.useful_tokens_per_s(useful, rollout_s) if rollout_s and useful else None,
         "bubble_ratio": _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.GEN_S),
         "staleness_max": int(max(staleness)) if staleness else None,
+        "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
+        "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
+        "waiting_max": int(max(waiting)) if waiting else None,
     }
+
+
+def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    total = _total([metrics.finite(row, name) for row in rows])
+    return None if total is None else int(total)
 
 
 def _total(values: Sequence[float | None]) -> float | None:

@@ -28,6 +28,9 @@ EPOCH_KEYS = {
     "useful_tokens_per_s",
     "bubble_ratio",
     "staleness_max",
+    "discarded_tokens",
+    "reverified_tokens",
+    "waiting_max",
 }
 
 
@@ -110,6 +113,9 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "useful_tokens_per_s": 200.0,
         "bubble_ratio": None,
         "staleness_max": 0,
+        "discarded_tokens": None,
+        "reverified_tokens": None,
+        "waiting_max": None,
     }
 
 
