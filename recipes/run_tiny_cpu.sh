@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a tiny model on Knights and Knaves puzzles with verl and vLLM on a CPU, drafting from history.
-#   RHYME=histospec|off     drafting on (default), or stock verl
+#   RHYME=histospec|sorted|off   drafting on (default), the sorted pipeline with drafting, or stock verl
+#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted (docs/sorted.md)
 #   COMPARE=1               both arms with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1   RUN_DIR=runs/tiny_cpu
@@ -16,6 +17,8 @@ RHYME=${RHYME:-histospec}
 COMPARE=${COMPARE:-0}
 DRY_RUN=${DRY_RUN:-0}
 MODE=${MODE:-sync}
+SORTED_MODE=${SORTED_MODE:-on_policy}
+SORTED_COUPLED=$([ "${SORTED_COUPLED:-0}" = 1 ] && echo true || echo false)
 MODEL=${MODEL:-qwen2}
 EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
@@ -39,10 +42,18 @@ run() { # run ARM DIRECTORY [overrides]
   case "$arm" in
     off) ;;
     histospec) group=("+rhyme=histospec" "actor_rollout_ref.rollout.custom.rhyme.poll_interval=null") ;;
-    histopipe|sorted|stream|full) echo "run_tiny_cpu: RHYME=$arm does not exist yet; use histospec or off" >&2; exit 2 ;;
-    *) echo "run_tiny_cpu: RHYME=$arm is unknown; use histospec or off" >&2; exit 2 ;;
+    sorted)
+      local sorting=actor_rollout_ref.rollout.custom.rhyme.sorting
+      group=(
+        "+rhyme=sorted" "$sorting.mode=$SORTED_MODE" "$sorting.coupled=$SORTED_COUPLED"
+        actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05
+      )
+      ;;
+    histopipe|stream|full) echo "run_tiny_cpu: RHYME=$arm does not exist yet; use histospec, sorted or off" >&2; exit 2 ;;
+    *) echo "run_tiny_cpu: RHYME=$arm is unknown; use histospec, sorted or off" >&2; exit 2 ;;
   esac
   local mode=("trainer.v1.trainer_mode=$MODE")
+  [ "$arm" = sorted ] && mode=()
   [ "$MODE" = sync ] || mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
   [ "$MODE" = separate_async ] && mode+=(
     # a replica of its own, on a second logical GPU, fed through shared memory

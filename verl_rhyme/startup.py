@@ -33,7 +33,10 @@ def check(config: Any) -> None:
             f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
             "(pip show verl-rhyme), or the group has another name (histospec)"
         )
+    mode = str(config.trainer.get("v1", {}).get("trainer_mode"))
     if rhyme_config.from_verl(config) is None:
+        if mode.startswith("rhyme_"):
+            raise ConfigError(f"trainer.v1.trainer_mode={mode} needs {CONFIG_PATH}.enable=true (+rhyme=... sets both)")
         return
     _check_versions()
     _check_plugin()
@@ -79,6 +82,34 @@ def _check_rollout(config: Any) -> None:
         raise ConfigError(
             "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
             f"{CONFIG_PATH}.drafting.enable=false"
+        )
+    _check_sorting(config, rhyme.sorting.mode)
+
+
+def _check_sorting(config: Any, sorting: str | None) -> None:
+    mode = config.trainer.v1.trainer_mode
+    if (mode == "rhyme_sorted") != (sorting is not None):
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={mode} contradicts {CONFIG_PATH}.sorting.mode={sorting}: +rhyme=sorted sets "
+            "both; drop the override of one, or set sorting.mode=null for another trainer mode"
+        )
+    if sorting is None:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if sorting == "partial" and rollout.get("enable_rollout_routing_replay", False):
+        raise ConfigError(
+            f"{CONFIG_PATH}.sorting.mode=partial cannot replay the experts of a response that several policies made: "
+            "set actor_rollout_ref.rollout.enable_rollout_routing_replay=false, or sorting.mode=on_policy"
+        )
+    if not rollout.get("calculate_log_probs", False) and sorting == "partial":
+        raise ConfigError(
+            f"{CONFIG_PATH}.sorting.mode=partial needs the log-probabilities that tokens were made with: set "
+            "actor_rollout_ref.rollout.calculate_log_probs=true"
+        )
+    if config.actor_rollout_ref.actor.get("shuffle", False):
+        raise ConfigError(
+            "actor_rollout_ref.actor.shuffle=true undoes the order of rhyme_sorted: set it to false, and "
+            f"{CONFIG_PATH}.sorting.order=0 for a shuffled batch"
         )
 
 

@@ -104,6 +104,30 @@ def newer_model(small_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def p_value():
+    """``p_value(tokens, law)``: chi-square of the joint law; cells with few expected samples are pooled.
+
+    0 when an impossible one occurs.
+    """
+    import numpy as np
+    from scipy import stats
+
+    def of(tokens, law):
+        cells = np.ravel_multi_index(tokens.T, law.shape)
+        counts = np.bincount(cells, minlength=law.size)
+        expected = law.ravel() * len(tokens)
+        if counts[expected < 1e-9 * len(tokens)].sum():
+            return 0.0
+        rare = expected < 8
+        observed = np.append(counts[~rare], counts[rare].sum())
+        predicted = np.append(expected[~rare], expected[rare].sum())
+        kept = predicted > 0
+        return stats.chisquare(observed[kept], predicted[kept] * observed.sum() / predicted[kept].sum()).pvalue
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def build_engine(small_model):
     """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store."""
 

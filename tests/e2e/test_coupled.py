@@ -63,20 +63,6 @@ def history_of(kind, law):
     return [(PROMPT, [int(token) for token in np.unravel_index(cell, joint.shape)]) for cell in cells]
 
 
-def p_value(tokens, law):
-    """Chi-square of the joint law; cells with few expected samples are pooled. 0 when an impossible one occurs."""
-    cells = np.ravel_multi_index(tokens.T, law.shape)
-    counts = np.bincount(cells, minlength=law.size)
-    expected = law.ravel() * len(tokens)
-    if counts[expected < 1e-9 * len(tokens)].sum():
-        return 0.0
-    rare = expected < 8
-    observed = np.append(counts[~rare], counts[rare].sum())
-    predicted = np.append(expected[~rare], expected[rare].sum())
-    kept = predicted > 0
-    return stats.chisquare(observed[kept], predicted[kept] * observed.sum() / predicted[kept].sum()).pvalue
-
-
 def drafts_of(engine):
     totals = engine.collective_rpc("draft_totals")[0]
     return np.array([totals["drafted"], totals["accepted"]])
@@ -117,7 +103,7 @@ def runner_of(engine):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_is_the_targets(drafting, history, law_of, setting):
+def test_law_is_the_targets(drafting, history, law_of, p_value, setting):
     before = drafts_of(drafting)
     tokens = sample(drafting, keys_of(f"{history} {setting}"), **SETTINGS[setting])
     drafted, accepted = drafts_of(drafting) - before
@@ -129,7 +115,7 @@ def test_law_is_the_targets(drafting, history, law_of, setting):
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
-def test_law_of_requests_without_a_key(drafting, history, law_of):
+def test_law_of_requests_without_a_key(drafting, history, law_of, p_value):
     """Theirs is fresh: the same requests give other tokens each time, of the same law."""
     first, second = (sample(drafting, [None] * SAMPLES) for _ in range(2))
     assert p_value(first, law_of(PROMPT, LENGTH)) > 1e-4
@@ -231,7 +217,7 @@ def watch_preemptions(engine):
     return seen
 
 
-def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of):
+def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of, p_value):
     """Old noise under new weights: exactly the new law, and as much agreement as theory says."""
     folder, new_law = newer_model
     newer = coupled(build_engine, model=folder)
@@ -253,7 +239,7 @@ def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of)
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
-def test_noise_that_ignores_the_position_is_noticed(drafting, history, law_of, monkeypatch):
+def test_noise_that_ignores_the_position_is_noticed(drafting, history, law_of, p_value, monkeypatch):
     from verl_rhyme.workers.vllm.coupled_sampler import BatchNoise
 
     original = BatchNoise._draw

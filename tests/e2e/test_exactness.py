@@ -6,7 +6,6 @@ demands that the same test notices.
 
 import numpy as np
 import pytest
-from scipy import stats
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
@@ -43,20 +42,6 @@ def sample(engine, params, n):
     return np.array([o.token_ids[:LENGTH] for output in outputs for o in output.outputs])
 
 
-def p_value(tokens, law):
-    """Chi-square of the joint law; cells with few expected samples are pooled. 0 when an impossible one occurs."""
-    cells = np.ravel_multi_index(tokens.T, law.shape)
-    counts = np.bincount(cells, minlength=law.size)
-    expected = law.ravel() * len(tokens)
-    if counts[expected < 1e-9 * len(tokens)].sum():
-        return 0.0
-    rare = expected < 8
-    observed = np.append(counts[~rare], counts[rare].sum())
-    predicted = np.append(expected[~rare], expected[rare].sum())
-    kept = predicted > 0
-    return stats.chisquare(observed[kept], predicted[kept] * observed.sum() / predicted[kept].sum()).pvalue
-
-
 @pytest.fixture(scope="module", params=["adaptive", "paper"])
 def engine(request, build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
@@ -69,7 +54,7 @@ def engine(request, build_engine, write_history, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_is_the_targets(engine, write_history, law_of, kind, setting):
+def test_law_is_the_targets(engine, write_history, law_of, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, law_of))
     before = engine.collective_rpc("draft_totals")[0]
     tokens = sample(engine, SETTINGS[setting], SAMPLES)
@@ -84,7 +69,7 @@ def test_law_is_the_targets(engine, write_history, law_of, kind, setting):
     assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
 
 
-def test_a_broken_rejection_sampler_is_noticed(engine, write_history, law_of, monkeypatch):
+def test_a_broken_rejection_sampler_is_noticed(engine, write_history, law_of, p_value, monkeypatch):
     import vllm.v1.sample.rejection_sampler as sampler
 
     write_history(engine.history_folder, history_of("true", law_of))

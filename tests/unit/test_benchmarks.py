@@ -6,6 +6,7 @@ import pytest
 from benchmarks import traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
+from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from verl_rhyme.config import DraftingConfig
 
@@ -53,3 +54,14 @@ def test_ours_is_ahead_of_both_histospecs_at_no_higher_cost(two_epochs):
     assert warm["tokens_per_step"] > 1.5 * theirs["tokens_per_step"]
     assert warm["verified_per_token"] < 1.1 * paper["verified_per_token"]
     assert np.isfinite(warm["us_per_request_step"])
+
+
+def test_an_interrupted_text_is_worth_more_than_all_else_known(two_epochs):
+    config = DraftingConfig(weigh_cost=False, tail_weight=1.0)
+    previous = previous_of(two_epochs, 1, 0.93)
+    arm = Regrown(config, previous)
+    tally = replay(two_epochs, arm)[1]
+    _, without = figures(two_epochs, Rhyme(config))
+    assert set(previous) == {r.id for step in two_epochs for r in step if r.epoch == 1}
+    assert summary([tally])["tokens_per_step"] > 1.7 * without["tokens_per_step"]
+    assert 0.5 * arm.accepted < arm.reverified <= arm.accepted <= tally.accepted

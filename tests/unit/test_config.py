@@ -59,8 +59,29 @@ def test_reads_verls_config_and_its_rollout_part():
     assert config.from_rollout(OmegaConf.create({"custom": None})) is None
 
 
-def test_the_group_sets_every_key_and_its_defaults(request):
-    group = request.config.rootpath / "verl_rhyme" / "config" / "rhyme" / "histospec.yaml"
-    tree = OmegaConf.to_container(OmegaConf.load(group).actor_rollout_ref.rollout.custom.rhyme)
-    assert tree == RhymeConfig().to_dict()
-    assert {field.name for field in dataclasses.fields(RhymeConfig)} == set(tree)
+def test_the_groups_set_every_key_and_its_defaults(request):
+    def tree(group):
+        path = request.config.rootpath / "verl_rhyme" / "config" / "rhyme" / f"{group}.yaml"
+        return OmegaConf.to_container(OmegaConf.load(path).actor_rollout_ref.rollout.custom.rhyme)
+
+    defaults = RhymeConfig().to_dict()
+    sorting = defaults.pop("sorting")
+    assert tree("histospec") == defaults
+    assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy"}}
+    assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy or partial"),
+        ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
+        ({"sorting": {"mode": "partial", "coupled": True}}, "generates nothing anew"),
+        ({"sorting": {"mode": "on_policy", "coupled": True}, "drafting": {"enable": False}}, "enable drafting"),
+        ({"sorting": {"order": 1.5}}, "sorting.order must be from 0 to 1"),
+        ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
+    ],
+)
+def test_contradictions_of_sorting_say_what_to_change(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(tree)

@@ -6,6 +6,9 @@ taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probabil
 accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its
 budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.budget`).
 
+A request that generates an interrupted response anew has that response's text (:mod:`~verl_rhyme.drafting.regrowth`),
+which is drafted instead wherever it promises as many tokens.
+
 A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
 """
 
@@ -26,9 +29,11 @@ from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
+from verl_rhyme.drafting.regrowth import Regrowth
 from verl_rhyme.history.record import PromptHistory
 
 #: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
+#: Not those from a previous text, which cost next to nothing.
 REST_AFTER, REST_EVERY = 32, 16
 #: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
 _MAX_PAST = 64
@@ -81,6 +86,7 @@ class AdaptiveDrafter:
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._progress = _progress_arrays(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
+        self._regrowth = Regrowth(max(1, slots))
         self._model = confidence.prior()
         self._scratch = kernels.scratch(config.max_tokens)
         #: What a step costs.
@@ -98,7 +104,7 @@ class AdaptiveDrafter:
         """Live requests."""
         return len(self._requests)
 
-    def start(self, request: str, key: bytes) -> None:
+    def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Begin a request; starting it again (after a resume, say) begins it anew."""
         self._forget(request)
         shared = self._shared.get(key)
@@ -121,6 +127,7 @@ class AdaptiveDrafter:
         slots.group[slot] = shared.group
         self._texts += 1
         self._attach(slot, shared.history)
+        self._regrowth.start(slot, previous)
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
@@ -137,30 +144,45 @@ class AdaptiveDrafter:
                 live.verify_steps += 1
         self._steps += 1
         rests = self._refused >= REST_AFTER and self._steps % REST_EVERY
-        limits = np.asarray(done.limits if done.budget > 0 and not rests else np.zeros(rows), dtype=np.int64)
+        limits = np.asarray(done.limits if done.budget > 0 else np.zeros(rows), dtype=np.int64)
         longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
         draft = np.empty((rows, longest), dtype=np.int32)
         reach = np.zeros((rows, longest))
+        row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
         planned = kernels.step(
             self._live.arrays,
             self._slots,
             self._model,
             self._scratch,
             ids,
-            np.asarray(done.rows, dtype=np.int32),
+            row,
             done.tokens,
-            np.asarray(done.lengths, dtype=np.int64),
-            limits,
+            lengths,
+            np.zeros_like(limits) if rests else limits,
             self._config.floor,
             self._vocabulary,
             draft,
             reach,
         )
+        regrown = self._regrowth.plan(
+            ids,
+            row,
+            done.tokens,
+            lengths,
+            1 + np.asarray(done.accepted, dtype=np.int64),
+            limits,
+            self._config.floor,
+            self._vocabulary,
+            draft,
+            reach,
+            planned,
+        )
         weigh = self._config.weigh_cost and self.cost.ready and self._steps % EXPLORE_EVERY
         cost = self.cost.coefficients if weigh else None
         granted = grant(reach, planned, done.budget, cost, self._weights(ids, done.lengths))
-        if weigh and planned.any():
-            self._refused = 0 if granted.any() else self._refused + 1
+        found = ~regrown
+        if weigh and planned[found].any():
+            self._refused = 0 if granted[found].any() else self._refused + 1
         self._last = reach, granted
         return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
 
@@ -175,8 +197,9 @@ class AdaptiveDrafter:
         if live is None:
             return RequestCounts()
         hit = self._shared[live.key].history is not None
+        reverified = self._regrowth.reverified(live.slot)
         self._forget(request)
-        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit, reverified)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         began, past, counts = self._progress
@@ -204,6 +227,7 @@ class AdaptiveDrafter:
             return
         self._live.close(int(self._slots.block[live.slot]))
         self._attach(live.slot, None)
+        self._regrowth.stop(live.slot)
         self._free.append(live.slot)
         shared = self._shared[live.key]
         shared.users -= 1
@@ -217,6 +241,7 @@ class AdaptiveDrafter:
         progress, self._progress = self._progress, _progress_arrays(2 * count)
         for new_array, old_array in zip((*self._slots, *self._progress), (*old, *progress), strict=True):
             new_array[:count] = old_array
+        self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
 
 
@@ -252,7 +277,7 @@ def _progress_arrays(slots: int) -> _Progress:
 def warm() -> None:
     """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
-    drafter.start("", b"")
+    drafter.start("", b"", np.array([2, 1], dtype=np.int32))
     tokens = np.array([[1, 2, 1, 2, 1, 2]], dtype=np.int32)
     for length in (5, 6):
         lengths = np.array([length])

@@ -73,3 +73,11 @@ class Model(NamedTuple):
 
     weights: np.ndarray  # float64[N_SETS, N_INPUTS]
     calibration: np.ndarray  # float64[N_BINS, 2], accepted and tried, both decayed
+
+
+class RegrowthArrays(NamedTuple):
+    """One entry for each slot; :mod:`verl_rhyme.drafting.regrowth` names the columns of ``state``."""
+
+    previous: np.ndarray  # int64[slots], address of its previous text
+    size: np.ndarray  # int64[slots], tokens of it; 0 where there is none
+    state: np.ndarray  # int64[slots, N_STATE]

@@ -86,7 +86,9 @@ def scratch(longest: int) -> Scratch:
 
 
 @intrinsic
-def _pointer(typing_context, address):
+def pointer(typing_context, address):
+    """Address to pointer, for ``carray``."""
+
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -231,8 +233,8 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     n = 0
     size = slots.history_size[slot, 1]
     if size > 0:
-        text = carray(_pointer(slots.history[slot, 0]), (slots.history_size[slot, 0],), dtype=np.int32)
-        suffixes = carray(_pointer(slots.history[slot, 1]), (size,), dtype=np.int32)
+        text = carray(pointer(slots.history[slot, 0]), (slots.history_size[slot, 0],), dtype=np.int32)
+        suffixes = carray(pointer(slots.history[slot, 1]), (size,), dtype=np.int32)
         n = _history_occurrences(text, suffixes, context, end, positions, sources, matches)
     # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
     text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
@@ -355,8 +357,8 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
         own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
     n = _occurrences(live, slots, scratch, slot, end, own_position)
     size = slots.history_size[slot, 0]
-    history = carray(_pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
-    recorded = carray(_pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
+    history = carray(pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
+    recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
     active = scratch.active
     planned = 0

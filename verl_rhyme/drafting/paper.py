@@ -66,8 +66,11 @@ class PaperDrafter:
         """Live requests."""
         return len(self._live)
 
-    def start(self, request: str, key: bytes) -> None:
-        """Begin a request; starting it again (after a preemption, say) begins it anew."""
+    def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
+        """Begin a request; starting it again (after a preemption, say) begins it anew.
+
+        The paper's drafter knows the history only: ``previous`` is ignored.
+        """
         self._forget(request)
         while len(self._live) >= MAX_LIVE:
             self._forget(next(iter(self._live)))

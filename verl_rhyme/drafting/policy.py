@@ -17,12 +17,14 @@ class RequestCounts:
         drafted, accepted: Tokens.
         verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
         history_hit: Its prompt had a history.
+        reverified: Accepted tokens that were drafted from the request's previous text.
     """
 
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
     history_hit: bool = False
+    reverified: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,14 @@ class DecodeStep:
 class DraftPolicy(Protocol):
     """Drafts for the live requests of one engine."""
 
-    def start(self, request: str, key: bytes) -> None:
-        """Begin a request of the prompt ``key``; starting it again begins it anew."""
+    def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
+        """Begin a request of the prompt ``key``; starting it again begins it anew.
+
+        Args:
+            request: Its name.
+            key: See :mod:`verl_rhyme.history.keys`.
+            previous: int32[n], tokens of the response that it generates anew, where there is one.
+        """
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """Take in a decode step and draft for the next one.

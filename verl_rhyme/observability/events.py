@@ -50,6 +50,7 @@ REQUESTS = pa.schema(
         ("accepted_tokens", pa.int32()),
         ("verify_steps", pa.int32()),
         ("history_hit", pa.bool_()),
+        ("reverified_tokens", pa.int32()),  # accepted ones that an interrupted response had said before
         ("draft_errors", pa.int32()),  # of the engine's drafter since it was last asked; of all requests then, on one
         ("draft_seconds", pa.float64()),  # the same
         ("stop_reason", pa.string()),

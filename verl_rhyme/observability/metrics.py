@@ -39,6 +39,7 @@ LENGTHS_P99 = "rollout/lengths/p99"
 LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
+SPEC_REVERIFIED = "rollout/spec/reverified_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
@@ -46,6 +47,20 @@ SPEC_ALARM = "rollout/spec/alarm"
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
+
+SORTED_DISCARDED = "training/sorted/discarded_tokens"
+SORTED_TRAINED = "training/sorted/trained_tokens"
+SORTED_INTERRUPTED = "training/sorted/interrupted"
+SORTED_STALE = "training/sorted/stale"
+SORTED_LEFT = "training/sorted/finished_left"
+SORTED_LOADED = "training/sorted/loaded_prompts"
+SORTED_DROPPED = "training/sorted/dropped_prompts"
+SORTED_WAITING_MEAN = "training/sorted/waiting/mean"
+SORTED_WAITING_MAX = "training/sorted/waiting/max"
+SORTED_TOKEN_STALENESS_MEAN = "training/sorted/token_staleness/mean"
+SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
+SORTED_ORDER = "training/sorted/order"
+SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -155,6 +170,8 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
             SPEC_ACCEPT_RATE: accept_rate(drafted, accepted),
             SPEC_ACCEPT_LENGTH: accept_length(accepted, verify),
         }
+    if has("reverified_tokens"):
+        metrics[SPEC_REVERIFIED] = columns["reverified_tokens"].sum()
     if has("draft_errors", "draft_seconds"):
         metrics |= {SPEC_ERRORS: columns["draft_errors"].sum(), SPEC_DRAFT_S: columns["draft_seconds"].sum()}
     if has("history_hit"):

@@ -89,6 +89,8 @@ class RhymeTrainerMixin(PPOTrainer):
             slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
             arm = "histospec" if self._rhyme.drafting.enable else "rhyme without drafting"
+            if self._rhyme.sorting.mode is not None:
+                arm = f"sorted {self._rhyme.sorting.mode}"
             self._event_log.describe(arm=arm, engine=engine, slots=slots)
 
     def get_llm_client(self) -> Any:
@@ -163,11 +165,15 @@ class RhymeTrainerMixin(PPOTrainer):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if self.global_steps > 0:
-            trainer = self.config.trainer
-            folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-            if trainer.resume_mode == "resume_path":
-                folder = trainer.resume_from_path
-            self._history.restore(os.path.abspath(folder))
+            self._history.restore(str(self._checkpoint_folder()))
+
+    def _checkpoint_folder(self) -> Path:
+        """Of the checkpoint that the run resumed from."""
+        trainer = self.config.trainer
+        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
+        if trainer.resume_mode == "resume_path":
+            folder = trainer.resume_from_path
+        return Path(folder).absolute()
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:

@@ -57,6 +57,12 @@ class Recorder:
         """Event log only, and at once: verl clears the batch soon after."""
         self._guarded(self._log_validation, batch, step, epoch)
 
+    def log_untrained(self, records: list[dict[str, Any]], step: int, epoch: int) -> None:
+        """Request records, with ``uid``, of attempts whose tokens nobody will train: event log only."""
+        if self._events is not None and records:
+            rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
+            self._guarded(self._events.append_requests, step, epoch, _columns(rows))
+
     def join(self) -> None:
         """Wait for what was started."""
         while self._pending:

@@ -1,6 +1,6 @@
-"""verl's trainers with the rhyme base, in verl's own registry and under verl's own names.
+"""Our trainers in verl's own registry: verl's with the rhyme base under verl's names, and modes of our own.
 
-Under their own names, because verl gives any mode but ``sync`` the asynchronous semantics.
+Under verl's names, because verl gives any mode but ``sync`` the asynchronous semantics.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.sorted import RhymeTrainerSorted
 
 
 class RhymeTrainerSync(RhymeTrainerMixin, PPOTrainerSync):
@@ -27,6 +28,7 @@ TRAINERS = {
     "sync": RhymeTrainerSync,
     "colocate_async": RhymeTrainerColocateAsync,
     "separate_async": RhymeTrainerSeparateAsync,
+    "rhyme_sorted": RhymeTrainerSorted,
 }
 
 

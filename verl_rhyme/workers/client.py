@@ -11,10 +11,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.workers import session as sessions
 from verl_rhyme.workers.request import FIELD, RequestMeta
 
 #: Conversations whose first-turn key is remembered for their later turns.
@@ -72,6 +74,56 @@ class _PromptKeys(_Conversations):
         return output
 
 
+class _Sessions(_Conversations):
+    """Between the two: one call is a turn of a session, which may have begun before an interruption."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        session = sessions.current()
+        if session is None:
+            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+        prompt_ids = normalize_token_ids(prompt_ids)
+        conversation = self._conversation(request_id, prompt_ids)
+        if not session.turns:
+            conversation.records.extend(session.records)
+        turn, previous = session.begin(prompt_ids)
+        left = self._budget(prompt_ids, sampling_params) - len(turn.tokens)
+        if left <= 0:
+            turn.complete, turn.stop_reason = True, "length"
+        output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
+        if not turn.complete:
+            meta = RequestMeta.of(sampling_params)
+            meta.previous = previous
+            params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+            params["max_tokens"] = left
+            output = await super().generate(
+                request_id,
+                prompt_ids=[*prompt_ids, *turn.tokens],
+                sampling_params=meta.put(params),
+                **{**kwargs, "priority": session.priority},
+            )
+            session.records = list(conversation.records)
+            version = output.extra_fields.get("global_steps")
+            session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason)
+        output.token_ids, output.log_probs = list(turn.tokens), turn.log_probs
+        output.extra_fields |= {
+            "global_steps": turn.version,
+            "min_global_steps": turn.first_version,
+            "max_global_steps": turn.version,
+        }
+        return output
+
+    def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
+        """Tokens of the whole turn, by the same rule as verl's server (``vLLMHttpServer.generate``)."""
+        given = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
+        if given is not None:
+            return given
+        rollout = self.config.actor_rollout_ref.rollout
+        allowed = min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
+        return max(1, allowed)
+
+
 class RhymeLLMServerClient(_PromptKeys, _Attempts):
     """For verl's ``sync`` mode."""
 
@@ -80,14 +132,22 @@ class RhymeFullyAsyncLLMServerClient(_PromptKeys, FullyAsyncLLMServerClient, _At
     """For ``colocate_async`` and ``separate_async``: verl's resume loop runs between the two halves."""
 
 
+class SessionLLMServerClient(_PromptKeys, _Sessions, _Attempts):
+    """For ``rhyme_sorted``: samples that an interruption ends and that start again where they are dispatched."""
+
+
 _RHYMED: dict[type, type] = {
     LLMServerClient: RhymeLLMServerClient,
     FullyAsyncLLMServerClient: RhymeFullyAsyncLLMServerClient,
 }
 
 
-def rhymed(client: LLMServerClient) -> LLMServerClient:
+def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerClient:
     """The same client with prompt keys and records.
+
+    Args:
+        client: verl's.
+        interruptible: For a trainer that interrupts and starts samples itself.
 
     Raises:
         TypeError: A client class this package has no subclass for.
@@ -95,7 +155,7 @@ def rhymed(client: LLMServerClient) -> LLMServerClient:
     if isinstance(client, _PromptKeys):
         return client
     try:
-        client.__class__ = _RHYMED[type(client)]
+        client.__class__ = SessionLLMServerClient if interruptible else _RHYMED[type(client)]
     except KeyError:
         raise TypeError(
             f"no rhyme client for {type(client).__name__}; derive yours from "

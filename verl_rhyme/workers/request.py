@@ -70,6 +70,7 @@ class RequestRecord:
     accepted_tokens: int
     verify_steps: int
     history_hit: bool
+    reverified_tokens: int
     draft_errors: int
     draft_seconds: float
     stop_reason: str

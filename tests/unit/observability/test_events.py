@@ -45,6 +45,7 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "accepted_tokens": 5,
         "verify_steps": 2,
         "history_hit": [i % 2 == 0 for i in range(count)],
+        "reverified_tokens": 3,
         "draft_errors": 0,
         "draft_seconds": 0.25,
         "stop_reason": "stop",
@@ -177,13 +178,14 @@ def test_file_of_another_version_is_read(tmp_path: Path) -> None:
     EventLog(tmp_path).append_requests(1, 0, requests(2))
     (path,) = tmp_path.glob("requests-*.arrow")
     table = pa.ipc.open_file(path.read_bytes()).read_all()
-    older = table.drop_columns(["verify_steps"]).append_column("later_idea", pa.array([1, 2]))
+    older = table.drop_columns(["verify_steps", "reverified_tokens"]).append_column("later_idea", pa.array([1, 2]))
     with pa.ipc.new_file(path, older.schema) as writer:
         writer.write_table(older)
     columns = read_requests(tmp_path)
     assert columns.schema == REQUESTS
     assert columns["verify_steps"].null_count == 2
     assert columns["accepted_tokens"].to_pylist() == [5, 5]
+    assert to_numpy(columns)["reverified_tokens"].tolist() == [0, 0]
 
 
 WRITER = """

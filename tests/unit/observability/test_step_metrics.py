@@ -58,6 +58,7 @@ def columns() -> dict[str, np.ndarray]:
         "drafted_tokens": np.array([0, 10, 40, 500]),
         "accepted_tokens": np.array([0, 5, 40, 500]),
         "verify_steps": np.array([0, 5, 10, 10]),
+        "reverified_tokens": np.array([0, 3, 7, 400]),
         "draft_errors": np.array([0, 2, 0, 7]),
         "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
         "history_hit": np.array([False, True, True, True]),
@@ -74,6 +75,7 @@ def test_step_metrics() -> None:
     assert data[m.USEFUL_TOKENS_PER_S] == 3.0
     assert data[m.SPEC_DRAFTED] == 50
     assert data[m.SPEC_ACCEPTED] == 45
+    assert data[m.SPEC_REVERIFIED] == 10
     assert data[m.SPEC_ACCEPT_RATE] == pytest.approx((0 + 0.5 + 1.0) / 3)
     assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
     assert data[m.SPEC_ERRORS] == 2
@@ -88,10 +90,11 @@ def test_step_metrics() -> None:
 
 def test_unknown_is_left_out() -> None:
     rows = columns()
-    del rows["drafted_tokens"], rows["history_hit"]
+    del rows["drafted_tokens"], rows["history_hit"], rows["reverified_tokens"]
     data = m.step_metrics(rows, slots=None, rollout_s=10.0)
     assert m.BUBBLE_RATIO not in data
     assert m.SPEC_ACCEPT_RATE not in data
+    assert m.SPEC_REVERIFIED not in data
     assert m.HISTORY_HIT_RATE not in data
     assert m.step_metrics({}, 1, 1.0) == {}
     only_validation = {name: values[-1:] for name, values in columns().items()}

@@ -53,7 +53,8 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
             else:
                 name, made = f"r{made}", made + 1
                 prompt = prompts[rng.integers(len(prompts))]
-                meta = RequestMeta(id=name, key=prompt_key(prompt).hex())
+                previous = rng.integers(0, VOCABULARY + 5, rng.integers(0, 200)).tolist() if rng.random() < 0.5 else []
+                meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), previous=previous)
                 extra = meta.put({}) if rng.random() < 0.9 else {"extra_args": None}
                 params = SimpleNamespace(max_tokens=int(rng.integers(1, 120)), **extra)
                 state[name] = {"text": list(prompt), "prompt": len(prompt), "draft": []}
@@ -119,3 +120,32 @@ def test_an_error_costs_the_draft_and_is_told_with_the_counts(tmp_path, caplog):
     assert sum(count.get("draft_errors", 0) for count in counts.values()) == 2
     assert sum(count.get("draft_seconds", 0) for count in counts.values()) > 0
     assert proposer.take_counts(["a"]) == {}
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "paper"])
+def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
+    proposer = proposer_for(tmp_path / "h", policy=policy)
+    runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
+    prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
+    meta = RequestMeta(id="a", previous=response)
+    runner.requests["a"] = SimpleNamespace(
+        sampling_params=SimpleNamespace(max_tokens=100, **meta.put({})), prompt_token_ids=prompt
+    )
+    runner.input_batch.req_ids = ["a"]
+    runner.input_batch.num_prompt_tokens[:1] = len(prompt)
+    done, draft, steps, new = 0, [], 0, response[:1]
+    while new:
+        tokens[0, len(prompt) + done : len(prompt) + done + len(new)] = new
+        done, steps = done + len(new), steps + 1
+        runner.input_batch.spec_token_ids = [draft]
+        lengths = np.full(ROWS, len(prompt) + done, np.int32)
+        (draft,) = proposer.propose([new], lengths, tokens)
+        assert draft == (response[done : done + len(draft)] if policy == "adaptive" else [])
+        new = response[done : done + len(draft) + 1]
+    counts = proposer.take_counts(["a"])["a"]
+    assert proposer.totals()["errors"] == 0
+    if policy == "adaptive":
+        assert steps < 10
+        assert counts["reverified"] == counts["accepted"] == 100 - steps
+    else:
+        assert counts["reverified"] == 0

@@ -157,7 +157,7 @@ class HistoryProposer:
         meta = RequestMeta.of({"extra_args": params.extra_args})
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
-        drafter.start(request.id, key)
+        drafter.start(request.id, key, np.asarray(meta.previous, np.int32) if meta.previous else None)
         self._requests[req_id] = request
         return request
 
@@ -173,8 +173,9 @@ class HistoryProposer:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
 
         Returns:
-            ``{id: {"drafted", "accepted", "verify_steps", "history_hit"}}`` of those this worker drafted for. One of
-            them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the last call.
+            ``{id: {"drafted", "accepted", "verify_steps", "history_hit", "reverified"}}`` of those this worker drafted
+            for. One of them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the
+            last call.
         """
         drafter = self._drafter
         if drafter is None:

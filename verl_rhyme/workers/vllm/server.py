@@ -85,6 +85,8 @@ class RhymeHttpServer(vLLMHttpServer):
         attached = await self.engine.collective_rpc("attach_proposer")
         if self._rhyme.drafting.enable and not all(attached):
             raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
+        if self._rhyme.sorting.coupled and not all(await self.engine.collective_rpc("couple_sampler")):
+            raise RuntimeError("vLLM samples without the coupled sampler; see `verl-rhyme doctor`")
         self._counts = _CountsCollector(self.engine)
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
@@ -139,6 +141,7 @@ class RhymeHttpServer(vLLMHttpServer):
             accepted_tokens=counts.get("accepted", 0),
             verify_steps=counts.get("verify_steps", 0),
             history_hit=counts.get("history_hit", False),
+            reverified_tokens=counts.get("reverified", 0),
             draft_errors=counts.get("draft_errors", 0),
             draft_seconds=counts.get("draft_seconds", 0.0),
             stop_reason=output.stop_reason or "",

@@ -1,0 +1,71 @@
+"""A response generated anew in the real engine: drafted from what it said before, and the same law whatever it was."""
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.xdist_group("exactness")
+
+VOCABULARY = 12
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
+SAMPLES = 6400
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine, write_history, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    write_history(folder, [])
+    # Nearly every guess is drafted, whether it pays or not: a law that holds only for good drafts is none.
+    return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+
+
+def generate(engine, prompts, previous, name, **settings):
+    """Tokens of each prompt's response; requests are called ``name 0``, ``name 1``, and so on."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            ignore_eos=True, detokenize=False, extra_args={"rhyme": {"id": f"{name} {i}", "previous": text}}, **settings
+        )
+        for i, text in enumerate(previous)
+    ]
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def take_counts(engine, name, n):
+    counts = engine.collective_rpc("take_request_counts", args=([f"{name} {i}" for i in range(n)],))[0]
+    return [counts[f"{name} {i}"] for i in range(n)]
+
+
+def test_the_same_again_is_reverified(engine, build_engine):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(8)]
+    greedy = {"temperature": 0, "max_tokens": 100}
+    texts = generate(build_engine(), prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
+    assert generate(engine, prompts, texts, "again", **greedy) == texts
+    for count in take_counts(engine, "again", 8):
+        # One of nine tokens is the target's own: a draft has eight at most.
+        assert count["verify_steps"] <= 100 / 9 + 3
+        assert count["reverified"] > 80
+    assert generate(engine, prompts, [[]] * 8, "drafted", **greedy) == texts
+    assert all(count["reverified"] == 0 for count in take_counts(engine, "drafted", 8))
+    halves = [text[:50] for text in texts]
+    assert generate(engine, prompts, halves, "cut", **greedy) == texts
+    assert all(30 < count["reverified"] < 50 < count["accepted"] for count in take_counts(engine, "cut", 8))
+
+
+def test_law_is_the_targets_whatever_was_said_before(engine, law_of, p_value):
+    """The previous text is, for each first token, what is least likely to follow, or most likely."""
+    law = law_of(PROMPT, LENGTH)
+    rng = np.random.default_rng(1)
+    previous = []
+    for i in range(SAMPLES):
+        first = int(rng.integers(VOCABULARY))
+        following = law[first].argmin() if i % 4 else law[first].argmax()
+        previous.append([first, *map(int, np.unravel_index(following, law.shape[1:])), 0])
+    tokens = np.array(generate(engine, [PROMPT] * SAMPLES, previous, "law", temperature=1.0, max_tokens=LENGTH + 1))
+    counts = take_counts(engine, "law", SAMPLES)
+    assert sum(count["drafted"] for count in counts) > SAMPLES
+    assert sum(count["reverified"] for count in counts) > SAMPLES / 50, "the test must see acceptances of it, too"
+    assert p_value(tokens[:, :LENGTH], law) > 1e-4

@@ -1,0 +1,339 @@
+"""Drafts from an interrupted response: bounds, the way back after an edit, what is learnt, and what must not leak."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.adaptive import REST_AFTER, AdaptiveDrafter
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
+from verl_rhyme.drafting.regrowth import BEGAN, RELOCATED, Regrowth
+
+KEY = b"k" * 16
+WIDTH = 4096
+PROMPT = [7, 8, 9]
+
+
+class Engine:
+    """Requests that each follow a path of their own; a draft token is accepted where it is on the path."""
+
+    def __init__(self, slots=4, rows=16, vocabulary=1 << 20, **config):
+        config = {"weigh_cost": False, "tail_weight": 1.0, "live_tokens": 1 << 10, **config}
+        self.drafter = AdaptiveDrafter(DraftingConfig(**config), lambda key: None, slots, vocabulary)
+        self.tokens = np.zeros((rows, WIDTH), np.int32)
+        self.free = list(range(rows))
+        self.live = {}
+
+    def start(self, name, path, previous=None, key=KEY):
+        row = self.live[name]["row"] if name in self.live else self.free.pop()
+        path = [int(token) for token in path]
+        self.tokens[row, : len(PROMPT) + 1] = [*PROMPT, path[0]]
+        self.live[name] = {"row": row, "path": path, "done": 1, "draft": [], "accepted": 0}
+        self.drafter.start(name, key, None if previous is None else np.asarray(previous, np.int32))
+
+    def finish(self, name):
+        self.free.append(self.live.pop(name)["row"])
+        return self.drafter.finish(name)
+
+    def step(self, limits=32, budget=1 << 20, seconds=None, only=None):
+        """Drafts of all live requests for what follows; then they are verified."""
+        names = [name for name in self.live if only is None or name in only]
+        live = [self.live[name] for name in names]
+        done = DecodeStep(
+            names,
+            np.array([r["row"] for r in live]),
+            self.tokens,
+            np.array([len(PROMPT) + r["done"] for r in live]),
+            [len(r["draft"]) for r in live],
+            [r["accepted"] for r in live],
+            np.broadcast_to(limits, len(live)),
+            budget,
+            seconds,
+        )
+        drafts = self.drafter.step(done)
+        for r, draft in zip(live, drafts, strict=True):
+            future = r["path"][r["done"] :]
+            accepted = 0
+            while accepted < min(len(draft), len(future)) and draft[accepted] == future[accepted]:
+                accepted += 1
+            emitted = future[: accepted + 1]
+            end = len(PROMPT) + r["done"]
+            self.tokens[r["row"], end : end + len(emitted)] = emitted
+            r["done"] += len(emitted)
+            r["draft"], r["accepted"] = draft, max(0, len(emitted) - 1)
+        return dict(zip(names, drafts, strict=True))
+
+    def run(self, name, **kwargs):
+        """To the end of the path. Returns steps that emitted, and what was drafted in each."""
+        drafted = []
+        while self.live[name]["done"] < len(self.live[name]["path"]):
+            drafted.append(len(self.step(only={name}, **kwargs)[name]))
+        self.step(only={name}, limits=0)  # the engine tells what the last draft came to
+        return len(drafted), drafted
+
+
+def random_text(rng, n, vocabulary=1000):
+    return rng.integers(0, vocabulary, n).tolist()
+
+
+def edited(rng, text, edits, kinds=("substitute", "insert", "delete"), spacing=60):
+    """A text with ``edits`` edits, each in a stretch of its own, so that there is a way back in between."""
+    starts = 20 + spacing * rng.permutation((len(text) - 40) // spacing)[:edits]
+    out = list(text)
+    for at in sorted(starts.tolist(), reverse=True):
+        kind, n = rng.choice(kinds), int(rng.integers(1, 12))
+        if kind == "substitute":
+            out[at] = 100_000 + at
+        elif kind == "insert":
+            out[at:at] = [100_000 + at + i for i in range(n)]
+        else:
+            del out[at : at + n]
+    return out
+
+
+@pytest.mark.parametrize("longest", [4, 32, 128])
+def test_the_same_again_is_drafted_in_full_windows(longest):
+    rng = np.random.default_rng(0)
+    engine = Engine(max_tokens=longest)
+    for i in range(3):  # to warm up: a prior is not sure of 128 tokens
+        text = random_text(rng, 1500)
+        engine.start(f"{i}", text, text)
+        engine.run(f"{i}", limits=longest)
+        engine.finish(f"{i}")
+    text = random_text(rng, 2000)
+    engine.start("a", text, text)
+    steps, drafted = engine.run("a", limits=longest)
+    counts = engine.finish("a")
+    assert steps <= len(text) / (longest + 1) + 3
+    assert counts.drafted == sum(drafted)
+    assert counts.drafted - 1 <= counts.accepted == counts.reverified, "but for the last, which nothing follows"
+
+
+@given(seed=st.integers(0, 10**6), edits=st.integers(0, 15), kind=st.sampled_from(["substitute", "insert", "delete"]))
+@settings(max_examples=40, deadline=None)
+def test_finds_its_way_back(seed, edits, kind):
+    rng = np.random.default_rng(seed)
+    text = random_text(rng, 1200)
+    previous = edited(rng, text, edits, (kind,))
+    engine = Engine()
+    engine.start("a", text, previous)
+    steps, _ = engine.run("a")
+    # A window cut short and the tokens until the way is known: what was inserted into the response, and four more.
+    lost = {"substitute": 2, "insert": 8, "delete": 12 + 8}[kind]
+    assert steps <= len(text) / 16 + 8 + lost * edits
+
+
+def test_a_mixture_of_edits():
+    rng = np.random.default_rng(1)
+    engine = Engine()
+    for i in range(20):
+        text = random_text(rng, 1200)
+        engine.start(f"{i}", text, edited(rng, text, 12))
+        steps, _ = engine.run(f"{i}")
+        counts = engine.finish(f"{i}")
+        assert counts.reverified == counts.accepted > 0.8 * len(text)
+    assert steps < 1200 / 20 + 10 * 12
+
+
+def test_another_text_is_soon_left_alone():
+    rng = np.random.default_rng(2)
+    engine = Engine()
+    text, other = random_text(rng, 1000), random_text(rng, 1000)
+    engine.start("a", text, other)
+    steps, drafted = engine.run("a")
+    counts = engine.finish("a")
+    assert sum(drafted[60:]) < 50, "now and then two random tokens are the same"
+    assert sum(drafted) < 150
+    assert counts.drafted == sum(drafted)
+    assert counts.reverified == counts.accepted == len(text) - 1 - steps
+
+
+def test_a_parted_text_costs_little_and_an_honest_one_beside_it_nothing():
+    rng = np.random.default_rng(3)
+    engine = Engine(slots=8)
+    texts = [random_text(rng, 1500) for _ in range(8)]
+    for i, text in enumerate(texts):
+        engine.start(f"{i}", text, text if i % 2 else [*text[:100], *random_text(rng, 1400)])
+    drafted = np.zeros(8, int)
+    for _ in range(50):
+        for name, draft in engine.step().items():
+            drafted[int(name)] += len(draft)
+    counts = [engine.finish(f"{i}") for i in range(8)]
+    assert all(count.reverified > 1400 for count in counts[1::2])
+    assert (drafted[::2] < 250).all()
+
+
+def test_two_update_rates_are_told_apart_by_the_run_of_agreement():
+    rng = np.random.default_rng(4)
+    engine = Engine()
+    lengths = {0.0: [], 0.2: []}
+    for _ in range(40):
+        for rate, found in lengths.items():
+            text = np.array(random_text(rng, 600))
+            previous = np.where(rng.random(600) < rate, 100_000, text)
+            engine.start("a", text, previous)
+            found.append(np.mean(engine.run("a")[1]))
+            engine.finish("a")
+    assert np.mean(lengths[0.0][20:]) > 1.5 * np.mean(lengths[0.2][20:])
+
+
+def test_expected_acceptance_is_the_observed_one():
+    rng = np.random.default_rng(5)
+    engine = Engine()
+    expected = observed = 0.0
+    for i in range(60):
+        text = np.array(random_text(rng, 400))
+        previous = np.where(rng.random(400) < 0.1, 100_000 + np.arange(400), text)
+        engine.start("a", text, previous)
+        live = engine.live["a"]
+        while live["done"] < len(text):
+            before = live["done"]
+            draft = engine.step()["a"]
+            if i >= 10 and before + len(draft) < len(text):
+                expected += sum(row.sum() for row in engine.drafter.reach)
+                observed += live["accepted"]
+        engine.finish("a")
+    assert observed > 10_000
+    assert expected == pytest.approx(observed, rel=0.1)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_draft_is_out_of_bounds(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    vocabulary = data.draw(st.sampled_from([2, 12, 1000]))
+    longest = data.draw(st.integers(1, 40))
+    engine = Engine(slots=1, rows=8, vocabulary=vocabulary, max_tokens=longest, floor=0.01)
+    hostile = [
+        lambda path: None,
+        lambda path: [],
+        lambda path: path,
+        lambda path: path[: len(path) // 2],
+        lambda path: [path[0]] * 500,
+        lambda path: rng.integers(-(2**31), 2**31 - 1, 300),
+        lambda path: np.where(rng.random(len(path)) < 0.1, vocabulary, path),
+    ]
+    for i in range(8):
+        path = random_text(rng, int(rng.integers(1, 200)), vocabulary)
+        engine.start(f"{i}", path, hostile[rng.integers(len(hostile))](path))
+    for step in range(60):
+        limits = rng.integers(-1, 140, 8)
+        budget = int(rng.integers(-1, 100))
+        drafts = engine.step(limits[: len(engine.live)], budget)
+        assert sum(map(len, drafts.values())) <= max(0, budget)
+        for draft, limit in zip(drafts.values(), limits, strict=False):
+            assert len(draft) <= max(0, min(limit, longest))
+            assert all(0 <= token < vocabulary for token in draft)
+        if rng.random() < 0.3:
+            name = rng.choice(list(engine.live))
+            counts = engine.finish(name)
+            assert 0 <= counts.reverified <= counts.accepted <= counts.drafted
+            path = random_text(rng, 150, vocabulary)
+            engine.start(f"again {step}", path, path)
+
+
+@given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([3, 20, 1000]))
+@settings(max_examples=40, deadline=None)
+def test_the_state_is_one_of_the_texts_alone(seed, vocabulary):
+    """Token by token or in one piece: the same pointer and the same table."""
+    rng = np.random.default_rng(seed)
+    text = random_text(rng, 300, vocabulary)
+    previous = np.array(edited(rng, text, 4, spacing=50), np.int32)
+    tokens = np.array([[*PROMPT, *text]], np.int32)
+    states = []
+    for chunk in (1, 7, 300):
+        regrowth = Regrowth(1)
+        regrowth.start(0, previous)
+        seen = len(PROMPT)
+        while seen < tokens.shape[1]:
+            now = min(chunk, tokens.shape[1] - seen)
+            seen += now
+            slot, one = np.zeros(1, np.int32), np.ones(1, np.int64)
+            plan = np.empty((1, 8), np.int32), np.zeros((1, 8)), 0 * one
+            regrowth.plan(slot, slot, tokens, seen * one, now * one, 8 * one, 0.05, vocabulary, *plan)
+        states.append((regrowth._slots.state[0, : RELOCATED + 1], regrowth.table))
+        assert regrowth._slots.state[0, BEGAN] == len(PROMPT)
+    for state, table in states[1:]:
+        np.testing.assert_array_equal(state, states[0][0])
+        np.testing.assert_array_equal(table, states[0][1])
+
+
+def test_nothing_leaks_between_requests_of_a_slot():
+    rng = np.random.default_rng(6)
+    engine = Engine(slots=1)
+    old, new = random_text(rng, 300), random_text(rng, 300)
+    engine.start("old", old, old)
+    engine.step()
+    engine.finish("old")
+    assert len(engine.drafter._regrowth) == 0
+    engine.start("new", old, key=b"n" * 16)  # the same path, without a text of its own
+    engine.drafter._live.arrays.head_group[:] = engine.drafter._live.arrays.head_other[:] = -1
+    assert engine.step()["new"] == []
+    counts = engine.finish("new")
+    assert counts == RequestCounts()
+    engine.start("third", new, new)
+    engine.run("third")
+    assert engine.finish("third").reverified > 280
+
+
+def test_a_restart_begins_anew():
+    rng = np.random.default_rng(7)
+    engine = Engine()
+    first, second = random_text(rng, 200), random_text(rng, 200)
+    engine.start("a", first, first)
+    for _ in range(3):
+        engine.step()
+    engine.start("a", second, second)
+    assert len(engine.drafter) == 1
+    steps, _ = engine.run("a")
+    assert steps < 15
+    assert engine.finish("a").reverified == 199 - steps
+    engine.start("a", first, first)
+    engine.start("a", first)  # resumed with its text as prompt: nothing previous any more
+    assert len(engine.drafter._regrowth) == 0
+
+
+def test_more_requests_than_slots():
+    rng = np.random.default_rng(8)
+    engine = Engine(slots=1, rows=12)
+    texts = [random_text(rng, 200) for _ in range(12)]
+    for i, text in enumerate(texts):
+        engine.start(f"{i}", text, text, key=bytes([i]) * 16)
+    for _ in range(20):
+        engine.step()
+    assert all(engine.finish(f"{i}").reverified > 180 for i in range(12))
+
+
+def test_an_end_of_text_within_it_is_a_token_like_others():
+    rng = np.random.default_rng(9)
+    text = random_text(rng, 200)
+    text[100] = 0
+    engine = Engine()
+    engine.start("a", text, text)
+    assert engine.run("a")[0] < 14
+
+
+def test_the_others_rest_is_none_for_it():
+    """Where a draft token costs a tenth of a step of eight, guesses among six do not pay; what was said before does."""
+    rng = np.random.default_rng(10)
+    engine = Engine(slots=8, weigh_cost=True)
+    for i in range(8):
+        engine.start(f"{i}", rng.integers(0, 6, 1200))
+    drafted = 0
+
+    def step():
+        nonlocal drafted
+        drafts = engine.step(seconds=1e-3 * (1 + 0.1 * rng.random()) + 1e-4 * drafted)
+        drafted = sum(map(len, drafts.values()))
+        return drafts
+
+    for _ in range(400):
+        step()
+    assert engine.drafter._refused > REST_AFTER
+    engine.finish("0")
+    text = random_text(rng, 600)
+    engine.start("again", text, text)
+    drafts = [len(step()["again"]) for _ in range(20)]
+    assert engine.drafter._refused > REST_AFTER, "the others rest on"
+    assert np.mean([n > 0 for n in drafts]) > 0.9

@@ -1,0 +1,307 @@
+"""The controller under random schedules: a make-believe engine finishes, fails and is cut short at any moment."""
+
+import copy
+import json
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.sorting.controller import Rules, SortedController
+
+SAMPLES, LONGEST = 3, 40
+
+rules_of = st.builds(
+    lambda batch, groups, mode, unit, threshold, wait, versions: Rules(
+        batch_prompts=batch,
+        batch_samples=batch * SAMPLES,
+        group_batches=groups,
+        mode=mode,
+        unit=unit,
+        harvest_tokens=threshold,
+        max_wait=wait,
+        max_versions=versions,
+    ),
+    batch=st.integers(1, 4),
+    groups=st.integers(1, 4),
+    mode=st.sampled_from(["on_policy", "partial"]),
+    unit=st.sampled_from(["group", "trajectory"]),
+    threshold=st.sampled_from([None, None, 60]),
+    wait=st.sampled_from([None, 1, 2]),
+    versions=st.integers(2, 4),
+)
+
+
+class World:
+    """Engine and trainer around a controller; ``text`` holds the version of every token a sample has."""
+
+    def __init__(self, rules, seed, mishaps=0.0):
+        self.rules, self.mishaps = rules, mishaps
+        self.controller = SortedController(rules)
+        self.random = random.Random(seed)
+        self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
+        self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
+
+    def step(self, batches_left=None):
+        controller = self.controller
+        for sample in controller.begin(self.version):
+            self.text[sample] = []
+        self.fill(batches_left)
+        while True:
+            while not controller.enough():
+                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the controller is stuck"
+                self.advance()
+                self.fill(batches_left)
+            for sample in list(self.running):  # the abort: some finish before it reaches them
+                if sample[0] in controller.buffer:
+                    self.advance(sample, stop=self.random.random() < 0.8)
+            self.running = []
+            while self.unrewarded:
+                self.reward()
+            if controller.ready():
+                break
+            self.fill(batches_left)  # a reward failed: on with it
+        batch = controller.harvest()
+        self.check(batch)
+        self.version += 1
+        return batch
+
+    def fill(self, batches_left):
+        while count := self.controller.loadable(batches_left):
+            assert not len(self.controller.buffer) or count <= len(self.dropped), "loaded before all were consumed"
+            for _ in range(count):
+                self.controller.load(f"p{self.loads}", SAMPLES)
+                self.loads += 1
+        for sample in self.controller.dispatch():
+            if self.rules.mode == "on_policy" or not self.text.get(sample):
+                self.text[sample] = []
+                self.length[sample] = self.random.randint(1, LONGEST)
+            assert sample not in self.running
+            self.running.append(sample)
+
+    def reward(self):
+        uid, number = sample = self.random.choice(self.unrewarded)
+        self.unrewarded.remove(sample)
+        if self.random.random() < self.mishaps:
+            self.dropped.add(uid)
+            self.controller.drop(uid)
+        else:
+            self.controller.finish(uid, number)
+
+    def advance(self, sample=None, stop=None):
+        if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
+            self.reward()
+            return
+        sample = sample or self.random.choice(self.running)
+        uid, number = sample
+        text = self.text[sample]
+        more = self.length[sample] - len(text)
+        made = self.random.randint(0, more) if stop or (stop is None and self.random.random() < 0.7) else more
+        text += [self.version] * made
+        if len(text) == self.length[sample]:
+            self.running.remove(sample)
+            self.controller.generate(uid, number, len(text), min(text))
+            self.unrewarded.append(sample)
+        elif stop:
+            self.running.remove(sample)
+            self.controller.interrupt(uid, number, len(text), min(text, default=None))
+
+    def check(self, batch):
+        assert batch.samples
+        assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
+        assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
+        oldest = self.version - (0 if self.rules.mode == "on_policy" else self.rules.max_versions - 1)
+        for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
+            assert sample not in self.trained, "trained twice"
+            assert min(self.text[sample]) >= oldest
+            assert staleness == self.version - min(self.text[sample])
+            self.trained.append(sample)
+        if self.rules.unit == "group":
+            assert len(batch.samples) == SAMPLES * len({uid for uid, _ in batch.samples})
+        self.batches.append(batch)
+
+
+def drain(world, steps=60):
+    """Train until everything that was loaded is consumed."""
+    for _ in range(steps):
+        if not len(world.controller.buffer) and world.batches:
+            break
+        world.step()
+    assert not len(world.controller.buffer), "some prompts never had their turn"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]))
+def test_none_is_lost_and_none_is_trained_twice(rules, seed, mishaps):
+    world = World(rules, seed, mishaps)
+    drain(world)
+    wanted = {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
+    assert set(world.trained) | {s for s in wanted if s[0] in world.dropped} == wanted
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6))
+def test_waiting_is_bounded(rules, seed):
+    world = World(rules, seed)
+    for _ in range(12):
+        world.step()
+    longest = max(max(batch.waited) for batch in world.batches)
+    if rules.harvest_tokens is None:
+        assert longest <= rules.group_batches - 1  # full batches only: a group is consumed in so many
+    elif rules.max_wait is not None:
+        assert longest <= rules.max_wait + rules.group_batches
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.integers(0, 200), st.integers(1, 4))
+def test_a_crash_at_any_event_resumes_from_the_checkpoint(rules, seed, crash_at, every):
+    """What ran is begun anew, what was finished is still there; the checkpoint is what JSON keeps of it."""
+
+    class Crash(Exception):
+        pass
+
+    class Mortal(World):
+        events = 0
+
+        def advance(self, *args, **kwargs):
+            self.events += 1
+            if self.events == crash_at:
+                raise Crash
+            super().advance(*args, **kwargs)
+
+    world = Mortal(rules, seed)
+    saved = None
+    try:
+        for step in range(8):
+            world.step()
+            if step % every == 0:
+                kept = copy.deepcopy((world.text, world.length, world.trained, world.loads, world.version))
+                saved = json.dumps(world.controller.state_dict()), kept
+    except Crash:
+        pass
+    world = World(rules, seed + 1)
+    if saved is not None:
+        state, (world.text, world.length, world.trained, world.loads, world.version) = saved
+        world.controller.load_state_dict(json.loads(state))
+    drain(world)
+    assert set(world.trained) == {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
+
+
+def controller(**rules):
+    built = SortedController(Rules(**{"batch_prompts": 1, "batch_samples": 2, "group_batches": 3, **rules}))
+    built.begin(0)
+    for i in range(built.loadable()):
+        built.load(f"p{i}", 2)
+    built.dispatch()
+    return built
+
+
+def finish(built, uid, *lengths, version=0):
+    for number, length in enumerate(lengths):
+        built.generate(uid, number, length, version)
+        built.finish(uid, number)
+
+
+def test_harvest_takes_the_shortest_first():
+    built = controller()
+    finish(built, "p0", 30, 30)
+    finish(built, "p2", 9, 11)
+    batch = built.harvest()
+    assert batch.samples == [("p2", 0), ("p2", 1)]
+    assert batch.lengths == [9, 11]
+
+
+def test_surplus_is_stale_after_the_update_on_policy_and_kept_in_partial_mode():
+    for mode, stale in (("on_policy", [("p0", 0), ("p0", 1)]), ("partial", [])):
+        built = controller(mode=mode)
+        finish(built, "p0", 30, 30)
+        finish(built, "p2", 9, 11)
+        built.harvest()
+        assert built.begin(1) == stale
+        assert built.step.discarded_tokens == 30 * len(stale)
+        assert built.ready() == (mode == "partial")
+
+
+def test_no_prompt_is_loaded_before_all_are_consumed():
+    built = controller(group_batches=2)
+    for version, uid in enumerate(("p0", "p1")):
+        assert built.loadable() == 0
+        built.begin(version)
+        built.dispatch() if version else None
+        finish(built, uid, 5, 5, version=version)
+        built.harvest()
+        for _, number in [("p1", 0), ("p1", 1)] if version == 0 else []:
+            built.interrupt("p1", number, 3, 0)
+    assert built.loadable() == 2
+    assert built.loadable(batches_left=1) == 1
+    assert built.loadable(batches_left=0) == 0
+
+
+def test_a_prompt_that_waited_long_enough_is_waited_for():
+    built = controller(max_wait=1)
+    finish(built, "p1", 5, 5)
+    built.harvest()
+    for uid in ("p0", "p2"):
+        built.interrupt(uid, 0, 7, 0), built.interrupt(uid, 1, 0, None)
+    built.begin(1)
+    built.dispatch()
+    finish(built, "p2", 3, 3, version=1)
+    assert not built.enough()  # p0 has waited as long
+    finish(built, "p0", 40, 40, version=1)
+    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  # first, though longer
+
+
+def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
+    built = controller()
+    built.generate("p0", 0, 5, 0)
+    built.drop("p0")
+    assert built.loadable() == 1
+    built.generate("p0", 1, 5, 0)
+    built.finish("p0", 0)
+    built.interrupt("p0", 1, 5, 0)
+    assert "p0" not in built.buffer
+    assert built.step.discarded_tokens == 5
+    built.load("p3", 2)
+    assert built.loadable() == 0
+    assert built.dispatch() == [("p3", 0), ("p3", 1)]
+
+
+def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
+    built = controller()
+    finish(built, "p0", 5, 5)
+    built.harvest()
+    built.interrupt("p1", 0, 0, None)
+    built.interrupt("p1", 1, 20, 0)
+    built.interrupt("p2", 0, 30, 0)
+    built.generate("p2", 1, 8, 0)
+    built.finish("p2", 1)
+    built.begin(1)
+    assert built.dispatch() == [("p1", 1), ("p1", 0), ("p2", 0), ("p2", 1)]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
+        (lambda c: c.load("p0", 2), "p0 is loaded already"),
+        (lambda c: c.harvest(), "ask ready"),
+        (lambda c: SortedController(Rules(1, 1, mode="partial", max_versions=1)), "at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(event, message):
+    with pytest.raises(ValueError, match=message):
+        event(controller())
+
+
+def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
+    built = controller()
+    built.generate("p0", 0, 5, 0)
+    built.generate("p0", 1, 5, 0)
+    assert built.enough()
+    assert not built.enough(rewarded=True)
+    assert not built.ready()
+    built.finish("p0", 0)
+    built.finish("p0", 1)
+    assert built.enough(rewarded=True)
+    assert built.ready()

@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_rhyme.sorting.order import arrange, mixed_ranks, sortedness
+
+
+def lengths_of(count, seed=0):
+    return np.random.default_rng(seed).integers(1, 10_000, count)
+
+
+def test_the_knob_goes_from_shuffled_to_sorted():
+    lengths = lengths_of(400)
+    measured = [
+        np.mean([sortedness(lengths[mixed_ranks(lengths, s, np.random.default_rng(i))]) for i in range(20)])
+        for s in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ]
+    assert measured == sorted(measured)
+    assert abs(measured[0]) < 0.05
+    assert measured[-1] > 0.999
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.floats(0, 1), st.integers(0, 5))
+def test_it_is_a_permutation(lengths, knob, seed):
+    order = mixed_ranks(lengths, knob, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+
+
+def test_equal_lengths_are_shuffled():
+    orders = {tuple(mixed_ranks([5] * 6, 1.0, np.random.default_rng(seed)).tolist()) for seed in range(50)}
+    assert len(orders) > 25
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 9))
+def test_mini_batches_follow_the_order_on_every_rank(ranks, share, batches, seed):
+    mini_batch = ranks * share
+    tokens = lengths_of(mini_batch * batches, seed)
+    order = np.random.default_rng(seed).permutation(len(tokens))
+    laid = arrange(order, tokens, ranks, mini_batch)
+    parts = laid.reshape(ranks, batches, share)  # as verl cuts it
+    for k in range(batches):
+        assert set(parts[:, k].ravel()) == set(order[k * mini_batch : (k + 1) * mini_batch])
+    place = {index: at for at, index in enumerate(order)}
+    for part in parts:
+        assert [place[i] for i in part.ravel()] == sorted(place[i] for i in part.ravel())
+
+
+def test_ranks_have_like_work():
+    tokens = lengths_of(512)
+    laid = arrange(np.argsort(tokens), tokens, 4, 128)
+    work = tokens[laid.reshape(4, 4, 32)].sum(axis=2)
+    assert (work.max(axis=0) / work.min(axis=0)).max() < 1.05
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="10 trajectories do not split into mini-batches of 4 over 2 ranks"):
+        arrange(range(10), np.ones(10), 2, 4)

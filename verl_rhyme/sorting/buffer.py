@@ -1,0 +1,154 @@
+"""What was loaded and is not yet trained: prompts, their samples, and how far each has come.
+
+The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, generated (its reward
+is not known yet), finished or trained, and goes from one to the next by the methods of :class:`RolloutBuffer` alone,
+which refuse what cannot be: no sample is lost, started twice or trained twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["pending", "running", "generated", "finished", "trained"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response of a prompt.
+
+    Attributes:
+        state: See the module.
+        tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
+        first_version: Policy version of its oldest kept token; ``None`` without any.
+        interruptions: How often its generation was cut short.
+    """
+
+    state: State = "pending"
+    tokens: int = 0
+    first_version: int | None = None
+    interruptions: int = 0
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One loading of a prompt.
+
+    Attributes:
+        uid: Its name, new at every loading.
+        number: How many were loaded before it.
+        samples: Its group.
+        waited: Updates that passed since it was loaded.
+    """
+
+    uid: str
+    number: int
+    samples: list[Sample] = field(default_factory=list)
+    waited: int = 0
+
+    def complete(self, *states: State) -> bool:
+        """Every sample is in one of the states."""
+        return all(sample.state in states for sample in self.samples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+
+class RolloutBuffer:
+    """The ledger; iterating gives the prompts in the order of loading."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Prompt] = {}
+        #: Prompts loaded since the beginning.
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts.values())
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._prompts
+
+    def prompt(self, uid: str) -> Prompt:
+        """Raises ``KeyError`` for one that is not here (any more)."""
+        return self._prompts[uid]
+
+    def samples(self, state: State) -> Iterator[tuple[Prompt, int, Sample]]:
+        """Samples in a state, with prompt and number in the group, in the order of loading."""
+        for prompt in self:
+            for number, sample in enumerate(prompt.samples):
+                if sample.state == state:
+                    yield prompt, number, sample
+
+    def load(self, uid: str, samples: int) -> None:
+        """Take in a prompt of which ``samples`` responses are wanted."""
+        if uid in self._prompts:
+            raise ValueError(f"prompt {uid} is loaded already")
+        if samples < 1:
+            raise ValueError(f"prompt {uid} is loaded with {samples} samples; at least 1 is needed")
+        self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
+        self.loaded += 1
+
+    def start(self, uid: str, number: int) -> None:
+        self._move(uid, number, "pending", "running")
+
+    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
+        """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
+        sample = self._move(uid, number, "running", "generated")
+        sample.tokens, sample.first_version = tokens, first_version
+
+    def finish(self, uid: str, number: int) -> None:
+        """A generated response has its reward."""
+        self._move(uid, number, "generated", "finished")
+
+    def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
+        """A running response was cut short after ``tokens``; what is kept of it, the caller decides."""
+        sample = self._move(uid, number, "running", "pending")
+        sample.tokens, sample.first_version = tokens, first_version
+        sample.interruptions += 1
+
+    def regenerate(self, uid: str, number: int) -> None:
+        """A finished response may not be trained any more: it is to be generated anew."""
+        sample = self._move(uid, number, "finished", "pending")
+        sample.first_version = None
+        sample.interruptions += 1
+
+    def train(self, uid: str, number: int) -> None:
+        """A finished response goes to the trainer; with its last one a prompt leaves."""
+        self._move(uid, number, "finished", "trained")
+        if all(sample.state == "trained" for sample in self._prompts[uid].samples):
+            del self._prompts[uid]
+
+    def drop(self, uid: str) -> None:
+        """A prompt leaves untrained: it failed, or was filtered."""
+        del self._prompts[uid]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain, for JSON. What was on its way when it was taken is pending in it."""
+        prompts = [dataclasses.asdict(prompt) for prompt in self]
+        for prompt in prompts:
+            for sample in prompt["samples"]:
+                if sample["state"] in ("running", "generated"):
+                    sample["state"] = "pending"
+        return {"loaded": self.loaded, "prompts": prompts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["loaded"]
+        self._prompts = {
+            saved["uid"]: Prompt(**{**saved, "samples": [Sample(**sample) for sample in saved["samples"]]})
+            for saved in state["prompts"]
+        }
+
+    def _move(self, uid: str, number: int, source: State, target: State) -> Sample:
+        if uid not in self._prompts:
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: the prompt is not loaded")
+        sample = self._prompts[uid].samples[number]
+        if sample.state != source:
+            raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
+        sample.state = target
+        return sample

@@ -1,0 +1,81 @@
+"""The order in which an update batch is trained: from sorted by length to shuffled, balanced over the ranks.
+
+verl gives each data-parallel rank one contiguous part of the batch and cuts each part into mini-batches, so that the
+k-th mini-batch is the k-th piece of every part (``verl/workers/engine_workers.py``, ``train_mini_batch``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def mixed_ranks(lengths: npt.ArrayLike, sortedness: float, rng: np.random.Generator) -> np.ndarray:
+    """A permutation between sorted by length and shuffled.
+
+    Args:
+        lengths: int[N], tokens of each trajectory.
+        sortedness: 1: shortest first; 0: a uniformly random order; between: ranks by length and random ranks, mixed.
+        rng: Decides among equal lengths, too.
+
+    Returns:
+        int64[N], indices in their new order.
+    """
+    count = len(np.asarray(lengths))
+    chance = rng.permutation(count)
+    ranks = np.empty(count)
+    ranks[np.lexsort((chance, np.asarray(lengths)))] = np.arange(count)
+    return np.lexsort((chance, sortedness * ranks + (1 - sortedness) * chance))
+
+
+def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch: int) -> np.ndarray:
+    """Lay out a batch so that verl's mini-batches follow ``order`` and its ranks have like work in each.
+
+    Args:
+        order: int[N], indices in the order of training.
+        tokens: int[N], by index, prompt and response of each.
+        ranks: Data-parallel ranks; divides ``mini_batch``.
+        mini_batch: Trajectories of one optimizer step over all ranks; divides N.
+
+    Returns:
+        int64[N]: indices, rank by rank; each rank's piece of a mini-batch keeps the order.
+
+    Raises:
+        ValueError: The sizes do not divide.
+    """
+    indices, sizes = np.asarray(order, dtype=np.int64), np.asarray(tokens)
+    if ranks < 1 or mini_batch % ranks or len(indices) % mini_batch:
+        raise ValueError(
+            f"{len(indices)} trajectories do not split into mini-batches of {mini_batch} over {ranks} ranks"
+        )
+    share = mini_batch // ranks
+    parts: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for start in range(0, len(indices), mini_batch):
+        place = np.arange(mini_batch)
+        # Longest first to the rank with the least work that still has room.
+        work, room = np.zeros(ranks), np.full(ranks, share)
+        owner = np.empty(mini_batch, dtype=np.int64)
+        for at in np.argsort(-sizes[indices[start : start + mini_batch]], kind="stable"):
+            rank = int(np.argmin(np.where(room > 0, work, np.inf)))
+            owner[at] = rank
+            work[rank] += sizes[indices[start + at]]
+            room[rank] -= 1
+        for rank in range(ranks):
+            parts[rank].append(indices[start + place[owner == rank]])
+    return np.concatenate([piece for part in parts for piece in part]) if len(indices) else indices
+
+
+def sortedness(lengths: npt.ArrayLike) -> float:
+    """Share of pairs in rising order, less that in falling order (Kendall's tau-a): 1 sorted, near 0 shuffled.
+
+    Args:
+        lengths: int[N] in the order of training; 0.0 for fewer than two.
+    """
+    values = np.asarray(lengths, dtype=np.int64)
+    count = len(values)
+    if count < 2:
+        return 0.0
+    # Beyond this the pairs of neighbours at all distances in a sample tell the same.
+    values = values[:: -(-count // 2048)]
+    signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(len(values), 1)]
+    return float(signs.mean())
