@@ -256,6 +256,8 @@ SEAMS: tuple[Seam, ...] = (
             "self.drafter = create_custom_proposer(",
             "self.requests: dict[str, CachedRequestState] = {}",
             "self.effective_drafter_max_model_len = self.max_model_len",
+            "self.rejection_sampler = RejectionSampler(",  # coupled sampling
+            "self.use_async_spec_decode =",
         ),
     ),
     Seam(
@@ -275,6 +277,117 @@ SEAMS: tuple[Seam, ...] = (
             "self.token_ids_cpu =",
         ),
     ),
+    # ---- vLLM: coupled sampling ----
+    Seam(
+        "vllm.v1.sample.sampler:Sampler.__init__",
+        "coupled sampling: where tokens are drawn",
+        accepts=("logprobs_mode",),
+        contains=("self.topk_topp_sampler = TopKTopPSampler(", "self.logprobs_mode = logprobs_mode"),
+    ),
+    Seam(
+        "vllm.v1.sample.sampler:Sampler.sample",
+        "coupled sampling: temperature before, greedy rows after",
+        contains=(
+            "logits = self.apply_temperature(",
+            "random_sampled, processed_logprobs = self.topk_topp_sampler(logits, sampling_metadata.generators, "
+            "sampling_metadata.top_k, sampling_metadata.top_p,)",
+            "sampling_metadata.temperature < _SAMPLING_EPS, greedy_sampled, random_sampled,",
+        ),
+    ),
+    Seam(
+        "vllm.v1.sample.sampler:Sampler.forward",
+        "coupled sampling: the bonus token",
+        accepts=("logits", "sampling_metadata", "predict_bonus_token", "logprobs_mode_override"),
+    ),
+    Seam(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native",
+        "coupled sampling: same masks, same processed log-probabilities",
+        signature="(self, logits, generators, k, p)",
+        contains=(
+            "logits = apply_top_k_top_p(logits, k, p)",
+            'if self.logprobs_mode == "processed_logits": logits_to_return = logits',
+            "logits_to_return = logits.log_softmax(dim=-1, dtype=torch.float32)",
+        ),
+    ),
+    Seam(
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
+        "coupled sampling: same masks",
+        signature="(logits, k, p)",
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__",
+        "coupled sampling: verification",
+        signature="(self, sampler, spec_config, device)",
+        contains=("self.is_processed_logprobs_mode =", "self.synthetic_mode ="),
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+        "coupled sampling: verification is this, but for the draw",
+        signature="(self, metadata, draft_probs, logits, sampling_metadata)",
+        contains=(
+            "bonus_sampler_output = self.sampler(logits=bonus_logits, sampling_metadata=replace(sampling_metadata, "
+            "max_num_logprobs=-1,), predict_bonus_token=True,",
+            "raw_target_logits = logits[target_logits_indices]",
+            "target_logits = self.apply_logits_processors(target_logits, sampling_metadata, metadata)",
+            "target_logits = apply_sampling_constraints(target_logits, metadata.cu_num_draft_tokens, "
+            "sampling_metadata,)",
+            "logprobs_tensors = self._get_logprobs_tensors(sampling_metadata.max_num_logprobs, metadata, logits, "
+            "target_logits if self.is_processed_logprobs_mode else raw_target_logits, "
+            "bonus_sampler_output.logprobs_tensors.logprobs, output_token_ids,)",
+        ),
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.parse_output",
+        "coupled sampling: what is left of a rejected row",
+        contains=("output_token_ids_np != PLACEHOLDER_TOKEN_ID",),
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        "coupled sampling: the drafted positions' temperature and masks",
+        signature="(logits, cu_num_draft_tokens, sampling_metadata)",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+        "coupled sampling: which logits are whose",
+        accepts=(
+            "draft_token_ids",
+            "num_draft_tokens",
+            "cu_num_draft_tokens",
+            "target_logits_indices",
+            "bonus_logits_indices",
+        ),
+    ),
+    Seam(
+        f"{_RUNNER}:GPUModelRunner._sample",
+        "coupled sampling: every token goes through one of the two",
+        signature="(self, logits, spec_decode_metadata)",
+        contains=(
+            "return self.sampler(logits=logits, sampling_metadata=sampling_metadata,)",
+            "self.rejection_sampler(spec_decode_metadata, draft_probs, logits, sampling_metadata,)",
+        ),
+    ),
+    Seam(
+        f"{_RUNNER}:GPUModelRunner._bookkeeping_sync",
+        "coupled sampling: the position of the next token",
+        contains=(
+            "sampled_ids = [-1] if req_idx not in invalid_req_indices_set else None",
+            "self.input_batch.num_tokens_no_spec[req_idx] = end_idx",
+        ),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+        "coupled sampling: the position of the next token, greedy rows",
+        contains=(
+            "self.num_tokens_no_spec[req_index] = request.num_tokens",
+            "self.temperature_cpu[req_index] = 0.0",
+        ),
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
+        "coupled sampling: fresh noise for requests without a key",
+        contains=('request.request_id = f"{request.external_req_id}-{random_uuid():.8}"',),
+    ),
+    # ---- vLLM: requests ----
     Seam(
         "vllm.v1.worker.gpu_input_batch:CachedRequestState",
         "prompt key, token budget",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,13 @@ def sample(
     prompts: list[list[int]],
     max_tokens: int = 512,
     seed: int = 0,
+    draw: Callable[[torch.Tensor, list[int], int], torch.Tensor] | None = None,
 ) -> list[Response]:
-    """One response per prompt at temperature 1, in the order of ``prompts``; repeat a prompt for more of it."""
+    """One response per prompt at temperature 1, in the order of ``prompts``; repeat a prompt for more of it.
+
+    ``draw(logits, rows, step)`` gives the tokens (int64 [n]) of so many rows of ``prompts``, ``step`` tokens into the
+    responses, from float32 logits [n, vocabulary]; default: torch's generator with ``seed``.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
@@ -44,10 +50,13 @@ def sample(
     rows = torch.arange(len(prompts))
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache()
-    for _ in range(max_tokens):
+    for step in range(max_tokens):
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1]
         probabilities = logits.float().softmax(-1)
-        token = torch.multinomial(probabilities, 1, generator=generator)
+        if draw is None:
+            token = torch.multinomial(probabilities, 1, generator=generator)
+        else:
+            token = draw(logits.float(), rows.tolist(), step)[:, None]
         chance = probabilities.gather(1, token)
         for row, t, p in zip(rows.tolist(), token[:, 0].tolist(), chance[:, 0].tolist(), strict=True):
             drawn[row].append(t)

@@ -55,10 +55,15 @@ def small_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def law_of(small_model):
     """``law_of(prompt, length, temperature, top_p, top_k)``: exact probabilities, shape [VOCABULARY] * length."""
+    return law_of_model(small_model)
+
+
+def law_of_model(folder):
+    """The same for any model over these tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
     @torch.no_grad()
     def law(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
@@ -80,6 +85,22 @@ def law_of(small_model):
         return probabilities.numpy().reshape([VOCABULARY] * length)
 
     return law
+
+
+@pytest.fixture(scope="session")
+def newer_model(small_model, tmp_path_factory):
+    """``(folder, law)`` of the small model after an update of its weights: 0.03 to 0.1 of total variation a token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05 * float(parameter.std(correction=0)))
+    folder = tmp_path_factory.mktemp("newer_model")
+    model.save_pretrained(folder)
+    return folder, law_of_model(folder)
 
 
 @pytest.fixture(scope="session")

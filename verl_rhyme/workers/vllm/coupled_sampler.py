@@ -247,7 +247,7 @@ def until_first_difference(
     rows, device = len(drafted), tokens.device
     row = np.repeat(np.arange(rows), drafted)
     column = np.arange(len(row)) - np.repeat(drafted.cumsum() - drafted, drafted)
-    at, end = torch.from_numpy(np.stack([row, column])).to(device), torch.from_numpy(drafted).to(device)
+    at, end = (torch.from_numpy(a).to(device, non_blocking=True) for a in (np.stack([row, column]), drafted))
     output = torch.full((rows, longest + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device)
     output[at[0], at[1]] = tokens.to(torch.int32)
     output.scatter_(1, end[:, None], bonus[:, None].to(torch.int32))

@@ -1,0 +1,278 @@
+"""Coupled sampling in the real engine: the law is the target's, and the noise alone decides what is drawn from it.
+
+The law by a chi-square test against the exact law of a 12-token model, as in ``test_exactness.py``; the last tests
+break the coupling on purpose and demand that the same tests notice.
+"""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from verl_rhyme.sorting.noise import key_of
+from verl_rhyme.workers.request import RequestMeta
+
+pytestmark = pytest.mark.xdist_group("coupled")
+
+VOCABULARY = 12
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
+SAMPLES = 3200
+SETTINGS = {
+    "T=1": {"temperature": 1.0},
+    "T=0.7": {"temperature": 0.7},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "top-k": {"temperature": 1.0, "top_k": 4},
+}
+
+
+def generate(engine, keys, prompt=PROMPT, length=24, logprobs=None, **params):
+    """One request for each key of noise (None: the request's own), each with ``n=1``."""
+    from vllm import SamplingParams
+
+    settings = {"max_tokens": length, "ignore_eos": True, "detokenize": False, "logprobs": logprobs, **params}
+    each = [
+        SamplingParams(**(settings if key is None else RequestMeta(noise=f"{key:016x}").put(settings))) for key in keys
+    ]
+    outputs = engine.generate([{"prompt_token_ids": list(prompt)}] * len(each), each, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def sample(engine, keys, **params):
+    """int [samples, LENGTH]. The last token of each is in turn a drafted one and a bonus token.
+
+    A request is drafted for up to the token before its last.
+    """
+    halves = [generate(engine, keys[i::2], length=LENGTH + i, **params) for i in (0, 1)]
+    tokens = np.empty((len(keys), LENGTH), dtype=np.int64)
+    for i, half in enumerate(halves):
+        tokens[i::2] = [output.token_ids[:LENGTH] for output in half]
+    return tokens
+
+
+def keys_of(name, n=SAMPLES):
+    return [key_of(name, i) for i in range(n)]
+
+
+def history_of(kind, law):
+    """Responses the drafter is given; drafts begin after the first token, where it occurs in one of them."""
+    joint = law(PROMPT, LENGTH)
+    if kind == "true":  # what the model itself would say, more of it where it is likelier
+        cells = np.random.default_rng(0).choice(joint.size, p=joint.ravel(), size=16)
+    else:  # "adversarial": after each first token, what is least likely to follow
+        cells = np.arange(VOCABULARY) * VOCABULARY**2 + joint.reshape(VOCABULARY, -1).argmin(axis=1)
+    return [(PROMPT, [int(token) for token in np.unravel_index(cell, joint.shape)]) for cell in cells]
+
+
+def drafts_of(engine):
+    totals = engine.collective_rpc("draft_totals")[0]
+    return np.array([totals["drafted"], totals["accepted"]])
+
+
+@pytest.fixture(scope="module")
+def drafting(build_engine, write_history, tmp_path_factory):
+    """A coupled engine that drafts nearly every guess, whether it pays or not."""
+    folder = tmp_path_factory.mktemp("history")
+    write_history(folder, [])
+    engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+    assert engine.collective_rpc("couple_sampler") == [True]
+    engine.history_folder = folder
+    return engine
+
+
+@pytest.fixture(scope="module", params=["true", "adversarial"])
+def history(request, drafting, write_history, law_of):
+    """Kind of the history that ``drafting`` has."""
+    write_history(drafting.history_folder, history_of(request.param, law_of))
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(build_engine):
+    """A coupled engine without drafts."""
+    return coupled(build_engine)
+
+
+def coupled(build_engine, **options):
+    engine = build_engine(worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods", **options)
+    assert engine.collective_rpc("couple_sampler") == [True]
+    return engine
+
+
+def runner_of(engine):
+    return engine.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_law_is_the_targets(drafting, history, law_of, p_value, setting):
+    before = drafts_of(drafting)
+    tokens = sample(drafting, keys_of(f"{history} {setting}"), **SETTINGS[setting])
+    drafted, accepted = drafts_of(drafting) - before
+    if history == "true":
+        assert SAMPLES / 4 < accepted < drafted - SAMPLES / 4, "the test must see acceptances and rejections"
+    else:
+        assert drafted - accepted > SAMPLES / 2
+    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
+
+
+@pytest.mark.parametrize("history", ["true"], indirect=True)
+def test_law_of_requests_without_a_key(drafting, history, law_of, p_value):
+    """Theirs is fresh: the same requests give other tokens each time, of the same law."""
+    first, second = (sample(drafting, [None] * SAMPLES) for _ in range(2))
+    assert p_value(first, law_of(PROMPT, LENGTH)) > 1e-4
+    assert p_value(second, law_of(PROMPT, LENGTH)) > 1e-4
+    assert independent(first, second)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafts_change_nothing(drafting, plain, history, setting):
+    keys = keys_of("drafts", 128)
+    before = drafts_of(drafting)
+    with_drafts = generate(drafting, keys, logprobs=2, **SETTINGS[setting])
+    drafted, accepted = drafts_of(drafting) - before
+    assert 50 < accepted < drafted - 50
+    without = generate(plain, keys, logprobs=2, **SETTINGS[setting])
+    assert [list(o.token_ids) for o in with_drafts] == [list(o.token_ids) for o in without]
+    for ours, theirs in zip(with_drafts, without, strict=True):
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one.keys() == other.keys()
+            for token in one:
+                assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
+                assert one[token].rank == other[token].rank
+
+
+def test_greedy_stays_greedy(drafting, plain, history, build_engine):
+    """Among others that are sampled, with and without drafts."""
+    stock = list(generate(build_engine(), [None], length=24, temperature=0)[0].token_ids)
+    for engine in (plain, drafting):
+        for temperatures in ([0.0] * 8, [0.0, 1.0] * 8):
+            each = mixed(engine, temperatures)
+            greedy = [o for o, t in zip(each, temperatures, strict=True) if t == 0]
+            sampled = {tuple(o) for o, t in zip(each, temperatures, strict=True) if t > 0}
+            assert greedy == [stock] * len(greedy)
+            assert len(sampled) == sum(t > 0 for t in temperatures)
+
+
+def mixed(engine, temperatures):
+    from vllm import SamplingParams
+
+    each = [
+        SamplingParams(
+            **RequestMeta(noise=f"{key:016x}").put(
+                {"temperature": t, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
+            )
+        )
+        for key, t in zip(keys_of("mixed", len(temperatures)), temperatures, strict=True)
+    ]
+    outputs = engine.generate([{"prompt_token_ids": PROMPT}] * len(each), each, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_the_same_keys_draw_the_same_tokens(plain):
+    first = sample(plain, keys_of("same"))
+    again = sample(plain, keys_of("same")[::-1])[::-1]  # in other rows, in other batches
+    assert (first == again).all()
+    assert independent(first, sample(plain, keys_of("other")))
+
+
+def independent(first, second):
+    """Chi-square of pairs: tokens of two samplings, position by position, against the product of their laws."""
+    for position in range(LENGTH):
+        pairs = np.histogram2d(first[:, position], second[:, position], bins=np.arange(VOCABULARY + 1) - 0.5)[0]
+        pairs = pairs[np.ix_(pairs.sum(1) >= 200, pairs.sum(0) >= 200)]
+        if stats.chi2_contingency(pairs).pvalue < 1e-4:
+            return False
+    return True
+
+
+def test_a_resumed_text_goes_on_as_it_would_have(plain):
+    """The position is that in the whole sequence: what was drawn already may come back as part of the prompt."""
+    keys = keys_of("resumed", 16)
+    whole = [list(o.token_ids) for o in generate(plain, keys)]
+    for key, tokens in zip(keys, whole, strict=True):
+        [rest] = generate(plain, [key], prompt=PROMPT + tokens[:10], length=14)
+        assert list(rest.token_ids) == tokens[10:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 40, "max_num_seqs": 16, "enable_chunked_prefill": True},
+        {"num_gpu_blocks_override": 40, "block_size": 16},
+    ],
+    ids=["chunked prefill", "preemption"],
+)
+def test_scheduling_changes_nothing(plain, build_engine, options):
+    prompt, keys = [*range(VOCABULARY)] * 6, keys_of("scheduling", 24)
+    expected = [list(o.token_ids) for o in generate(plain, keys, prompt=prompt, length=40)]
+    engine = coupled(build_engine, **options)
+    preempted = watch_preemptions(engine)
+    assert [list(o.token_ids) for o in generate(engine, keys, prompt=prompt, length=40)] == expected
+    assert bool(preempted) == ("block_size" in options)
+
+
+def watch_preemptions(engine):
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    original, seen = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *args: (seen.append(request.request_id), original(request, *args))[1]
+    return seen
+
+
+def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of, p_value):
+    """Old noise under new weights: exactly the new law, and as much agreement as theory says."""
+    folder, new_law = newer_model
+    newer = coupled(build_engine, model=folder)
+    keys = keys_of("weights")
+    old, new = (sample(engine, keys) for engine in (plain, newer))
+    assert p_value(new, new_law(PROMPT, LENGTH)) > 1e-4
+    assert p_value(new, law_of(PROMPT, LENGTH)) < 1e-4, "the test must see the two policies differ"
+    p, q = law_of(PROMPT, 1), new_law(PROMPT, 1)
+    distance = np.abs(p - q).sum() / 2
+    # Both draw v where E_v max(p_w / p_v, q_w / q_v) is at most E_w for all w.
+    expected = (1 / np.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum()
+    assert (1 - distance) / (1 + distance) <= expected <= 1 - distance
+    agreed = (old[:, 0] == new[:, 0]).sum()
+    assert stats.binomtest(int(agreed), SAMPLES, expected).pvalue > 1e-4
+    assert stats.binomtest(int(agreed), SAMPLES, p @ q).pvalue < 1e-4, "independent draws agree less"
+
+
+# ---- what the tests above must notice ----
+
+
+@pytest.mark.parametrize("history", ["true"], indirect=True)
+def test_noise_that_ignores_the_position_is_noticed(drafting, history, law_of, p_value, monkeypatch):
+    from verl_rhyme.workers.vllm.coupled_sampler import BatchNoise
+
+    original = BatchNoise._draw
+    monkeypatch.setattr(
+        BatchNoise, "_draw", staticmethod(lambda logits, keys, at, plain: original(logits, keys, 0 * at, plain))
+    )
+    assert p_value(sample(drafting, keys_of("broken")), law_of(PROMPT, LENGTH)) < 1e-4
+
+
+@pytest.mark.parametrize("history", ["true"], indirect=True)
+def test_a_bonus_token_with_another_positions_noise_is_noticed(drafting, plain, history, monkeypatch):
+    from verl_rhyme.workers.vllm.coupled_sampler import BatchNoise
+
+    original = BatchNoise.ahead
+    monkeypatch.setattr(BatchNoise, "ahead", lambda self, tokens: original(self, 0 * tokens))
+    keys = keys_of("broken", 256)
+    assert (sample(drafting, keys) != sample(plain, keys)).any()
+
+
+def test_vllms_own_sampler_is_noticed(build_engine):
+    engine = build_engine()
+    keys = keys_of("stock", 256)
+    assert sample(engine, keys).tolist() != sample(engine, keys).tolist()
+
+
+def test_a_verifier_that_was_not_replaced_is_noticed(drafting):
+    from verl_rhyme.workers.vllm.coupled_sampler import is_coupled
+
+    runner = runner_of(drafting)
+    ours = runner.rejection_sampler
+    assert is_coupled(runner)
+    runner.rejection_sampler = type(ours).__mro__[1](runner.sampler)
+    try:
+        assert not is_coupled(runner)
+    finally:
+        runner.rejection_sampler = ours
