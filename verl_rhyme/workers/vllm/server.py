@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -17,6 +18,11 @@ from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs
+
+#: Seconds between two looks whether the engine knows a request.
+_ADMISSION_POLL_S = 0.002
+#: In place of a first output: no tokens yet.
+_ADMITTED = SimpleNamespace(outputs=[])
 
 PROPOSER = "verl_rhyme.workers.vllm.proposer.HistoryProposer"
 EXTENSION = "verl_rhyme.workers.vllm.extension.RhymeWorkerExtension"
@@ -95,10 +101,26 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        async for output in self._engine_generate(prompt, sampling_params, request_id, **kwargs):
+        outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
+        # verl's abort waits until every request has given its first output, before it stops the engine: with more
+        # requests than slots that is when the last of them gets one (`_admitting` in its generate()). They are
+        # admitted as soon as the engine knows them; what stands in here for a first output is never the last one.
+        first = asyncio.ensure_future(anext(outputs))
+        try:
+            while not (first.done() or self.engine.output_processor.external_req_ids.get(request_id)):
+                await asyncio.wait({first}, timeout=_ADMISSION_POLL_S)
+            if not first.done():
+                yield _ADMITTED
+            output = await first
+        except BaseException:
+            first.cancel()
+            await asyncio.wait({first})
+            raise
+        while output is not None:
             if request_id in self._final:
                 self._final[request_id] = output
             yield output
+            output = await anext(outputs, None)
 
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
