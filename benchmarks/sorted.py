@@ -1,0 +1,122 @@
+"""Trainer modes side by side: real verl, vLLM and GRPO on the tiny world, one replica with fewer slots than samples.
+
+    python -m benchmarks.sorted [--json] [--quick] [--out DIR] [ARM ...]
+
+Every arm trains the same prompts with the same update batch. Arms take turns: each trains its first half, then each
+resumes from its checkpoint and trains the second. The first group of each half is warm-up and is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.machine import commit, describe
+from verl_rhyme.observability import metrics, steps
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "run_tiny_cpu.sh"
+
+PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 48, 8, 8, 16, 4
+STEPS_AN_EPOCH = PROMPTS // BATCH
+_NO_DRAFTS = "actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false"
+
+#: Environment and overrides of each arm.
+ARMS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "sync": ({"RHYME": "off"}, []),
+    "colocate_async": ({"RHYME": "off", "MODE": "colocate_async"}, []),
+    "sync + drafts": ({"RHYME": "histospec"}, []),
+    "sorted on-policy": ({"RHYME": "sorted"}, [_NO_DRAFTS]),
+    "sorted on-policy + drafts": ({"RHYME": "sorted"}, []),
+    "sorted on-policy + coupling": ({"RHYME": "sorted", "SORTED_COUPLED": "1"}, []),
+    "sorted partial + drafts": ({"RHYME": "sorted", "SORTED_MODE": "partial"}, []),
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+def train(arm: str, folder: Path, epochs: int) -> None:
+    """Train an arm up to ``epochs``, from its latest checkpoint where there is one."""
+    env, overrides = ARMS[arm]
+    command = [
+        *(
+            "bash",
+            str(RECIPE),
+            f"data.train_batch_size={BATCH}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+        ),
+        *(f"actor_rollout_ref.rollout.max_num_seqs={SLOTS}", f"trainer.save_freq={epochs * STEPS_AN_EPOCH}"),
+        *overrides,
+    ]
+    settings = {"RUN_DIR": str(folder), "EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": "1"}
+    with (folder.parent / f"{folder.name}.log").open("a") as log:
+        subprocess.run(command, env={**os.environ, **settings, **env}, stdout=log, stderr=log, check=True, timeout=1200)
+
+
+def measure(arm: str, folder: Path, first: int, last: int) -> dict[str, Any]:
+    """Figures of the steps ``first`` to ``last``."""
+    rows = [row for step, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items()) if first <= step <= last]
+
+    def column(name: str) -> np.ndarray:
+        return np.array([row.get(name, np.nan) for row in rows], dtype=float)
+
+    tokens = column(metrics.RESPONSE_LENGTH_MEAN) * BATCH * SAMPLES
+    rollout, step = column(metrics.GEN_S), column(metrics.STEP_S)
+    bubble = column(metrics.BUBBLE_RATIO)
+    total = tokens.sum()
+    figures = {
+        "steps": len(rows),
+        "tokens": total,
+        "rollout_s": rollout.sum(),
+        "step_s": step.sum(),
+        "tokens_per_rollout_s": total / rollout.sum(),
+        "tokens_per_step_s": total / step.sum(),
+        "bubble_ratio": np.average(bubble, weights=rollout),
+        "reward": column(metrics.REWARD_MEAN).mean(),
+        "response_length": total / (len(rows) * BATCH * SAMPLES),
+        "grad_norm": column("actor/grad_norm").mean(),
+        "staleness_max": column(metrics.STALENESS_MAX).max(),
+        "staleness_worst_max": column("training/off_policy/trajectory_staleness_worst/max").max(),
+        "discarded_tokens": column(metrics.SORTED_DISCARDED).sum(),
+        "reverified_tokens": column(metrics.SPEC_REVERIFIED).sum(),
+        "waiting_max": column(metrics.SORTED_WAITING_MAX).max(),
+    }
+    shown = {name: None if np.isnan(value) else round(float(value), 4) for name, value in figures.items()}
+    return {"benchmark": "sorted", "arm": arm, "first_step": first, "last_step": last, **shown}
+
+
+@app.command()
+def main(
+    arms: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="one epoch of two arms (about four minutes: each starts verl)")] = False,
+    out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/sorted"),
+) -> None:
+    """Train, measure, print."""
+    chosen = arms or (["sync", "sorted on-policy + coupling"] if quick else list(ARMS))
+    if unknown := sorted(set(chosen) - set(ARMS)):
+        raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
+    setting = {"prompts": PROMPTS, "update_prompts": BATCH, "samples": SAMPLES, "slots": SLOTS, "group_batches": GROUP}
+    setting |= {"machine": describe(), "commit": commit()}
+    halves = [1] if quick else [2, 4]
+    done = 0
+    for epochs in halves:
+        for arm in chosen:
+            folder = out.absolute() / arm.replace(" ", "_")
+            folder.mkdir(parents=True, exist_ok=True)
+            train(arm, folder, epochs)
+            # A half is whole groups; its first is warm-up.
+            row = measure(arm, folder, first=done + 1 + (0 if quick else GROUP), last=epochs * STEPS_AN_EPOCH)
+            shown = {**row, **setting}
+            print(json.dumps(shown) if as_json else f"{arm:30} {row}", flush=True)
+        done = epochs * STEPS_AN_EPOCH
+
+
+if __name__ == "__main__":
+    app()
