@@ -121,6 +121,61 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, global_steps, partition_id, batch_size)",
     ),
     Seam("transfer_queue:kv_batch_get", "recorder", accepts=("keys", "partition_id", "select_fields")),
+    # ---- verl: the sorted pipeline ----
+    Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "rhyme_sorted: what starts a step", signature="(self)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._balance_batch",
+        "rhyme_sorted: mini-batches in order of length",
+        signature="(self, batch, metrics, logging_prefix, keep_minibatch)",
+        contains=('role, worker_group = "actor", self.actor_rollout_wg', "upsample_batch_to_divisible_size("),
+    ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._next_train_batch",
+        "rhyme_sorted: prompts one by one",
+        signature="(self, num_prompts)",
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "rhyme_sorted: starts them itself", accepts=("self",)),
+    Seam(f"{_TRAINER}:PPOTrainer._resolve_filter_groups_metric", "rhyme_sorted: DAPO's filter", signature="(self)"),
+    Seam(
+        "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
+        "rhyme_sorted: the k-th mini-batch is the k-th piece of each rank's part",
+        contains=("mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._sync_metadata_from_transfer_queue",
+        "rhyme_sorted: tags of all partitions",
+        contains=("data = tq.kv_list()", "partition[key].update(tag)"),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._dapo_filtered_keys",
+        "rhyme_sorted: DAPO's filter",
+        signature="(self, partition_id)",
+        contains=("finished_uids = self.finished_keys[partition_id]",),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._evict_terminal_groups",
+        "rhyme_sorted: DAPO's filter",
+        signature="(self, global_steps, partition_id, eviction_reasons)",
+    ),
+    Seam("transfer_queue:kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
+    Seam("transfer_queue:async_kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
+    Seam("transfer_queue:kv_clear", "rhyme_sorted", accepts=("keys", "partition_id")),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.abort_replicas",
+        "rhyme_sorted: cutting samples short",
+        accepts=("reject_request",),
+    ),
+    Seam(f"{_CHECKPOINT}:CheckpointEngineManager.resume_generation_replicas", "rhyme_sorted", signature="(self)"),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.abort_all_requests",
+        "rhyme_sorted: cutting samples short without waiting for the queue",
+        contains=("while self._admitting > 0:", "await self.engine.pause_generation("),
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor:OutputProcessor.__init__",
+        "rhyme_sorted: whether the engine knows a request",
+        contains=("self.external_req_ids:",),
+    ),
     # ---- verl: platform, engines, weight transfer ----
     Seam("verl.plugin.platform.platform_manager:PlatformRegistry.register", "CPU platform", signature="(platform)"),
     Seam(
@@ -162,7 +217,12 @@ SEAMS: tuple[Seam, ...] = (
         "identity and counts of each request",
         signature="(self, prompt_ids, sampling_params, request_id, image_data, video_data, audio_data, "
         "mm_processor_kwargs, priority, kv_transfer_params)",
-        contains=("SamplingParams(max_tokens=max_tokens, **sampling_params)", "self.engine.generate("),
+        contains=(
+            "SamplingParams(max_tokens=max_tokens, **sampling_params)",
+            "self.engine.generate(",
+            "if not admitted: admitted = True self._admitting -= 1",  # a first output that says nothing
+            "if not final_res.outputs: return TokenOutput( token_ids=[],",
+        ),
     ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
@@ -219,8 +279,9 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_prompt",
-        "sample number of each request",
-        contains=("session_id",),
+        "sample number of each request; rhyme_sorted runs its own",
+        signature="(self, prompt, sampling_params, trajectory, trace)",
+        contains=("session_id", '"__rollout_n__"', '"__do_sample__"'),
     ),
     Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._agent_loop_postprocess",

@@ -33,7 +33,7 @@ def check(config: Any) -> None:
             f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
             "(pip show verl-rhyme), or the group has another name (histospec)"
         )
-    mode = str(config.trainer.get("v1", {}).get("trainer_mode"))
+    mode = _trainer_mode(config)
     if rhyme_config.from_verl(config) is None:
         if mode.startswith("rhyme_"):
             raise ConfigError(f"trainer.v1.trainer_mode={mode} needs {CONFIG_PATH}.enable=true (+rhyme=... sets both)")
@@ -86,8 +86,14 @@ def _check_rollout(config: Any) -> None:
     _check_sorting(config, rhyme.sorting.mode)
 
 
+def _trainer_mode(config: Any) -> str:
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync"))
+
+
 def _check_sorting(config: Any, sorting: str | None) -> None:
-    mode = config.trainer.v1.trainer_mode
+    mode = _trainer_mode(config)
     if (mode == "rhyme_sorted") != (sorting is not None):
         raise ConfigError(
             f"trainer.v1.trainer_mode={mode} contradicts {CONFIG_PATH}.sorting.mode={sorting}: +rhyme=sorted sets "

@@ -15,8 +15,8 @@ def config(tmp_path, **rollout):
     return OmegaConf.create(
         {
             "data": {"train_files": str(tmp_path / "train.parquet"), "val_files": [str(tmp_path / "train.parquet")]},
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "custom": {"rhyme": {}}, **rollout}},
-            "trainer": {"use_v1": True},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "custom": {"rhyme": {}}, **rollout}, "actor": {}},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
         }
     )
 
@@ -98,3 +98,38 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
     tree = config(tmp_path, name="sglang")
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
     startup.check(tree)
+
+
+def sorted_config(tmp_path, mode="on_policy", **rollout):
+    tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, calculate_log_probs=True, **rollout)
+    tree.trainer.v1.trainer_mode = "rhyme_sorted"
+    return tree
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_the_sorted_mode_passes(tmp_path, mode):
+    startup.check(sorted_config(tmp_path, mode))
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "words"),
+    [
+        ("on_policy", {"trainer.v1.trainer_mode": "sync"}, ["trainer_mode=sync", "sorting.mode=on_policy"]),
+        ("on_policy", {"actor_rollout_ref.actor.shuffle": True}, ["actor.shuffle=true", "sorting.order=0"]),
+        ("partial", {"actor_rollout_ref.rollout.calculate_log_probs": False}, ["calculate_log_probs=true"]),
+        ("partial", {"actor_rollout_ref.rollout.enable_rollout_routing_replay": True}, ["experts", "on_policy"]),
+    ],
+)
+def test_contradictions_of_the_sorted_mode(tmp_path, mode, change, words):
+    tree = sorted_config(tmp_path, mode)
+    for key, value in change.items():
+        OmegaConf.update(tree, key, value)
+    message = error(tree)
+    for word in words:
+        assert word in message
+
+
+def test_a_mode_of_ours_without_rhyme(tmp_path):
+    tree = sorted_config(tmp_path)
+    tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
+    assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in error(tree)

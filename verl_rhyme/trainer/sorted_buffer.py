@@ -72,7 +72,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
     # ---- a step ----
 
     def begin(self, version: int, batches_left: int) -> None:
-        """The policy ``version`` is current and the engines run: what may not be trained any more starts anew."""
+        """The policy ``version`` is current: what may not be trained any more is to be generated anew."""
         stale = self.controller.begin(version)
         self._batches_left, self._ended, self._records = batches_left, set(), []
         self._sync_metadata_from_transfer_queue()
@@ -84,7 +84,6 @@ class SortedReplayBuffer(ReplayBufferAsync):
             self._kept |= set(stale)  # to draft from
         else:
             self._kept -= set(stale)  # too old to be continued
-        self._fill()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, as soon as the controller says that it is ready."""
@@ -299,10 +298,10 @@ class SortedReplayBuffer(ReplayBufferAsync):
         told = time.monotonic()
         while True:
             self._poll()
+            if condition():  # before anything is started: what is left of the last step may do
+                return
             if fill:
                 self._fill()
-            if condition():
-                return
             time.sleep(self.poll_interval)
             if time.monotonic() - told > _PATIENCE_S:
                 told = time.monotonic()

@@ -1,0 +1,141 @@
+"""What selection by length does to the lengths that are trained: a simulation with the real controller.
+
+    python -m benchmarks.length_bias [--json] [--quick] [TRACE.parquet ...]
+
+The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
+token a step for each running request; the sorted controller loads, stops and harvests as in training. ``fresh`` draws a
+new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
+same noise does under the same policy; ``partial`` keeps it and goes on where it stood. With an unbiased pipeline the
+mean length that is trained is the mean length there is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks import traces
+from benchmarks.machine import commit
+from verl_rhyme.sorting.controller import Rules, SortedController
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial"}
+SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 12
+
+
+class Engine:
+    """Slots that make a token a step each, first come first served."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.made, self.steps = slots, 0, 0
+        self.running: dict[tuple[str, int], list[int]] = {}  # tokens made, tokens wanted
+        self.queue: list[tuple[tuple[str, int], int, int]] = []
+
+    def run(self) -> tuple[tuple[str, int], int]:
+        """Until the next response ends: which, and its length."""
+        while self.queue and len(self.running) < self.slots:
+            sample, had, wanted = self.queue.pop(0)
+            self.running[sample] = [had, wanted]
+        sample, (had, wanted) = min(self.running.items(), key=lambda item: item[1][1] - item[1][0])
+        steps = wanted - had
+        for progress in self.running.values():
+            progress[0] += steps
+        self.made += steps * len(self.running)
+        self.steps += steps
+        del self.running[sample]
+        return sample, wanted
+
+    def stop(self) -> Iterator[tuple[tuple[str, int], int]]:
+        """What is cut short, and its tokens."""
+        cut = [(sample, had) for sample, (had, _) in self.running.items()] + [(s, had) for s, had, _ in self.queue]
+        self.running, self.queue = {}, []
+        yield from cut
+
+
+def trained_lengths(
+    lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, Engine]:
+    """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
+    rules = Rules(BATCH, BATCH * SAMPLES, group_batches, mode=ARMS[arm], unit=unit, max_versions=group_batches + 1)
+    controller, engine = SortedController(rules), Engine(SLOTS)
+    wanted: dict[tuple[str, int], int] = {}
+    kept: dict[tuple[str, int], int] = {}
+    trained: list[int] = []
+    waited: list[int] = []
+    for version in range(len(lengths) // BATCH):
+        controller.begin(version)
+        for _ in range(controller.loadable(len(lengths) // BATCH - version)):
+            controller.load(str(controller.buffer.loaded), SAMPLES)
+        for sample in controller.dispatch():
+            if sample not in wanted or arm == "fresh":
+                wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
+            engine.queue.append((sample, kept.get(sample, 0) if arm == "partial" else 0, wanted[sample]))
+        while not controller.enough():
+            (uid, number), length = engine.run()
+            controller.generate(uid, number, length, version)
+            controller.finish(uid, number)
+        for (uid, number), tokens in engine.stop():
+            kept[uid, number] = tokens
+            controller.interrupt(uid, number, tokens, version if tokens else None)
+        harvest = controller.harvest()
+        trained += harvest.lengths
+        waited += harvest.waited
+    return np.array(trained), np.array(waited), engine
+
+
+def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
+    pools: dict[bytes, list[int]] = {}
+    for step in traces.load(path):
+        for response in step:
+            pools.setdefault(response.key, []).append(len(response.tokens))
+    there = [np.array(pool) for pool in pools.values()]
+    count = len(there) // (BATCH * group_batches) * BATCH * group_batches
+    shifts, firsts, lasts, shares = [], [], [], []
+    for seed in range(rounds):
+        rng = np.random.default_rng(seed)
+        chosen = [there[i] for i in rng.permutation(len(there))[:count]]
+        trained, waited, engine = trained_lengths(chosen, arm, unit, group_batches, rng)
+        mean = np.mean([pool.mean() for pool in chosen])
+        shifts.append(trained.mean() / mean - 1)
+        firsts.append(trained[waited == 0].mean() / mean - 1)
+        lasts.append(trained[waited == group_batches - 1].mean() / mean - 1)
+        shares.append(1 - trained.sum() / engine.made)
+    return {
+        "benchmark": "length_bias",
+        "trace": path.stem,
+        "arm": arm,
+        "unit": unit,
+        "group_batches": group_batches,
+        "shift": round(float(np.mean(shifts)), 4),
+        "shift_standard_error": round(float(np.std(shifts, ddof=1) / np.sqrt(rounds)), 4),
+        "shift_of_first_update": round(float(np.mean(firsts)), 4),
+        "shift_of_last_update": round(float(np.mean(lasts)), 4),
+        "made_in_vain": round(float(np.mean(shares)), 4),
+    }
+
+
+@app.command()
+def main(
+    files: Annotated[list[Path] | None, typer.Argument(help="default: all in benchmarks/traces")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="one trace, few rounds")] = False,
+) -> None:
+    """Simulate and print."""
+    paths = files or sorted(traces.FOLDER.glob("*.parquet"))
+    for path in paths[:1] if quick else paths:
+        for unit in ("group", "trajectory"):
+            for group_batches in (2, 4, 8):
+                for arm in ARMS:
+                    row = measure(path, arm, unit, group_batches, 3 if quick else ROUNDS)
+                    shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
+                    print(json.dumps(shown) if as_json else row, flush=True)
+
+
+if __name__ == "__main__":
+    app()

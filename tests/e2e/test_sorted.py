@@ -1,0 +1,140 @@
+"""The sorted pipeline, as a user runs it: real verl, Ray, vLLM; few slots, samples cut short at every update."""
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_rhyme.observability import events
+
+_spec = importlib.util.spec_from_file_location("whole_runs", Path(__file__).with_name("test_training.py"))
+runs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(runs)
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
+SORTING = "actor_rollout_ref.rollout.custom.rhyme.sorting"
+PROMPTS, SAMPLES, BATCH = 16, 4, 4
+STEPS_AN_EPOCH = PROMPTS // BATCH
+SMALL = (
+    f"data.train_batch_size={BATCH}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.max_num_seqs=6",
+    f"{SORTING}.group_batches=2",
+    "trainer.save_freq=2",
+)
+
+
+def start(run_dir, *overrides, epochs, **env):
+    return runs.start(run_dir, *SMALL, *overrides, epochs=epochs, RHYME="sorted", **env)
+
+
+def requests_of(run_dir):
+    return events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+
+
+@pytest.fixture(scope="module")
+def coupled(tmp_path_factory):
+    """Two epochs on-policy, coupled."""
+    run_dir = tmp_path_factory.mktemp("coupled")
+    runs.finish(start(run_dir, epochs=2, SORTED_COUPLED="1"), run_dir)
+    return run_dir
+
+
+@pytest.mark.xdist_group("sorted-on-policy")
+class TestOnPolicy:
+    def test_reports_what_it_cost(self, coupled):
+        summary = json.loads((coupled / "summary.json").read_text())
+        assert summary["arm"] == "sorted"
+        for epoch in summary["epochs"]:
+            assert epoch["staleness_max"] == 0
+            assert epoch["waiting_max"] == 1
+            assert epoch["discarded_tokens"] > 0
+        assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
+        assert summary["epochs"][1]["history_hit_rate"] == 1
+
+    def test_trains_nothing_but_the_current_policys_tokens(self, coupled):
+        requests = requests_of(coupled)
+        trained = requests["trained"]
+        np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+        np.testing.assert_array_equal(requests["policy_version_start"][trained], requests["step"][trained] - 1)
+        assert (~trained).any(), "nothing was cut short: the test sees no interruption"
+        for _, metrics in runs.steps_of(coupled):
+            assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
+            assert metrics["training/sorted/token_staleness/max"] == 0
+            # vLLM's and the actor's probabilities of every token: made by these very weights.
+            assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+            assert metrics["training/sorted/order"] > 0.85
+
+    def test_each_prompt_has_its_turn_once_an_epoch(self, coupled):
+        check_each_prompt_once(coupled, epochs=2)
+
+    def test_killed_and_resumed(self, coupled):
+        process = start(coupled, epochs=4, SORTED_COUPLED="1")
+        runs.wait_for_step(process, coupled, 2 * STEPS_AN_EPOCH + 3)  # in the middle of a group, past a checkpoint
+        time.sleep(1)
+        runs.kill_all(process)
+        runs.finish(start(coupled, epochs=4, SORTED_COUPLED="1"), coupled)
+        assert [step for step, _ in runs.steps_of(coupled)][-1] == 4 * STEPS_AN_EPOCH
+        check_each_prompt_once(coupled, epochs=4)
+        requests = requests_of(coupled)
+        trained = requests["trained"]
+        np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+
+
+def check_each_prompt_once(run_dir, epochs):
+    requests = requests_of(run_dir)
+    trained = requests["trained"]
+    steps, counts = np.unique(requests["step"][trained], return_counts=True)
+    assert steps.tolist() == list(range(1, epochs * STEPS_AN_EPOCH + 1))
+    assert set(counts) == {BATCH * SAMPLES}
+    for epoch in range(epochs):
+        keys = requests["prompt_key"][trained & (requests["epoch"] == epoch)]
+        assert set(np.unique(keys, return_counts=True)[1]) == {SAMPLES}, "a prompt was not trained once in an epoch"
+
+
+@pytest.mark.xdist_group("sorted-partial")
+def test_partial_with_critic_reference_and_validation(tmp_path):
+    """PPO: single trajectories, token by token with the log-probability it was made with."""
+    overrides = (
+        *("algorithm.adv_estimator=gae", "critic.model.path=${actor_rollout_ref.model.path}"),
+        *(f"critic.ppo_mini_batch_size={BATCH}", "critic.ppo_micro_batch_size_per_gpu=16", "critic.strategy=fsdp2"),
+        *("actor_rollout_ref.actor.use_kl_loss=true", "trainer.test_freq=4", f"{SORTING}.max_versions=2"),
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+    )
+    runs.finish(start(tmp_path, *overrides, epochs=1, SORTED_MODE="partial"), tmp_path)
+    steps = runs.steps_of(tmp_path)
+    assert [step for step, _ in steps] == list(range(1, STEPS_AN_EPOCH + 1))
+    for _, metrics in steps:
+        assert {"critic/vf_loss", "actor/kl_loss"} <= metrics.keys()
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= 1
+        assert metrics["training/sorted/discarded_tokens"] == 0
+    assert any(key.startswith("val-") for key in steps[-1][1])
+    assert max(metrics["training/sorted/token_staleness/max"] for _, metrics in steps) == 1, "nothing was continued"
+    requests = requests_of(tmp_path)
+    train = ~requests["validate"]
+    samples = {}
+    for uid, sample, tokens in zip(*(requests[n][train] for n in ("uid", "sample", "response_tokens")), strict=True):
+        samples[uid, sample] = samples.get((uid, sample), 0) + tokens
+    assert len(samples) == PROMPTS * SAMPLES
+    assert max(samples.values()) <= 384
+    assert sum(samples.values()) == requests["response_tokens"][requests["trained"]].sum()
+
+
+@pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two minutes more; set RHYME_SLOW=1")
+def test_a_filtered_group_is_replaced(tmp_path):
+    overrides = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
+    runs.finish(start(tmp_path, *overrides, epochs=1), tmp_path)
+    steps = runs.steps_of(tmp_path)
+    assert len(steps) == STEPS_AN_EPOCH
+    assert sum(metrics.get("training/filter_groups/evicted_samples", 0) for _, metrics in steps) > 0
+    requests = requests_of(tmp_path)
+    rewards = {}
+    trained = requests["trained"]
+    for uid, reward in zip(requests["uid"][trained], requests["reward"][trained], strict=True):
+        rewards.setdefault(uid, set()).add(round(float(reward), 6))
+    assert all(len(values) > 1 for values in rewards.values()), "a group without a signal was trained"
