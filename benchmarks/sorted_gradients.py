@@ -95,7 +95,7 @@ def main(
                     found.setdefault((aggregation, knob), []).append(row)
     for (aggregation, knob), rows in found.items():
         names = ("cosine", "norm_ratio", "mini_batch_spread", "sortedness")
-        means = {name: round(float(np.mean(values)), 4) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+        means = dict(zip(names, np.mean(rows, axis=0).round(4).tolist(), strict=True))
         shown = {
             "benchmark": "sorted_gradients",
             "loss_agg_mode": aggregation,
