@@ -46,7 +46,7 @@ run() { # run ARM DIRECTORY [overrides]
       local sorting=actor_rollout_ref.rollout.custom.rhyme.sorting
       group=(
         "+rhyme=sorted" "$sorting.mode=$SORTED_MODE" "$sorting.coupled=$SORTED_COUPLED"
-        actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05
+        actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05 trainer.v1.sampler.custom_sampler.path=null
       )
       ;;
     histopipe|stream|full) echo "run_tiny_cpu: RHYME=$arm does not exist yet; use histospec, sorted or off" >&2; exit 2 ;;

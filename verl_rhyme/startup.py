@@ -112,6 +112,12 @@ def _check_sorting(config: Any, sorting: str | None) -> None:
             f"{CONFIG_PATH}.sorting.mode=partial needs the log-probabilities that tokens were made with: set "
             "actor_rollout_ref.rollout.calculate_log_probs=true"
         )
+    sampler = config.trainer.v1.get("sampler") or {}
+    if (sampler.get("custom_sampler") or {}).get("path"):
+        raise ConfigError(
+            "trainer.v1.sampler.custom_sampler.path is ignored by rhyme_sorted, whose controller decides what is "
+            "sampled: set it to null, or use another trainer mode"
+        )
     if config.actor_rollout_ref.actor.get("shuffle", False):
         raise ConfigError(
             "actor_rollout_ref.actor.shuffle=true undoes the order of rhyme_sorted: set it to false, and "

@@ -116,6 +116,7 @@ def test_the_sorted_mode_passes(tmp_path, mode):
     [
         ("on_policy", {"trainer.v1.trainer_mode": "sync"}, ["trainer_mode=sync", "sorting.mode=on_policy"]),
         ("on_policy", {"actor_rollout_ref.actor.shuffle": True}, ["actor.shuffle=true", "sorting.order=0"]),
+        ("on_policy", {"trainer.v1.sampler.custom_sampler.path": "mine.py"}, ["custom_sampler.path is ignored"]),
         ("partial", {"actor_rollout_ref.rollout.calculate_log_probs": False}, ["calculate_log_probs=true"]),
         ("partial", {"actor_rollout_ref.rollout.enable_rollout_routing_replay": True}, ["experts", "on_policy"]),
     ],
