@@ -226,12 +226,19 @@ class SortedReplayBuffer(ReplayBufferAsync):
             self._rollout.start_samples(starts)
 
     def _trajectories(self) -> dict[tuple[str, int], list[str]]:
-        """Keys of each sample's trajectories; an agent loop may give several."""
+        """Keys of each sample's trajectories, where all of them are stored; an agent loop may give several."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for key in self.partitions[_TRAIN]:
+        unfinished = set()
+        for key, tag in self.partitions[_TRAIN].items():
             uid, number, _ = key.rsplit("_", 2)
             found[uid, int(number)].append(key)
-        return {sample: sorted(keys, key=lambda key: int(key.rsplit("_", 1)[1])) for sample, keys in found.items()}
+            if tag.get("status") != "success":  # TransferQueue shows a key before its data and its tag are there
+                unfinished.add((uid, int(number)))
+        return {
+            sample: sorted(keys, key=lambda key: int(key.rsplit("_", 1)[1]))
+            for sample, keys in found.items()
+            if sample not in unfinished
+        }
 
     def _clear_sessions(self, samples: list[tuple[str, int]]) -> None:
         known = self.partitions[SESSIONS]
