@@ -147,6 +147,8 @@ class SortingConfig:
             anew. ``"partial"``: it goes on where it stood. ``None``: another trainer mode.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
+        oversubscription: Samples that the engines are given at a time, as a multiple of their request slots: above 1,
+            so that a slot that falls free is taken at once.
         unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
@@ -160,6 +162,7 @@ class SortingConfig:
 
     mode: str | None = None
     group_batches: int = 4
+    oversubscription: float = 2.0
     unit: str | None = None
     harvest_tokens: int | None = None
     max_wait: int | None = None
@@ -172,6 +175,7 @@ class SortingConfig:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
         _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
         _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
+        _require(self.oversubscription >= 1, "sorting.oversubscription", self.oversubscription, "at least 1")
         for name in ("harvest_tokens", "max_wait"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"sorting.{name}", value, "null or at least 1")

@@ -129,13 +129,18 @@ class SortedController:
         self.step.loaded += 1
         self._owed = max(0, self._owed - 1)
 
-    def dispatch(self) -> list[tuple[str, int]]:
-        """Start every pending sample; in the order in which the engine should take them.
+    def dispatch(self, limit: int | None = None) -> list[tuple[str, int]]:
+        """Start pending samples, in the order in which the engine should take them.
 
         Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt
         those first that were longest when they were cut short.
+
+        Args:
+            limit: Samples that may run at a time, those included that do already; ``None``: all.
         """
         pending = sorted(self.buffer.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
+        if limit is not None:
+            pending = pending[: max(0, limit - sum(1 for _ in self.buffer.samples("running")))]
         for prompt, number, _ in pending:
             self.buffer.start(prompt.uid, number)
         return [(prompt.uid, number) for prompt, number, _ in pending]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,9 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         tu.assign_non_tensor_data(batch, "global_steps", self.global_steps)
         tu.assign_non_tensor_stack(batch, STARTS, list(starts.values()))
         self.agent_loop_manager.generate_sequences(batch)
+
+    def most_running(self) -> int:
+        return max(1, math.ceil(self._rhyme.sorting.oversubscription * self._request_slots()))
 
     def stop_engines(self) -> None:
         # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.

@@ -36,6 +36,10 @@ class Rollout(Protocol):
         """Send samples, by the name of their prompt, to the agent loops."""
         ...
 
+    def most_running(self) -> int:
+        """Samples that the engines are given at a time."""
+        ...
+
     def stop_engines(self) -> None:
         """Abort what runs; whoever asks for tokens from now on is told to come again."""
         ...
@@ -217,7 +221,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
             for uid, samples in self._rollout.load_prompts(count):
                 self.controller.load(uid, samples)
         starts: dict[str, list[Start]] = defaultdict(list)
-        for uid, number in self.controller.dispatch():
+        for uid, number in self.controller.dispatch(self._rollout.most_running()):
             priority = self.controller.buffer.prompt(uid).number + 1
             starts[uid].append(Start(number, (uid, number) in self._kept, priority))
         if starts:

@@ -42,6 +42,7 @@ class World:
         self.random = random.Random(seed)
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
         self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
+        self.limit = self.random.choice([None, 1, 2, 7])
 
     def step(self, batches_left=None):
         controller = self.controller
@@ -73,12 +74,14 @@ class World:
             for _ in range(count):
                 self.controller.load(f"p{self.loads}", SAMPLES)
                 self.loads += 1
-        for sample in self.controller.dispatch():
+        for sample in self.controller.dispatch(self.limit):
             if self.rules.mode == "on_policy" or not self.text.get(sample):
                 self.text[sample] = []
                 self.length[sample] = self.random.randint(1, LONGEST)
             assert sample not in self.running
             self.running.append(sample)
+        alive = [sample for sample in self.running if sample[0] in self.controller.buffer]
+        assert self.limit is None or len(alive) <= self.limit
 
     def reward(self):
         uid, number = sample = self.random.choice(self.unrewarded)
