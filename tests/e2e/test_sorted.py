@@ -102,13 +102,15 @@ def check_each_prompt_once(run_dir, epochs):
 
 @pytest.mark.xdist_group("sorted-partial")
 def test_partial_with_reference_and_validation(tmp_path):
-    """Single trajectories, token by token with the log-probability it was made with."""
+    """Single trajectories, token by token with the log-probability it was made with; on Megatron (FSDP's reference
+    wants pinned memory)."""
     overrides = (
-        *("algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.actor.use_kl_loss=true"),
+        *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
+        "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
         f"{SORTING}.max_versions=2",
     )
-    runs.finish(start(tmp_path, *overrides, epochs=1, SORTED_MODE="partial"), tmp_path)
+    runs.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
     steps = runs.steps_of(tmp_path)
     assert [step for step, _ in steps] == list(range(1, STEPS_AN_EPOCH + 1))
     for _, metrics in steps:
