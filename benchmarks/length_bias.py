@@ -26,7 +26,7 @@ from verl_rhyme.sorting.controller import Rules, SortedController
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial"}
-SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 12
+SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
 
 
 class Engine:

@@ -82,8 +82,8 @@ def main(
     """Measure and print."""
     found: dict[tuple[str, float], list[tuple[float, ...]]] = {}
     correlations = []
-    for seed in range(1 if quick else 4):
-        model, prompts, texts, advantages = responses(8 if quick else 32, seed)
+    for seed in range(1 if quick else 3):
+        model, prompts, texts, advantages = responses(8 if quick else 16, seed)
         lengths = np.array([len(text) for text in texts])
         correlations.append(float(np.corrcoef(lengths, advantages)[0, 1]))
         grads = gradients(model, prompts, texts, advantages)

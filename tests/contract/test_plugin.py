@@ -93,9 +93,17 @@ def test_the_group_is_found_from_any_folder_with_verls_own_yaml(tmp_path):
 
 
 def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(tmp_path):
-    result = compose(tmp_path, "+rhyme=sorted")
+    result = compose(tmp_path, "+rhyme=stream")
     assert result.returncode != 0
     assert "histospec" in result.stderr
+    assert "sorted" in result.stderr
+
+
+def test_the_sorted_group_brings_its_trainer_mode(tmp_path):
+    result = compose(tmp_path, "+rhyme=sorted")
+    assert result.returncode == 0, result.stderr
+    assert "trainer_mode: rhyme_sorted" in result.stdout
+    assert "scheduling_policy: priority" in result.stdout
 
 
 def test_disabled_rhyme_is_stock_verl():
