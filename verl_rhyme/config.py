@@ -154,7 +154,8 @@ class SortingConfig:
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
         max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
         max_versions: Partial: policy versions between a token and the update it is trained in, the latter's included.
-        order: Order of training within an update batch: 1 is sorted by length, 0 shuffled.
+        order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
+            several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases those.
         redraft: On-policy: draft an interrupted response when it is generated anew.
         coupled: On-policy: draw each token with noise keyed by sample and position, so that a response which is
             generated anew repeats itself where the policy did not change.
@@ -167,7 +168,7 @@ class SortingConfig:
     harvest_tokens: int | None = None
     max_wait: int | None = None
     max_versions: int = 2
-    order: float = 1.0
+    order: float | None = None
     redraft: bool = True
     coupled: bool = False
 
@@ -185,7 +186,7 @@ class SortingConfig:
             self.max_versions,
             "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
-        _require(0 <= self.order <= 1, "sorting.order", self.order, "from 0 to 1")
+        _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
         _require(
             not (self.coupled and self.mode == "partial"),
             "sorting.coupled",

@@ -78,7 +78,7 @@ def test_the_groups_set_every_key_and_its_defaults(request):
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "coupled": True}}, "generates nothing anew"),
         ({"sorting": {"mode": "on_policy", "coupled": True}, "drafting": {"enable": False}}, "enable drafting"),
-        ({"sorting": {"order": 1.5}}, "sorting.order must be from 0 to 1"),
+        ({"sorting": {"order": 1.5}}, "sorting.order must be null, or from 0 to 1"),
         ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
     ],
 )

@@ -151,7 +151,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         if len(tokens) % mini_batch or mini_batch % ranks:
             mini_batch = len(tokens)
-        order = _spread_padding(batch.tags, self._rhyme.sorting.order, self._rng)
+        order = _spread_padding(batch.tags, self._sortedness(), self._rng)
         indices = arrange(order, tokens, ranks, mini_batch).tolist()
         batch.reorder(indices)
         share = len(indices) // ranks
@@ -159,6 +159,14 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         metrics.update(log_seqlen_unbalance(seqlen_list=tokens.tolist(), partitions=partitions, prefix=logging_prefix))
         metrics.update(_order_metrics(order, tokens, mini_batch))
         return batch
+
+    def _sortedness(self) -> float:
+        """``sorting.order``, or what does not bias the gradient (docs/sorted.md, "The order and the gradient")."""
+        if self._rhyme.sorting.order is not None:
+            return self._rhyme.sorting.order
+        actor = self.config.actor_rollout_ref.actor
+        several = actor.ppo_mini_batch_size < self.config.data.train_batch_size
+        return 0.0 if several and actor.loss_agg_mode == "token-mean" else 1.0
 
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any

@@ -1,8 +1,11 @@
-"""The order of a batch with verl's padding in it."""
+"""The order of a batch: what is sorted at all, and verl's padding in it."""
 
 import numpy as np
+import pytest
+from omegaconf import OmegaConf
 
-from verl_rhyme.trainer.sorted import _spread_padding
+from verl_rhyme.config import RhymeConfig, SortingConfig
+from verl_rhyme.trainer.sorted import RhymeTrainerSorted, _spread_padding
 
 
 def tags(lengths, padding=0):
@@ -22,3 +25,20 @@ def test_padding_is_spread_and_the_rest_sorted():
 def test_without_padding_nothing_is_inserted():
     order = _spread_padding(tags([3, 1, 2]), 1.0, np.random.default_rng(0))
     assert order.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mini_batch", "aggregation", "wanted"),
+    [
+        (None, 8, "token-mean", 1.0),  # one mini-batch: its order changes nothing
+        (None, 2, "token-mean", 0.0),
+        (None, 2, "seq-mean-token-mean", 1.0),
+        (0.5, 2, "token-mean", 0.5),
+    ],
+)
+def test_by_default_only_what_does_not_bias_the_gradient_is_sorted(chosen, mini_batch, aggregation, wanted):
+    trainer = object.__new__(RhymeTrainerSorted)
+    trainer._rhyme = RhymeConfig(sorting=SortingConfig(mode="on_policy", order=chosen))
+    actor = {"ppo_mini_batch_size": mini_batch, "loss_agg_mode": aggregation}
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "data": {"train_batch_size": 8}})
+    assert trainer._sortedness() == wanted
