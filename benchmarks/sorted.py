@@ -3,7 +3,8 @@
     python -m benchmarks.sorted [--json] [--quick] [--out DIR] [ARM ...]
 
 Every arm trains the same prompts with the same update batch. Arms take turns: each trains its first half, then each
-resumes from its checkpoint and trains the second. The first group of each half is warm-up and is not counted.
+resumes from its checkpoint and trains the second. The first group of each half is warm-up and is not counted; of each
+other there is a row.
 """
 
 from __future__ import annotations
@@ -112,9 +113,9 @@ def main(
             folder.mkdir(parents=True, exist_ok=True)
             train(arm, folder, epochs)
             # A half is whole groups; its first is warm-up.
-            row = measure(arm, folder, first=done + 1 + (0 if quick else GROUP), last=epochs * STEPS_AN_EPOCH)
-            shown = {**row, **setting}
-            print(json.dumps(shown) if as_json else f"{arm:30} {row}", flush=True)
+            for first in range(done + 1 + (0 if quick else GROUP), epochs * STEPS_AN_EPOCH + 1, GROUP):
+                row = measure(arm, folder, first, min(first + GROUP - 1, epochs * STEPS_AN_EPOCH))
+                print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
         done = epochs * STEPS_AN_EPOCH
 
 
