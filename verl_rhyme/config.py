@@ -155,7 +155,7 @@ class SortingConfig:
         max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
         max_versions: Partial: policy versions between a token and the update it is trained in, the latter's included.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
-            several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases those.
+            several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
         coupled: On-policy: draw each token with noise keyed by sample and position, so that a response which is
             generated anew repeats itself where the policy did not change.
