@@ -9,7 +9,8 @@ from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_service import HistoryService, node_history_dir, pack, unpack
 
-pytestmark = [pytest.mark.xdist_group("two_nodes"), pytest.mark.whole_run]
+# Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.
+pytestmark = pytest.mark.xdist_group("two_nodes")
 
 NAMESPACE = "test-vocabulary"
 
