@@ -68,7 +68,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._batches_left: int | None = None
         self._kept: set[tuple[str, int]] = set()  # samples whose earlier attempt left turns
         self._ended: set[tuple[str, int]] = set()  # attempts that ended in this step
-        self._records: list[dict[str, Any]] = []  # what the servers say of them
+        self._records: list[dict[str, Any]] = []  # what the servers say of what ran in this step
         self._discarded: list[dict[str, Any]] = []  # of those whose tokens will not be trained
         self._metrics: dict[str, Any] = {}
         self._failures: dict[str, Any] = {}
@@ -102,13 +102,12 @@ class SortedReplayBuffer(ReplayBufferAsync):
             if self.controller.ready():
                 break
             self._rollout.resume_engines()  # a reward failed, or an agent loop
-        self._account()
         harvest = self.controller.harvest()
         self._check(harvest)
         by_sample = self._trajectories()
         keys = [key for sample in harvest.samples for key in by_sample[sample]]
         tags = [self.partitions[_TRAIN][key] for key in keys]
-        self._describe(harvest)
+        self._account(harvest)
         self._clear_sessions(harvest.samples)
         failures, self._failures = self._failures, {}
         return KVBatchMeta(partition_id=_TRAIN, keys=keys, tags=tags), failures
@@ -125,8 +124,9 @@ class SortedReplayBuffer(ReplayBufferAsync):
             names.SORTED_DROPPED: step.dropped,
         }
         if self._records:
-            rows = [row for row in self._records if row["policy_version_end"] == self.controller.version]
-            started, finished = (np.array([row[name] for row in rows]) for name in ("started_at", "finished_at"))
+            started, finished = (
+                np.array([row[name] for row in self._records]) for name in ("started_at", "finished_at")
+            )
             metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
         self._metrics = {}
         return {name: float(value) for name, value in metrics.items()}
@@ -193,24 +193,22 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def _filter(self) -> None:
         """DAPO: a group whose samples all have one reward teaches nothing; another prompt takes its place."""
         complete = {prompt.uid for prompt in self.controller.buffer if prompt.complete("finished")}
-        self.finished_keys[_TRAIN] = complete
+        self.finished_keys[_TRAIN] = complete  # verl classifies these, and forgets all others
         filtered, counts = self._dapo_filtered_keys(_TRAIN)
-        reasons: tuple[set[str], set[str], set[str], Any] = set(), filtered & complete, set(), counts
-        if reasons[1]:
+        if filtered:
+            reasons: tuple[set[str], set[str], set[str], Any] = set(), filtered, set(), counts
             metrics = self._evict_terminal_groups(self.controller.version, _TRAIN, reasons)[3]
             _accumulate_eviction_metrics(self._failures, metrics, 0)
-            self._drop(reasons[1])
+            self._drop(filtered)
 
     def _drop(self, uids: set[str], counted_as: str | None = None) -> None:
         if not uids:
             return
         by_sample = self._trajectories()
-        samples = [(prompt.uid, number) for prompt in self.controller.buffer if prompt.uid in uids
-                   for number in range(len(prompt.samples))]  # fmt: skip
+        samples = [(uid, number) for uid in uids for number in range(len(self.controller.buffer.prompt(uid).samples))]
         for uid in uids:
             self.controller.drop(uid)
-        keys = [key for sample in samples for key in by_sample.get(sample, [])]
-        _clear(_TRAIN, [key for key in keys if key in self.partitions[_TRAIN]])
+        _clear(_TRAIN, [key for sample in samples for key in by_sample.get(sample, [])])
         self._clear_sessions(samples)
         if counted_as:
             self._failures[counted_as] = self._failures.get(counted_as, 0) + len(uids)
@@ -282,15 +280,16 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 f"{bound} are allowed; is a rollout server without the latest weights (training/off_policy/*)?"
             )
 
-    def _account(self) -> None:
-        """Collect what the servers said of the attempts of this step."""
-        cut = self._fetch_records([sample for sample in self._in("pending") if sample in self._ended])
-        self._records = cut + self._fetch_records([sample for sample in self._in("finished") if sample in self._ended])
+    def _account(self, harvest: Harvest) -> None:
+        """What the servers said of the attempts of this step, and of all that is trained."""
+        cut = self._ended & set(self._in("pending"))
+        left = self._ended & set(self._in("finished"))
+        rows = self._fetch_records([*cut, *left, *harvest.samples])
+        self._records = [row for row in rows if row["policy_version_end"] == self.controller.version]
         if self.controller.rules.mode == "on_policy":
-            self._discarded += cut
-
-    def _describe(self, harvest: Harvest) -> None:
-        trained = self._fetch_records(harvest.samples)
+            self._discarded += [row for row in rows if (row["uid"], row["sample"]) in cut]
+        samples = set(harvest.samples)
+        trained = [row for row in rows if (row["uid"], row["sample"]) in samples]
         ages = [self.controller.version - row["policy_version_end"] for row in trained]
         tokens = [row["response_tokens"] for row in trained]
         self._metrics = {

@@ -54,6 +54,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rhyme = rhyme_config.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._sorting = rhyme.sorting
+        self._redraft = rhyme.sorting.redraft and rhyme.drafting.enable
         self._seed = int(rollout.get("seed", 0) or 0)
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
@@ -71,7 +72,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, key = prompt["uid"], f"{prompt['uid']}_{start.number}"
-        session = Session(self._sorting.mode == "partial", self._sorting.redraft, start.priority)
+        session = Session(self._sorting.mode == "partial", self._redraft, start.priority)
         meta = RequestMeta(sample=start.number)
         if self._sorting.coupled:
             meta.noise = f"{key_of(self._seed, uid, start.number):016x}"
