@@ -203,7 +203,7 @@ def _seams() -> Iterator[Check]:
             FAIL,
             f"{seam.target}: {problem}",
             f"used for: {seam.used_for}. Install verl=={SUPPORTED['verl']} and vllm=={SUPPORTED['vllm']} unmodified, "
-            "or adapt verl-rhyme and verl_rhyme/seams.py",
+            "or adapt verl-rhyme and verl_rhyme/seams/",
         )
     if not problems:
         yield Check("seams", OK, f"all {len(SEAMS)} have their shape")

@@ -1,4 +1,4 @@
-"""What a seam is, and how its shape is compared with what is installed. The list of them is in ``seams.py``."""
+"""What a seam is, and how its shape is compared with what is installed. The lists of them are in ``seams/``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""verl: rollout servers, clients and agent loops."""
+
+from __future__ import annotations
+
+from verl_rhyme.seam_check import RAY_CLASS, Seam
+
+_AGENT = "verl.trainer.ppo.v1.agent_loop_tq"
+_CLIENT = "verl.workers.rollout.llm_server"
+_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+_GENERATE = (
+    "(self, request_id, *, prompt_ids, sampling_params, image_data, video_data, audio_data, mm_processor_kwargs, "
+    "**kwargs)"
+)
+
+SEAMS: tuple[Seam, ...] = (
+    Seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "our replica", signature="(name, loader)"),
+    Seam(
+        "verl.workers.rollout.replica:TokenOutput",
+        "counts of each request",
+        accepts=("token_ids", "stop_reason", "extra_fields"),
+    ),
+    Seam(
+        f"{_SERVER}:vLLMReplica.__init__",
+        "our server",
+        contains=("self.server_class = ray.remote(vLLMHttpServer)",),
+    ),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.generate",
+        "identity and counts of each request",
+        signature="(self, prompt_ids, sampling_params, request_id, image_data, video_data, audio_data, "
+        "mm_processor_kwargs, priority, kv_transfer_params)",
+        contains=(
+            "SamplingParams(max_tokens=max_tokens, **sampling_params)",
+            "self.engine.generate(",
+            "if not admitted: admitted = True self._admitting -= 1",  # a first output that says nothing
+            "if not final_res.outputs: return TokenOutput( token_ids=[],",
+        ),
+    ),
+    Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer._preprocess_engine_kwargs",
+        "speculative_config of our proposer",
+        signature="(self, engine_kwargs)",
+    ),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer._get_worker_extension_cls",
+        "our worker extension",
+        signature="(self)",
+        contains=('"verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"',),
+    ),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.launch_server",
+        "our engine settings come last",
+        contains=("self._preprocess_engine_kwargs(engine_kwargs)", "self._get_worker_extension_cls()"),
+    ),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.run_server",
+        "connecting the proposer before the first request",
+        signature="(self, args)",
+        contains=('method="monkey_patch_model"', "self.engine = engine_client"),
+    ),
+    Seam(f"{_SERVER}:vLLMHttpServer.__init__", "policy version of a request", contains=("self.global_steps = None",)),
+    Seam(f"{_SERVER}:vLLMHttpServer.set_global_steps", "policy version of a request", signature="(self, global_steps)"),
+    Seam(
+        "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension",
+        "our worker extension",
+        has=("monkey_patch_model", "update_weights_from_ipc"),
+    ),
+    Seam(f"{_CLIENT}:LLMServerClient.generate", "identity of each request", signature=_GENERATE),
+    Seam(
+        f"{_CLIENT}:FullyAsyncLLMServerClient.generate",
+        "one record for each attempt of a resumed request",
+        signature=_GENERATE,
+        contains=("while True:", "await super().generate("),
+    ),
+    Seam(
+        f"{_CLIENT}:LLMServerManager.get_client",
+        "the asynchronous modes' client",
+        signature="(self, client_cls, **kwargs)",
+    ),
+    Seam(f"{_CLIENT}:LLMServerManager.get_replicas", "request slots", signature="(self)"),
+    Seam(
+        f"{_AGENT}:AgentLoopManagerTQ.__init__",
+        "our agent loop worker",
+        contains=("self.agent_loop_workers_class = AgentLoopWorkerTQ",),
+    ),
+    Seam(
+        f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_agent_loop",
+        "sample number of each request",
+        signature="(self, sampling_params, trajectory, *, agent_name, trace, **kwargs)",
+    ),
+    Seam(
+        f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_prompt",
+        "sample number of each request; rhyme_sorted runs its own",
+        signature="(self, prompt, sampling_params, trajectory, trace)",
+        contains=("session_id", '"__rollout_n__"', '"__do_sample__"'),
+    ),
+    Seam(
+        f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._agent_loop_postprocess",
+        "trajectories as verl stores them",
+        signature="(self, output, validate, **kwargs)",
+        contains=('keys.append(f"{uid}_{session_id}_{i}")', '"max_global_steps":', "field = output.as_dict()"),
+    ),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.abort_all_requests",
+        "rhyme_sorted: cutting samples short without waiting for the queue",
+        contains=("while self._admitting > 0:", "await self.engine.pause_generation("),
+    ),
+)

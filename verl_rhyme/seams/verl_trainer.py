@@ -1,0 +1,180 @@
+"""verl: start-up, trainer, replay buffer and queue, engines and weights."""
+
+from __future__ import annotations
+
+from verl_rhyme.seam_check import Seam
+
+_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_REPLAY = "verl.trainer.ppo.v1.replay_buffer"
+_CHECKPOINT = "verl.checkpoint_engine.base"
+
+SEAMS: tuple[Seam, ...] = (
+    # ---- start of every process ----
+    Seam("verl.utils.config:validate_config", "the check before Ray starts", accepts=("config",)),
+    Seam(
+        "verl.trainer.main_ppo:main.__wrapped__",
+        "the check before Ray starts",
+        contains=("validate_config(config=config", "run_ppo(config, task_runner_class=TaskRunnerV1)"),
+    ),
+    Seam("verl.workers.config:RolloutConfig", "where our configuration travels", has=("custom",)),
+    # ---- trainer ----
+    Seam(f"{_TRAINER}:TRAINER_REGISTRY", "our trainers under verl's names", has=("update",)),
+    Seam(f"{_TRAINER}:register_trainer", "trainer modes of our own", signature="(name)"),
+    Seam(f"{_TRAINER}:get_trainer_cls", "our trainers under verl's names", contains=("return TRAINER_REGISTRY[name]",)),
+    Seam(f"{_TRAINER}:PPOTrainer.__init__", "trainer base", signature="(self, config)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._setup",
+        "order of set-up: tokenizer first, checkpoint last",
+        signature="(self)",
+        contains=("self._init_tokenizer()", "self._load_checkpoint()"),
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
+    Seam(f"{_TRAINER}:PPOTrainer.get_llm_client", "prompt keys on requests", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer._rollout_server_managers", "request slots", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer._build_replay_buffer", "poll interval", signature="(self)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer.fit",
+        "the order of a step's stages",
+        signature="(self, agent_loop_manager)",
+        contains=(
+            "self.timing_raw = {}",
+            "self.on_step_begin()",
+            "batch = self.step(metrics, self.timing_raw)",
+            "self.on_step_end()",
+            "self._compute_metrics(batch, metrics, self.timing_raw, global_steps=self.global_steps",
+            "tq.kv_clear(keys=batch.keys",
+        ),
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer.step", "one step of any mode", signature="(self, metrics, timing_raw)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._step_once",
+        "rewards are known when old log-probs are computed",
+        signature="(self, metrics, timing_raw, sample_batch_size)",
+        contains=(
+            "self.on_sample_begin()",
+            "self.replay_buffer.sample(",
+            "self.on_sample_end()",
+            "self._compute_old_log_prob(batch, metrics=metrics)",
+        ),
+    ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._compute_old_log_prob",
+        "recorder: first stage after the rewards",
+        signature="(self, batch, metrics)",
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer.on_step_begin", "trainer modes", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer.on_step_end", "recorder: end of a step", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer.on_sample_begin", "trainer modes", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer.on_sample_end", "trainer modes", signature="(self)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._compute_metrics",
+        "our metrics in verl's log",
+        signature="(self, batch, metrics, timing_raw, global_steps, epoch)",
+    ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._save_checkpoint",
+        "history in checkpoints",
+        signature="(self)",
+        contains=('f"global_step_{self.global_steps}"', "latest_checkpointed_iteration"),
+    ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._load_checkpoint",
+        "history from checkpoints",
+        signature="(self)",
+        contains=("global_step_folder = self.config.trainer.resume_from_path",),
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer._init_dataloader", "epoch of a step", contains=("self.steps_per_epoch =",)),
+    Seam(
+        "verl.utils.profiler.performance:_timer",
+        "stages of a step in the event log",
+        contains=("timing_raw[name] += timer.last",),
+    ),
+    Seam(
+        "verl.trainer.ppo.ray_trainer:compute_spec_decode_metrics",
+        "rollout/spec_accept_rate and _length",
+        signature="(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)",
+    ),
+    # ---- replay buffer and queue ----
+    Seam(f"{_REPLAY}:ReplayBuffer.__init__", "poll interval", contains=("self.poll_interval = poll_interval",)),
+    Seam(f"{_REPLAY}:ReplayBuffer._wait_for_next_poll", "poll interval", contains=("time.sleep(self.poll_interval)",)),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer.sample",
+        "event log of validation requests",
+        signature="(self, global_steps, partition_id, batch_size)",
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBufferAsync.sample",
+        "event log of validation requests",
+        signature="(self, global_steps, partition_id, batch_size)",
+    ),
+    Seam("transfer_queue:kv_batch_get", "recorder", accepts=("keys", "partition_id", "select_fields")),
+    # ---- the sorted pipeline ----
+    Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "rhyme_sorted: what starts a step", signature="(self)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._balance_batch",
+        "rhyme_sorted: mini-batches in order of length",
+        signature="(self, batch, metrics, logging_prefix, keep_minibatch)",
+        contains=('role, worker_group = "actor", self.actor_rollout_wg', "upsample_batch_to_divisible_size("),
+    ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._next_train_batch",
+        "rhyme_sorted: prompts one by one",
+        signature="(self, num_prompts)",
+    ),
+    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "rhyme_sorted: starts them itself", accepts=("self",)),
+    Seam(f"{_TRAINER}:PPOTrainer._resolve_filter_groups_metric", "rhyme_sorted: DAPO's filter", signature="(self)"),
+    Seam(
+        "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
+        "rhyme_sorted: the k-th mini-batch is the k-th piece of each rank's part",
+        contains=("mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._sync_metadata_from_transfer_queue",
+        "rhyme_sorted: tags of all partitions",
+        contains=("data = tq.kv_list()", "partition[key].update(tag)"),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._dapo_filtered_keys",
+        "rhyme_sorted: DAPO's filter",
+        signature="(self, partition_id)",
+        contains=("finished_uids = self.finished_keys[partition_id]",),
+    ),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._evict_terminal_groups",
+        "rhyme_sorted: DAPO's filter",
+        signature="(self, global_steps, partition_id, eviction_reasons)",
+    ),
+    Seam("transfer_queue:kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
+    Seam("transfer_queue:async_kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
+    Seam("transfer_queue:kv_clear", "rhyme_sorted", accepts=("keys", "partition_id")),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.abort_replicas",
+        "rhyme_sorted: cutting samples short",
+        accepts=("reject_request",),
+    ),
+    Seam(f"{_CHECKPOINT}:CheckpointEngineManager.resume_generation_replicas", "rhyme_sorted", signature="(self)"),
+    # ---- platform, engines, weight transfer ----
+    Seam("verl.plugin.platform.platform_manager:PlatformRegistry.register", "CPU platform", signature="(platform)"),
+    Seam(
+        "verl.plugin.platform.platform_base:PlatformBase",
+        "CPU platform",
+        implemented_by="verl_rhyme.platforms.cpu:PlatformCPU",
+    ),
+    Seam(
+        "verl.workers.engine.base:EngineRegistry.register",
+        "FSDP on a CPU",
+        signature="(model_type, backend, device, vendor)",
+    ),
+    Seam(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "FSDP on a CPU",
+        has=("FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
+    ),
+    Seam(f"{_CHECKPOINT}:CheckpointEngineRegistry.register", "weights through shared memory", signature="(backend)"),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngine",
+        "weights through shared memory",
+        implemented_by="verl_rhyme.workers.shm_checkpoint_engine:ShmCheckpointEngine",
+    ),
+    Seam("verl.workers.rollout.utils:ensure_async_iterator", "weights through shared memory"),
+)
