@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+# Helpers of the tests here, by their own names: site-packages has a `tests` of its own.
+sys.path.insert(0, str(Path(__file__).parent))
+from small_law import VOCABULARY
 
 # Before vLLM is imported: one process, so that a test can break the sampler on purpose.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -19,7 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-VOCABULARY = 12
 NAMESPACE = "test-vocabulary"
 
 

@@ -6,31 +6,11 @@ demands that the same test notices.
 
 import numpy as np
 import pytest
+from small_law import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
-VOCABULARY = 12
-PROMPT = [3, 1, 4, 1, 5]
-LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
 SAMPLES = 6400
-SETTINGS = {
-    "T=1": {"temperature": 1.0},
-    "T=0.7": {"temperature": 0.7},
-    "top-p": {"temperature": 1.0, "top_p": 0.8},
-    "top-k": {"temperature": 1.0, "top_k": 4},
-}
-
-
-def history_of(kind, law):
-    """Responses the drafter is given; drafts begin after the first token, where it occurs in one of them."""
-    joint = law(PROMPT, LENGTH)
-    if kind == "true":  # what the model itself would say, more of it where it is likelier
-        cells = np.random.default_rng(0).choice(joint.size, p=joint.ravel(), size=16)
-    elif kind == "adversarial":  # after each first token, what is least likely to follow
-        cells = np.arange(VOCABULARY) * VOCABULARY**2 + joint.reshape(VOCABULARY, -1).argmin(axis=1)
-    else:
-        cells = []
-    return [(PROMPT, [int(token) for token in np.unravel_index(cell, joint.shape)]) for cell in cells]
 
 
 def sample(engine, params, n):

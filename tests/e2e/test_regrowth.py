@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
+from small_law import LENGTH, PROMPT, VOCABULARY
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
-VOCABULARY = 12
-PROMPT = [3, 1, 4, 1, 5]
-LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
 SAMPLES = 6400
 
 

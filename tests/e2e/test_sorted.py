@@ -1,28 +1,24 @@
 """The sorted pipeline, as a user runs it: real verl, Ray, vLLM; few slots, samples cut short at every update."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+import whole_run
+from whole_run import ROOT, SLOW
 
 from verl_rhyme.observability import events
 
-_spec = importlib.util.spec_from_file_location("whole_runs", Path(__file__).with_name("test_training.py"))
-runs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(runs)
-
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
-SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two minutes more; set RHYME_SLOW=1")
 SORTING = "actor_rollout_ref.rollout.custom.rhyme.sorting"
 PROMPTS, SAMPLES, BATCH = 16, 4, 4
 STEPS_AN_EPOCH = PROMPTS // BATCH
 SMALL = (
     f"data.train_batch_size={BATCH}",
+    f"actor_rollout_ref.rollout.n={SAMPLES}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
@@ -33,7 +29,7 @@ SMALL = (
 
 
 def start(run_dir, *overrides, epochs, **env):
-    return runs.start(run_dir, *SMALL, *overrides, epochs=epochs, RHYME="sorted", **env)
+    return whole_run.start(run_dir, *SMALL, *overrides, epochs=epochs, RHYME="sorted", **env)
 
 
 def requests_of(run_dir):
@@ -44,7 +40,7 @@ def requests_of(run_dir):
 def coupled(tmp_path_factory):
     """Two epochs on-policy, coupled."""
     run_dir = tmp_path_factory.mktemp("coupled")
-    runs.finish(start(run_dir, epochs=2, SORTED_COUPLED="1"), run_dir)
+    whole_run.finish(start(run_dir, epochs=2, SORTED_COUPLED="1"), run_dir)
     return run_dir
 
 
@@ -66,7 +62,7 @@ class TestOnPolicy:
         np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
         np.testing.assert_array_equal(requests["policy_version_start"][trained], requests["step"][trained] - 1)
         assert (~trained).any(), "nothing was cut short: the test sees no interruption"
-        for _, metrics in runs.steps_of(coupled):
+        for _, metrics in whole_run.steps_of(coupled):
             assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
             assert metrics["training/sorted/token_staleness/max"] == 0
             # vLLM's and the actor's probabilities of every token: made by these very weights.
@@ -78,11 +74,11 @@ class TestOnPolicy:
 
     def test_killed_and_resumed(self, coupled):
         process = start(coupled, epochs=4, SORTED_COUPLED="1")
-        runs.wait_for_step(process, coupled, 2 * STEPS_AN_EPOCH + 3)  # in the middle of a group, past a checkpoint
+        whole_run.wait_for_step(process, coupled, 2 * STEPS_AN_EPOCH + 3)  # in the middle of a group, past a checkpoint
         time.sleep(1)
-        runs.kill_all(process)
-        runs.finish(start(coupled, epochs=4, SORTED_COUPLED="1"), coupled)
-        assert [step for step, _ in runs.steps_of(coupled)][-1] == 4 * STEPS_AN_EPOCH
+        whole_run.kill_all(process)
+        whole_run.finish(start(coupled, epochs=4, SORTED_COUPLED="1"), coupled)
+        assert [step for step, _ in whole_run.steps_of(coupled)][-1] == 4 * STEPS_AN_EPOCH
         check_each_prompt_once(coupled, epochs=4)
         requests = requests_of(coupled)
         trained = requests["trained"]
@@ -110,8 +106,8 @@ def test_partial_with_reference_and_validation(tmp_path):
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
         f"{SORTING}.max_versions=2",
     )
-    runs.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
-    steps = runs.steps_of(tmp_path)
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
+    steps = whole_run.steps_of(tmp_path)
     assert [step for step, _ in steps] == list(range(1, STEPS_AN_EPOCH + 1))
     for _, metrics in steps:
         assert "actor/kl_loss" in metrics
@@ -134,7 +130,7 @@ def test_partial_with_reference_and_validation(tmp_path):
 def test_ppo_with_a_critic(tmp_path, mode):
     """The recipe on Megatron, cut down: FSDP's critic needs flash-attn or trl."""
     done = subprocess.run(
-        ["bash", str(runs.ROOT / "recipes" / "run_qwen32b_ppo_math.sh"), "actor_rollout_ref.rollout.max_num_seqs=6"],
+        ["bash", str(ROOT / "recipes" / "run_qwen32b_ppo_math.sh"), "actor_rollout_ref.rollout.max_num_seqs=6"],
         env={
             **os.environ,
             **{"SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path)},
@@ -145,7 +141,7 @@ def test_ppo_with_a_critic(tmp_path, mode):
         timeout=800,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    steps = runs.steps_of(tmp_path)
+    steps = whole_run.steps_of(tmp_path)
     assert len(steps) == 2
     for _, metrics in steps:
         assert {"critic/vf_loss", "critic/grad_norm", "training/sorted/order"} <= metrics.keys()
@@ -154,8 +150,8 @@ def test_ppo_with_a_critic(tmp_path, mode):
 @SLOW
 def test_a_filtered_group_is_replaced(tmp_path):
     overrides = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
-    runs.finish(start(tmp_path, *overrides, epochs=1), tmp_path)
-    steps = runs.steps_of(tmp_path)
+    whole_run.finish(start(tmp_path, *overrides, epochs=1), tmp_path)
+    steps = whole_run.steps_of(tmp_path)
     assert len(steps) == STEPS_AN_EPOCH
     assert sum(metrics.get("training/filter_groups/evicted_samples", 0) for _, metrics in steps) > 0
     requests = requests_of(tmp_path)

@@ -1,18 +1,15 @@
 """The one command, as a user runs it: real verl, Ray, vLLM; killed and resumed."""
 
 import json
-import os
-import signal
 import subprocess
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+import whole_run
+from whole_run import SLOW, finish, kill_all, steps_of, wait_for_step
 
 from verl_rhyme.observability import events
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
 SMALL = (
@@ -22,65 +19,14 @@ SMALL = (
     "trainer.save_freq=2",
 )
 STEPS_AN_EPOCH = 2
-SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
 #: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB.
 ENGINES = {"fsdp": ("qwen2", ()), "megatron": ("llama", (MEGATRON,)), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
 
 
-def start(run_dir, *overrides, epochs, **env):
-    return subprocess.Popen(
-        ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), *SMALL, *overrides],
-        env={**os.environ, "RUN_DIR": str(run_dir), "EPOCHS": str(epochs), "PROMPTS": "16", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process, run_dir, timeout=600):
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-        output += "\n(timed out)"
-    log = run_dir / "train.log"
-    tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
-    assert process.returncode == 0, f"{output[-4000:]}\n--- train.log\n{tail}"
-    return output
-
-
-def steps_of(run_dir):
-    """(step, metrics) in the order they were logged, over all files that resumes have left."""
-    files = sorted(run_dir.glob("metrics*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return [(line["step"], line["data"]) for file in files for line in map(json.loads, file.read_text().splitlines())]
-
-
-def wait_for_step(process, run_dir, step, timeout=500):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and process.poll() is None:
-        if any(found >= step for found, _ in steps_of(run_dir)):
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"no step {step}: {process.communicate(timeout=60)[0][-3000:]}")
-
-
-def kill_all(process):
-    """kill -9 of the whole run: everything that descends from the command, wherever it moved to."""
-    import psutil
-
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    sessions = {os.getsid(p.pid) for p in family if p.is_running()}
-    for victim in psutil.process_iter(["pid"]):
-        try:
-            if os.getsid(victim.pid) in sessions or victim in family:
-                victim.kill()
-        except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
-            continue
-    process.wait(timeout=30)
+def start(run_dir, *overrides, **settings):
+    return whole_run.start(run_dir, *SMALL, *overrides, **settings)
 
 
 @pytest.fixture(
