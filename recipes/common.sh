@@ -69,21 +69,11 @@ case "$RHYME" in
   off) ;;
   histospec) _args+=("+rhyme=histospec") ;;
   sorted)
-    case "${SORTED_MODE:=on_policy}" in
-      on_policy | partial) ;;
-      *) _refuse "SORTED_MODE=$SORTED_MODE is unknown; use on_policy or partial" ;;
-    esac
-    case "${SORTED_COUPLED:=0}" in
-      0) _coupled=false ;;
-      1) _coupled=true ;;
-      *) _refuse "SORTED_COUPLED=$SORTED_COUPLED is unknown; use 0 or 1" ;;
-    esac
-    [ "$MODE" = sync ] || _refuse "MODE=$MODE and RHYME=sorted exclude each other: sorted is a trainer mode of its own"
+    # shellcheck source=recipes/sorted.sh
+    source "$ROOT/recipes/sorted.sh"
+    resolve_sorted "$RECIPE" || exit
     MODE=rhyme_sorted
-    _args+=(
-      "+rhyme=sorted" "actor_rollout_ref.rollout.custom.rhyme.sorting.mode=$SORTED_MODE"
-      "actor_rollout_ref.rollout.custom.rhyme.sorting.coupled=$_coupled"
-    )
+    _args+=("${SORTED_ARGS[@]}")
     ;;
   histopipe | stream | full) _refuse "RHYME=$RHYME does not exist yet; use histospec, sorted or off" ;;
   *) _refuse "RHYME=$RHYME is unknown; use histospec, sorted or off" ;;

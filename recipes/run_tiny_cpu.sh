@@ -17,8 +17,6 @@ RHYME=${RHYME:-histospec}
 COMPARE=${COMPARE:-0}
 DRY_RUN=${DRY_RUN:-0}
 MODE=${MODE:-sync}
-SORTED_MODE=${SORTED_MODE:-on_policy}
-SORTED_COUPLED=$([ "${SORTED_COUPLED:-0}" = 1 ] && echo true || echo false)
 MODEL=${MODEL:-qwen2}
 EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
@@ -43,10 +41,12 @@ run() { # run ARM DIRECTORY [overrides]
     off) ;;
     histospec) group=("+rhyme=histospec" "actor_rollout_ref.rollout.custom.rhyme.poll_interval=null") ;;
     sorted)
-      local sorting=actor_rollout_ref.rollout.custom.rhyme.sorting
+      # shellcheck source=recipes/sorted.sh
+      source "$ROOT/recipes/sorted.sh"
+      resolve_sorted run_tiny_cpu || exit
       group=(
-        "+rhyme=sorted" "$sorting.mode=$SORTED_MODE" "$sorting.coupled=$SORTED_COUPLED"
-        actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05 trainer.v1.sampler.custom_sampler.path=null
+        "${SORTED_ARGS[@]}" actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05
+        trainer.v1.sampler.custom_sampler.path=null
       )
       ;;
     histopipe|stream|full) echo "run_tiny_cpu: RHYME=$arm does not exist yet; use histospec, sorted or off" >&2; exit 2 ;;

@@ -31,7 +31,7 @@ def check(config: Any) -> None:
     if isinstance(config.get("rhyme"), str):
         raise ConfigError(
             f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
-            "(pip show verl-rhyme), or the group has another name (histospec)"
+            "(pip show verl-rhyme), or the group has another name (histospec, sorted)"
         )
     mode = _trainer_mode(config)
     if rhyme_config.from_verl(config) is None:
@@ -83,7 +83,7 @@ def _check_rollout(config: Any) -> None:
             "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
             f"{CONFIG_PATH}.drafting.enable=false"
         )
-    _check_sorting(config, rhyme.sorting.mode)
+    check_sorting(config, rhyme.sorting.mode)
 
 
 def _trainer_mode(config: Any) -> str:
@@ -92,7 +92,12 @@ def _trainer_mode(config: Any) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync"))
 
 
-def _check_sorting(config: Any, sorting: str | None) -> None:
+def check_sorting(config: Any, sorting: str | None) -> None:
+    """What ``rhyme_sorted`` excludes; the preflight asks, too.
+
+    Raises:
+        ConfigError: See the message.
+    """
     mode = _trainer_mode(config)
     if (mode == "rhyme_sorted") != (sorting is not None):
         raise ConfigError(

@@ -87,7 +87,10 @@ def scratch(longest: int) -> Scratch:
 
 @intrinsic
 def pointer(typing_context, address):
-    """Address to pointer, for ``carray``."""
+    """Address to pointer, for ``carray``.
+
+    :mod:`verl_rhyme.drafting.regrowth` compiles it in, too: whoever changes it touches that file, or its cache is stale.
+    """
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)

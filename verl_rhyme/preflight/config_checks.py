@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme import config as rhyme_config
+from verl_rhyme import startup
 from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
@@ -21,7 +22,7 @@ def rhyme(config: Any) -> Iterator[Check]:
     """The rhyme tree parses, and what it excludes is not set."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
-        remedy = "the group is histospec; if that is what you gave, install verl-rhyme beside verl"
+        remedy = "the groups are histospec and sorted; if that is what you gave, install verl-rhyme beside verl"
         yield Check(name, FAIL, f"+rhyme={config.rhyme} did not find its config group", remedy)
         return
     try:
@@ -41,6 +42,10 @@ def rhyme(config: Any) -> Iterator[Check]:
         problems.append((f"{_R}.disaggregation.enabled=true", "drop it: rhyme does not work with it"))
     if tree.drafting.enable and ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("speculative_config"):
         problems.append(("engine_kwargs.vllm.speculative_config beside drafting", "drop it or drafting.enable"))
+    try:
+        startup.check_sorting(config, tree.sorting.mode)
+    except ConfigError as error:
+        problems.append((str(error), "as the message says"))
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
     if not problems:

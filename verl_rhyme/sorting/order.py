@@ -65,16 +65,17 @@ def arrange(order: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, mini_batch:
 
 
 def sortedness(lengths: npt.ArrayLike) -> float:
-    """Share of pairs in rising order, less that in falling order (Kendall's tau-a): 1 sorted, near 0 shuffled.
+    """Of the pairs that differ, the share in rising order less that in falling order (Goodman and Kruskal's gamma).
 
     Args:
-        lengths: int[N] in the order of training; 0.0 for fewer than two.
+        lengths: int[N] in the order of training.
+
+    Returns:
+        1 sorted, near 0 shuffled; 1.0 where no two differ.
     """
     values = np.asarray(lengths, dtype=np.int64)
-    count = len(values)
-    if count < 2:
-        return 0.0
     # The pairs of an even sample tell the same, and a step does not wait for millions of them.
-    values = values[:: -(-count // 512)]
+    values = values[:: max(1, -(-len(values) // 512))]
     signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(len(values), 1)]
-    return float(signs.mean())
+    differing = np.count_nonzero(signs)
+    return float(signs.sum() / differing) if differing else 1.0

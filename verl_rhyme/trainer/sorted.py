@@ -152,12 +152,12 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         if len(tokens) % mini_batch or mini_batch % ranks:
             mini_batch = len(tokens)
         order = _spread_padding(batch.tags, self._sortedness(), self._rng)
+        metrics.update(_order_metrics([batch.tags[index] for index in order], mini_batch))
         indices = arrange(order, tokens, ranks, mini_batch).tolist()
         batch.reorder(indices)
         share = len(indices) // ranks
         partitions = [indices[rank * share : (rank + 1) * share] for rank in range(ranks)]
         metrics.update(log_seqlen_unbalance(seqlen_list=tokens.tolist(), partitions=partitions, prefix=logging_prefix))
-        metrics.update(_order_metrics(order, tokens, mini_batch))
         return batch
 
     def _sortedness(self) -> float:
@@ -208,9 +208,10 @@ def _spread_padding(tags: list[dict], knob: float, rng: np.random.Generator) -> 
     return np.insert(order, (np.arange(len(fill)) * len(order) // max(1, len(fill))), fill)
 
 
-def _order_metrics(order: np.ndarray, tokens: np.ndarray, mini_batch: int) -> dict[str, float]:
-    means = tokens[order].reshape(-1, mini_batch).mean(axis=1)
+def _order_metrics(tags: list[dict], mini_batch: int) -> dict[str, float]:
+    lengths = [tag["response_len"] for tag in tags if not tag.get("is_padding", False)]
+    means = np.array([tag["seq_len"] for tag in tags]).reshape(-1, mini_batch).mean(axis=1)
     return {
-        names.SORTED_ORDER: sortedness(tokens[order]),
+        names.SORTED_ORDER: sortedness(lengths),
         names.SORTED_MINI_BATCH_SPREAD: float(means.max() / means.min()) if means.min() > 0 else 1.0,
     }

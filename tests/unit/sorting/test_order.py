@@ -18,7 +18,15 @@ def test_the_knob_goes_from_shuffled_to_sorted():
     ]
     assert measured == sorted(measured)
     assert abs(measured[0]) < 0.05
-    assert measured[-1] > 0.999
+    assert measured[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [([], 1), ([4], 1), ([2, 2], 1), ([1, 2, 2, 3], 1), ([3, 2, 2, 1], -1), ([1, 3, 2], 1 / 3), ([2, 1, 2], 0)],
+)
+def test_only_pairs_that_differ_are_in_an_order(lengths, wanted):
+    assert sortedness(lengths) == pytest.approx(wanted)
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.floats(0, 1), st.integers(0, 5))
