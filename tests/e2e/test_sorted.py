@@ -23,7 +23,7 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.max_num_seqs=6",
-    f"{SORTING}.group_batches=2",
+    f"{SORTING}.group_batches=4",  # an epoch: the checkpoint of step 2 lies within a group
     "trainer.save_freq=2",
 )
 
@@ -38,8 +38,12 @@ def requests_of(run_dir):
 
 @pytest.fixture(scope="module")
 def coupled(tmp_path_factory):
-    """Two epochs on-policy, coupled."""
+    """Two epochs on-policy, coupled; killed in the middle of a group, past a checkpoint, and resumed."""
     run_dir = tmp_path_factory.mktemp("coupled")
+    process = start(run_dir, epochs=2, SORTED_COUPLED="1")
+    whole_run.wait_for_step(process, run_dir, 3)
+    time.sleep(1)
+    whole_run.kill_all(process)
     whole_run.finish(start(run_dir, epochs=2, SORTED_COUPLED="1"), run_dir)
     return run_dir
 
@@ -51,7 +55,7 @@ class TestOnPolicy:
         assert summary["arm"] == "sorted"
         for epoch in summary["epochs"]:
             assert epoch["staleness_max"] == 0
-            assert epoch["waiting_max"] == 1
+            assert 1 <= epoch["waiting_max"] <= 3
             assert epoch["discarded_tokens"] > 0
         assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
         assert summary["epochs"][1]["history_hit_rate"] == 1
@@ -72,17 +76,13 @@ class TestOnPolicy:
     def test_each_prompt_has_its_turn_once_an_epoch(self, coupled):
         check_each_prompt_once(coupled, epochs=2)
 
-    def test_killed_and_resumed(self, coupled):
-        process = start(coupled, epochs=4, SORTED_COUPLED="1")
-        whole_run.wait_for_step(process, coupled, 2 * STEPS_AN_EPOCH + 3)  # in the middle of a group, past a checkpoint
-        time.sleep(1)
-        whole_run.kill_all(process)
-        whole_run.finish(start(coupled, epochs=4, SORTED_COUPLED="1"), coupled)
-        assert [step for step, _ in whole_run.steps_of(coupled)][-1] == 4 * STEPS_AN_EPOCH
-        check_each_prompt_once(coupled, epochs=4)
-        requests = requests_of(coupled)
-        trained = requests["trained"]
-        np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+    def test_resumes_where_it_was_killed(self, coupled):
+        history = whole_run.steps_of(coupled)
+        assert [step for step, _ in history][-6:] == [3, 4, 5, 6, 7, 8]
+        assert len(history) > 8, "nothing was done twice: the kill came too late"
+        resumed = history[-6][1]
+        assert resumed["training/sorted/loaded_prompts"] == 0, "the group was not restored"
+        assert resumed["rollout/spec/reverified_tokens"] > 0, "what was cut short before was not restored"
 
 
 def check_each_prompt_once(run_dir, epochs):

@@ -89,7 +89,7 @@ def scratch(longest: int) -> Scratch:
 def pointer(typing_context, address):
     """Address to pointer, for ``carray``.
 
-    :mod:`verl_rhyme.drafting.regrowth` compiles it in, too: whoever changes it touches that file, or its cache is stale.
+    :mod:`verl_rhyme.drafting.regrowth` compiles it in: touch that file when this changes, or its cache is stale.
     """
 
     def codegen(context, builder, signature, args):

@@ -129,7 +129,7 @@ class SortedController:
         self.step.loaded += 1
         self._owed = max(0, self._owed - 1)
 
-    def dispatch(self, limit: int | None = None) -> list[tuple[str, int]]:
+    def dispatch(self, limit: int | None = None, lot: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them.
 
         Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt
@@ -137,10 +137,12 @@ class SortedController:
 
         Args:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
+            lot: Start none before so many may be started: each start is a message.
         """
-        pending = sorted(self.buffer.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
-        if limit is not None:
-            pending = pending[: max(0, limit - sum(1 for _ in self.buffer.samples("running")))]
+        room = None if limit is None else limit - sum(1 for _ in self.buffer.samples("running"))
+        if room is not None and room < lot:
+            return []
+        pending = sorted(self.buffer.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))[:room]
         for prompt, number, _ in pending:
             self.buffer.start(prompt.uid, number)
         return [(prompt.uid, number) for prompt, number, _ in pending]

@@ -108,8 +108,10 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         tu.assign_non_tensor_stack(batch, STARTS, list(starts.values()))
         self.agent_loop_manager.generate_sequences(batch)
 
-    def most_running(self) -> int:
-        return max(1, math.ceil(self._rhyme.sorting.oversubscription * self._request_slots()))
+    def dispatch_limits(self) -> tuple[int, int]:
+        slots = self._request_slots()
+        most = max(1, math.ceil(self._rhyme.sorting.oversubscription * slots))
+        return most, max(1, (most - slots) // 2)  # half of what queues up at the engines
 
     def stop_engines(self) -> None:
         # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.

@@ -36,8 +36,8 @@ class Rollout(Protocol):
         """Send samples, by the name of their prompt, to the agent loops."""
         ...
 
-    def most_running(self) -> int:
-        """Samples that the engines are given at a time."""
+    def dispatch_limits(self) -> tuple[int, int]:
+        """Samples that the engines are given at a time, and how many are sent together at least."""
         ...
 
     def stop_engines(self) -> None:
@@ -219,7 +219,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
             for uid, samples in self._rollout.load_prompts(count):
                 self.controller.load(uid, samples)
         starts: dict[str, list[Start]] = defaultdict(list)
-        for uid, number in self.controller.dispatch(self._rollout.most_running()):
+        for uid, number in self.controller.dispatch(*self._rollout.dispatch_limits()):
             priority = self.controller.buffer.prompt(uid).number + 1
             starts[uid].append(Start(number, (uid, number) in self._kept, priority))
         if starts:

@@ -23,6 +23,9 @@ from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, S
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a report waits for others to go with it.
+_REPORT_DELAY_S = 0.01
+
 # AgentLoopWorkerTQ is a Ray actor class, and Ray forbids to inherit from those: take the plain class below it.
 _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
 
@@ -44,6 +47,32 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers_class = RhymeAgentLoopWorker
 
 
+class _Reports:
+    """How samples ended, in one message where several end at about the same time, as they do at an abort."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def send(self, key: str, fields: dict[str, Any], tag: dict[str, Any]) -> None:
+        """Returns when TransferQueue has it; no key may be sent again before."""
+        self._rows.append((key, fields, tag))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        await asyncio.shield(self._sending)
+
+    async def _send(self) -> None:
+        await asyncio.sleep(_REPORT_DELAY_S)
+        self._sending = None
+        (keys, fields, tags), self._rows = zip(*self._rows, strict=True), []
+        await tq.async_kv_batch_put(
+            keys=list(keys),
+            partition_id=SESSIONS,
+            fields=list_of_dict_to_tensordict(list(fields)),
+            tags=list(tags),
+        )
+
+
 @ray.remote
 class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
     """Runs the samples it is told to start, one attempt each, and reports how each attempt ended."""
@@ -56,6 +85,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._sorting = rhyme.sorting
         self._redraft = rhyme.sorting.redraft and rhyme.drafting.enable
         self._seed = int(rollout.get("seed", 0) or 0)
+        self._reports = _Reports()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         starts: list[Start] | None = prompt.pop(STARTS, None)
@@ -111,9 +141,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         records = [record for record in session.records if record["response_tokens"]]
         fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version}
-        await tq.async_kv_batch_put(
-            keys=[key], partition_id=SESSIONS, fields=list_of_dict_to_tensordict([fields]), tags=[tag]
-        )
+        await self._reports.send(key, fields, tag)
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):

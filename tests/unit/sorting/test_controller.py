@@ -43,6 +43,7 @@ class World:
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
         self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
         self.limit = self.random.choice([None, 1, 2, 7])
+        self.lot = self.random.randint(1, self.limit or 1)
 
     def step(self, batches_left=None):
         controller = self.controller
@@ -74,7 +75,9 @@ class World:
             for _ in range(count):
                 self.controller.load(f"p{self.loads}", SAMPLES)
                 self.loads += 1
-        for sample in self.controller.dispatch(self.limit):
+        started = self.controller.dispatch(self.limit, self.lot)
+        assert len(started) in (0, *range(self.lot, 1000)) or not list(self.controller.buffer.samples("pending"))
+        for sample in started:
             if self.rules.mode == "on_policy" or not self.text.get(sample):
                 self.text[sample] = []
                 self.length[sample] = self.random.randint(1, LONGEST)
