@@ -1,10 +1,13 @@
 """Trainer modes side by side: real verl, vLLM and GRPO on the tiny world, one replica with fewer slots than samples.
 
-    python -m benchmarks.sorted [--json] [--quick] [--out DIR] [ARM ...]
+    python -m benchmarks.sorted [--json] [--quick] [--steady-ms MS] [--out DIR] [ARM ...]
 
 Every arm trains the same prompts with the same update batch. Arms take turns: each trains its first half, then each
-resumes from its checkpoint and trains the second. The first group of each half is warm-up and is not counted; of each
-other there is a row.
+resumes from its checkpoint and trains the second. The first group after each start is warm-up and is not counted; of
+each other there is a row.
+
+With ``--steady-ms`` a decoding step takes at least so long, whatever is in it (:mod:`benchmarks.steady_step`), as on a
+GPU. Then most of a rollout is sleep, which other work on the machine does not disturb, and each arm trains in one go.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from verl_rhyme.observability import metrics, steps
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "run_tiny_cpu.sh"
+STEADY_STEP = Path(__file__).parent / "steady_step"
 
-PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 48, 8, 8, 16, 4
+PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 64, 8, 8, 16, 4
 STEPS_AN_EPOCH = PROMPTS // BATCH
 _NO_DRAFTS = "actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false"
 
@@ -42,9 +46,11 @@ ARMS: dict[str, tuple[dict[str, str], list[str]]] = {
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
-def train(arm: str, folder: Path, epochs: int) -> None:
+def train(arm: str, folder: Path, epochs: int, steady_ms: float | None) -> None:
     """Train an arm up to ``epochs``, from its latest checkpoint where there is one."""
     env, overrides = ARMS[arm]
+    if steady_ms is not None:
+        env = {**env, "STEADY_STEP_MS": str(steady_ms), "PYTHONPATH": str(STEADY_STEP)}
     command = [
         *(
             "bash",
@@ -96,7 +102,8 @@ def measure(arm: str, folder: Path, first: int, last: int) -> dict[str, Any]:
 def main(
     arms: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="one epoch of two arms (about four minutes: each starts verl)")] = False,
+    quick: Annotated[bool, typer.Option(help="one epoch of two arms (five minutes: each starts verl)")] = False,
+    steady_ms: Annotated[float | None, typer.Option(help="milliseconds that a decoding step takes at least")] = None,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/sorted"),
 ) -> None:
     """Train, measure, print."""
@@ -104,17 +111,17 @@ def main(
     if unknown := sorted(set(chosen) - set(ARMS)):
         raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     setting = {"prompts": PROMPTS, "update_prompts": BATCH, "samples": SAMPLES, "slots": SLOTS, "group_batches": GROUP}
+    setting["steady_ms"] = steady_ms
     setting |= {"machine": describe(), "commit": commit()}
-    halves = [1] if quick else [2, 4]
+    stops = [1] if quick else [2] if steady_ms is not None else [1, 2]  # epochs
     done = 0
-    for epochs in halves:
+    for epochs in stops:
         for arm in chosen:
             folder = out.absolute() / arm.replace(" ", "_")
             folder.mkdir(parents=True, exist_ok=True)
-            train(arm, folder, epochs)
-            # A half is whole groups; its first is warm-up.
-            for first in range(done + 1 + (0 if quick else GROUP), epochs * STEPS_AN_EPOCH + 1, GROUP):
-                row = measure(arm, folder, first, min(first + GROUP - 1, epochs * STEPS_AN_EPOCH))
+            train(arm, folder, epochs, steady_ms)
+            for first in range(done + GROUP + 1, epochs * STEPS_AN_EPOCH + 1, GROUP):
+                row = measure(arm, folder, first, first + GROUP - 1)
                 print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
         done = epochs * STEPS_AN_EPOCH
 

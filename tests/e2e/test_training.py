@@ -21,7 +21,8 @@ SMALL = (
 STEPS_AN_EPOCH = 2
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
-#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB.
+#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in other whole
+#: runs here, in test_smoke and in test_sorted as well.
 ENGINES = {"fsdp": ("qwen2", ()), "megatron": ("llama", (MEGATRON,)), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
 
 
@@ -32,7 +33,7 @@ def start(run_dir, *overrides, **settings):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([SLOW] if name == "megatron-tp2" else [])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([SLOW] if name != "fsdp" else [])])
         for name in ENGINES
     ],
 )
