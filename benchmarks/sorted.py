@@ -50,7 +50,8 @@ def train(arm: str, folder: Path, epochs: int, steady_ms: float | None) -> None:
     """Train an arm up to ``epochs``, from its latest checkpoint where there is one."""
     env, overrides = ARMS[arm]
     if steady_ms is not None:
-        env = {**env, "STEADY_STEP_MS": str(steady_ms), "PYTHONPATH": str(STEADY_STEP)}
+        path = os.pathsep.join(filter(None, [str(STEADY_STEP), os.environ.get("PYTHONPATH")]))
+        env = {**env, "STEADY_STEP_MS": str(steady_ms), "PYTHONPATH": path}
     command = [
         *(
             "bash",
