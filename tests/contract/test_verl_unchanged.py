@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
-from pathlib import Path
 
 import pytest
 
@@ -47,23 +45,18 @@ def outcomes(plugins, folder, only=()):
     return found
 
 
-def differences(without, with_plugin):
-    return {name: (state, with_plugin[name]) for name, state in without.items() if with_plugin[name] != state}
-
-
 @pytest.mark.timeout(1300)
 def test_same_outcomes_with_and_without_the_plugin(tmp_path):
-    folders = {plugins: tmp_path / plugins for plugins in ("none", "verl_rhyme")}
-    for folder in folders.values():
-        Path(folder).mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        without, with_plugin = pool.map(lambda item: outcomes(*item), folders.items())
-    assert len(without) == 317, "verl 0.9.1 has 317 tests that need no GPU"
-    assert list(without.values()).count("passed") >= 310, without
-    assert with_plugin.keys() == without.keys()
-    if changed := differences(without, with_plugin):
-        # Two copies of verl's Ray tests at once can run into their time limits: again, one after the other.
-        only = {name.split("::")[-1].split("[")[0] for name in changed}
-        without, with_plugin = (outcomes(plugins, folder, only) for plugins, folder in folders.items())
-        assert changed.keys() <= without.keys() == with_plugin.keys()
-        assert differences(without, with_plugin) == {}
+    """What passes with the plugin needs no comparison; all else has to end without it as it does with it."""
+    folder = {name: tmp_path / name for name in ("all", "without", "with")}
+    for path in folder.values():
+        path.mkdir()
+    found = outcomes("verl_rhyme", folder["all"])
+    assert len(found) == 317, "verl 0.9.1 has 317 tests that need no GPU"
+    assert list(found.values()).count("passed") >= 310, found
+    if odd := {name for name, state in found.items() if state != "passed"}:
+        # One after the other: on a busy machine verl's Ray tests run into their time limits.
+        only = {name.split("::")[-1].split("[")[0] for name in odd}
+        without, with_plugin = outcomes("none", folder["without"], only), outcomes("verl_rhyme", folder["with"], only)
+        assert odd <= without.keys() == with_plugin.keys()
+        assert {name: (with_plugin[name], state) for name, state in without.items() if with_plugin[name] != state} == {}
