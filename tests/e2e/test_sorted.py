@@ -126,6 +126,22 @@ def test_partial_with_reference_and_validation(tmp_path):
 
 
 @SLOW
+def test_two_ranks_and_two_replicas(tmp_path):
+    overrides = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.max_num_seqs=3")
+    whole_run.finish(start(tmp_path, *overrides, epochs=2, SORTED_COUPLED="1"), tmp_path)
+    check_each_prompt_once(tmp_path, epochs=2)
+    requests = requests_of(tmp_path)
+    np.testing.assert_array_equal(requests["policy_version_end"], requests["step"] - 1)
+    assert set(requests["replica"]) == {0, 1}
+    steps = whole_run.steps_of(tmp_path)
+    for _, metrics in steps:
+        assert metrics["training/sorted/token_staleness/max"] == 0
+        assert metrics["training/sorted/order"] == 1
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in steps) > 0
+
+
+@SLOW
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_ppo_with_a_critic(tmp_path, mode):
     """The recipe on Megatron, cut down: FSDP's critic needs flash-attn or trl."""
