@@ -4,7 +4,7 @@
 
 Every arm trains the same prompts with the same update batch. Arms take turns: each trains its first half, then each
 resumes from its checkpoint and trains the second. The first group after each start is warm-up and is not counted; of
-each other there is a row.
+each other there is a row. At the end there is one of each arm's time to a reward.
 
 With ``--steady-ms`` a decoding step takes at least so long, whatever is in it (:mod:`benchmarks.steady_step`), as on a
 GPU. Then most of a rollout is sleep, which other work on the machine does not disturb, and each arm trains in one go.
@@ -30,6 +30,8 @@ STEADY_STEP = Path(__file__).parent / "steady_step"
 
 PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 64, 8, 8, 16, 4
 STEPS_AN_EPOCH = PROMPTS // BATCH
+#: Mean reward over an epoch's updates, in which each prompt is trained once.
+REWARDS = (0.36, 0.38)
 _NO_DRAFTS = "actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false"
 
 #: Environment and overrides of each arm.
@@ -99,6 +101,19 @@ def measure(arm: str, folder: Path, first: int, last: int) -> dict[str, Any]:
     return {"benchmark": "sorted", "arm": arm, "first_step": first, "last_step": last, **shown}
 
 
+def seconds_to_reward(folder: Path, starts: list[int], reward: float) -> float | None:
+    """Seconds of training until the updates of an epoch's length had this mean reward; ``None``: it was not reached.
+
+    The first update after each of the ``starts``, in which everything is warmed up, counts like a median one.
+    """
+    rows = [row for _, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items())]
+    seconds = np.array([row[metrics.STEP_S] for row in rows])
+    seconds[starts] = np.median(np.delete(seconds, starts))
+    rewards = np.array([row[metrics.REWARD_MEAN] for row in rows])
+    reached = np.convolve(rewards, np.ones(STEPS_AN_EPOCH) / STEPS_AN_EPOCH, "valid") >= reward
+    return round(float(seconds.cumsum()[STEPS_AN_EPOCH - 1 :][reached.argmax()]), 1) if reached.any() else None
+
+
 @app.command()
 def main(
     arms: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
@@ -118,13 +133,24 @@ def main(
     done = 0
     for epochs in stops:
         for arm in chosen:
-            folder = out.absolute() / arm.replace(" ", "_")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = _folder(out, arm)
             train(arm, folder, epochs, steady_ms)
             for first in range(done + GROUP + 1, epochs * STEPS_AN_EPOCH + 1, GROUP):
                 row = measure(arm, folder, first, first + GROUP - 1)
                 print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
         done = epochs * STEPS_AN_EPOCH
+    starts = [0, *(epochs * STEPS_AN_EPOCH for epochs in stops[:-1])]
+    for arm in chosen:
+        for reward in REWARDS:
+            seconds = seconds_to_reward(_folder(out, arm), starts, reward)
+            row = {"benchmark": "sorted", "arm": arm, "mean_reward": reward, "reached_after_s": seconds}
+            print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
+
+
+def _folder(out: Path, arm: str) -> Path:
+    folder = out.absolute() / arm.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 if __name__ == "__main__":
