@@ -127,7 +127,11 @@ def test_partial_with_reference_and_validation(tmp_path):
 
 @SLOW
 def test_two_ranks_and_two_replicas(tmp_path):
-    overrides = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.max_num_seqs=3")
+    overrides = (
+        *("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.max_num_seqs=3"),
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",  # a rank's share of the batch
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    )
     whole_run.finish(start(tmp_path, *overrides, epochs=2, SORTED_COUPLED="1"), tmp_path)
     check_each_prompt_once(tmp_path, epochs=2)
     requests = requests_of(tmp_path)
