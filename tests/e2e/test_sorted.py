@@ -135,8 +135,10 @@ def test_two_ranks_and_two_replicas(tmp_path):
     whole_run.finish(start(tmp_path, *overrides, epochs=2, SORTED_COUPLED="1"), tmp_path)
     check_each_prompt_once(tmp_path, epochs=2)
     requests = requests_of(tmp_path)
-    np.testing.assert_array_equal(requests["policy_version_end"], requests["step"] - 1)
-    assert set(requests["replica"]) == {0, 1}
+    trained = requests["trained"]
+    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+    np.testing.assert_array_equal(requests["policy_version_start"][trained], requests["step"][trained] - 1)
+    assert set(requests["replica"][trained]) == {0, 1}
     steps = whole_run.steps_of(tmp_path)
     for _, metrics in steps:
         assert metrics["training/sorted/token_staleness/max"] == 0
