@@ -127,8 +127,7 @@ def main(
     if unknown := sorted(set(chosen) - set(ARMS)):
         raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     setting = {"prompts": PROMPTS, "update_prompts": BATCH, "samples": SAMPLES, "slots": SLOTS, "group_batches": GROUP}
-    setting["steady_ms"] = steady_ms
-    setting |= {"machine": describe(), "commit": commit()}
+    setting |= {"steady_ms": steady_ms, "machine": describe(), "commit": commit()}
     stops = [1] if quick else [2] if steady_ms is not None else [1, 2]  # epochs
     done = 0
     for epochs in stops:

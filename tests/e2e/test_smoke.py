@@ -3,13 +3,11 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
+from whole_run import ROOT, SLOW
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
-SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two minutes each; set RHYME_SLOW=1")
 
 
 @pytest.mark.parametrize(
