@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_rhyme.sorting.noise import draw, key_of, words
+from verl_rhyme.sampling.noise import draw, key_of, words
 
 # The module imports vLLM's samplers.
 coupled = pytest.importorskip("verl_rhyme.workers.vllm.coupled_sampler")

@@ -7,7 +7,8 @@ that position of that request again, in any batch, after any interruption, meets
 says what this is for, and which keys may be used when.
 
 A uniform has 32 bits, u = (w + 1/2) 2**-32, and the law is exact up to that resolution: what is less likely than 1e-10
-may never be drawn.
+may never be drawn. Where nobody will draw again, one uniform of 53 bits serves a row (:func:`uniforms`), to be inverted
+(:mod:`verl_rhyme.sampling.inversion`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,24 @@ def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarra
             four = _block(keys[row], positions[row], first // BLOCK)
             for i in range(min(BLOCK, vocabulary - first)):
                 out[row, first + i] = four[i]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One uniform for each row, from a block that no vocabulary reaches.
+
+    Args:
+        keys: uint64 [N].
+        positions: int64 [N], 0 and up.
+
+    Returns:
+        float64 [N], inside (0, 1).
+    """
+    out = np.empty(len(keys))
+    for row in range(len(keys)):
+        high, low, _, _ = _block(keys[row], positions[row], _LOW)
+        out[row] = ((high << np.uint64(21) | low >> np.uint64(11)) + 0.5) * 2.0**-53
     return out
 
 
