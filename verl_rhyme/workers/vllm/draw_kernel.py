@@ -115,12 +115,12 @@ def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logit
 def _rank(logits, stride, tokens, vocabulary, part_size, ranks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    least = tl.load(logits + row * stride + tl.load(tokens + row))
+    least = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
     count = tl.zeros([BLOCK], dtype=tl.int32)
     end = tl.minimum((part + 1) * part_size, vocabulary)
     for first in range(part * part_size, end, BLOCK):
         entries = first + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * stride + entries, mask=entries < end, other=-float("inf"))
+        value = tl.load(logits + row * stride + entries, mask=entries < end, other=-float("inf")).to(tl.float32)
         count += ((value >= least) & (entries < end)).to(tl.int32)
     tl.atomic_add(ranks + row, tl.sum(count, axis=0))
 
