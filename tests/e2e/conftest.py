@@ -151,6 +151,7 @@ def build_engine(small_model):
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "seed": 0,
+            "logprobs_mode": "processed_logprobs",  # as verl has it
             "num_gpu_blocks_override": 256,  # else a GiB of cache each, which a process keeps
             **options,
         }
