@@ -26,7 +26,7 @@ from benchmarks.machine import commit, describe
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
-from verl_rhyme.sorting.noise import draw, key_of
+from verl_rhyme.sampling.noise import draw, key_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

@@ -2,7 +2,7 @@
 # RHYME=sorted for every run script: checks SORTED_MODE, SORTED_COUPLED and MODE, and leaves hydra's overrides in SORTED_ARGS.
 
 resolve_sorted() { # resolve_sorted NAME
-  local sorting=actor_rollout_ref.rollout.custom.rhyme.sorting coupled
+  local rhyme=actor_rollout_ref.rollout.custom.rhyme coupled
   case "${SORTED_MODE:=on_policy}" in
     on_policy | partial) ;;
     *) echo "$1: SORTED_MODE=$SORTED_MODE is unknown; use on_policy or partial" >&2 && return 2 ;;
@@ -17,5 +17,5 @@ resolve_sorted() { # resolve_sorted NAME
     return 2
   fi
   # shellcheck disable=SC2034  # read by whoever sources this
-  SORTED_ARGS=("+rhyme=sorted" "$sorting.mode=$SORTED_MODE" "$sorting.coupled=$coupled")
+  SORTED_ARGS=("+rhyme=sorted" "$rhyme.sorting.mode=$SORTED_MODE" "$rhyme.sampling.coupled=$coupled")
 }

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 #: Where the tree lives in verl's config; verl passes it to every rollout worker untouched.
 CONFIG_PATH = "actor_rollout_ref.rollout.custom.rhyme"
+
+#: Keys of earlier versions, and what they are called now.
+RENAMED = {"sorting.coupled": "sampling.coupled"}
 
 #: vLLM's own limit on the draft tokens of one request in one step.
 MAX_DRAFT_TOKENS = 128
 
 #: Values of ``drafting.policy``.
 POLICIES = ("adaptive", "paper")
+
+#: Values of ``sampling.verify``.
+VERIFIERS = ("ours", "vllm")
 
 #: Values of ``sorting.mode`` and of ``sorting.unit``.
 SORTING_MODES = ("on_policy", "partial")
@@ -139,6 +148,31 @@ class DraftingConfig:
 
 
 @dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn and drafts verified.
+
+    Attributes:
+        verify: ``"ours"``: one look at each row of logits gives the token and its log-probability, and the token says
+            whether the draft holds. ``"vllm"``: vLLM's rejection sampler, to compare; it takes tables of float32 for
+            each row and draft length.
+        coupled: Sorted on-policy: draw each token with noise keyed by sample and position, so that a response which is
+            generated anew repeats itself where the policy did not change.
+    """
+
+    verify: str = "ours"
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.verify in VERIFIERS, "sampling.verify", self.verify, " or ".join(VERIFIERS))
+        _require(
+            not self.coupled or self.verify == "ours",
+            "sampling.coupled",
+            self.coupled,
+            "false with sampling.verify=vllm, which draws with noise of its own",
+        )
+
+
+@dataclass(frozen=True)
 class SortingConfig:
     """SortedRL: ``trainer.v1.trainer_mode=rhyme_sorted`` (set by ``+rhyme=sorted``).
 
@@ -157,8 +191,6 @@ class SortingConfig:
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
-        coupled: On-policy: draw each token with noise keyed by sample and position, so that a response which is
-            generated anew repeats itself where the policy did not change.
     """
 
     mode: str | None = None
@@ -170,7 +202,6 @@ class SortingConfig:
     max_versions: int = 2
     order: float | None = None
     redraft: bool = True
-    coupled: bool = False
 
     def __post_init__(self) -> None:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
@@ -187,12 +218,6 @@ class SortingConfig:
             "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
         _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
-        _require(
-            not (self.coupled and self.mode == "partial"),
-            "sorting.coupled",
-            self.coupled,
-            "false in partial mode, which generates nothing anew",
-        )
 
 
 @dataclass(frozen=True)
@@ -222,6 +247,7 @@ class RhymeConfig:
     poll_interval: float | None = 0.25
     history: HistoryConfig = field(default_factory=HistoryConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sorting: SortingConfig = field(default_factory=SortingConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 
@@ -236,10 +262,15 @@ class RhymeConfig:
                 f"drafting.max_tokens={self.drafting.max_tokens}: raise max_tokens or lower window.start"
             )
 
-        if self.sorting.coupled and not drafting.enable:
+        if self.sampling.coupled and not drafting.enable:
             raise ConfigError(
-                f"{CONFIG_PATH}: sorting.coupled=true contradicts drafting.enable=false: coupling pays by verifying "
+                f"{CONFIG_PATH}: sampling.coupled=true contradicts drafting.enable=false: coupling pays by verifying "
                 "drafts of what was interrupted; enable drafting or drop coupled"
+            )
+        if self.sampling.coupled and self.sorting.mode != "on_policy":
+            raise ConfigError(
+                f"{CONFIG_PATH}: sampling.coupled=true contradicts sorting.mode={self.sorting.mode}: only the sorted "
+                "on-policy mode (+rhyme=sorted) generates anew what could repeat itself; drop coupled"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,8 +292,21 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
     """
     if tree is None:
         return None
-    config = _build(RhymeConfig, tree, "")
+    config = _build(RhymeConfig, _renamed(tree), "")
     return config if config.enable else None
+
+
+def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree with keys of earlier versions under their new names."""
+    for old, new in RENAMED.items():
+        (group, key), (new_group, new_key) = old.split("."), new.split(".")
+        inside = tree.get(group)
+        if not isinstance(inside, Mapping) or key not in inside:
+            continue
+        logger.warning("%s.%s is now called %s.%s", CONFIG_PATH, old, CONFIG_PATH, new)
+        tree = {**tree, group: {name: value for name, value in inside.items() if name != key}}
+        tree = {**tree, new_group: {**(tree.get(new_group) or {}), new_key: inside[key]}}
+    return tree
 
 
 def from_verl(config: Any) -> RhymeConfig | None:

@@ -451,13 +451,16 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 class TestScript:
     @pytest.mark.parametrize(
-        ("variables", "key", "wanted"),
-        [({"SORTED_MODE": "partial"}, "mode", "partial"), ({"SORTED_COUPLED": "1"}, "coupled", True)],
+        ("variables", "group", "key", "wanted"),
+        [
+            ({"SORTED_MODE": "partial"}, "sorting", "mode", "partial"),
+            ({"SORTED_COUPLED": "1"}, "sampling", "coupled", True),
+        ],
     )
-    def test_the_switches_of_sorted(self, recipe, variables, key, wanted):
+    def test_the_switches_of_sorted(self, recipe, variables, group, key, wanted):
         result, calls = start(recipe, DRY_RUN="1", RHYME="sorted", **variables)
         assert result.returncode == 0, result.stderr
-        assert config_of(calls[0][4:]).actor_rollout_ref.rollout.custom.rhyme.sorting[key] == wanted
+        assert config_of(calls[0][4:]).actor_rollout_ref.rollout.custom.rhyme[group][key] == wanted
 
     @pytest.mark.parametrize(
         ("variables", "told"),

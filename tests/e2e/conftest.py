@@ -133,10 +133,15 @@ def p_value():
 
 @pytest.fixture(scope="session")
 def build_engine(small_model):
-    """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store."""
+    """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store.
 
-    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, **options):
+    It draws with our sampler where it drafts, unless ``verify="vllm"``, and where it is told ``draws=True``.
+    """
+
+    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, verify="ours", draws=False, **options):
         from vllm import LLM
+
+        from verl_rhyme.workers.vllm.sampler import allow_all_options
 
         settings = {
             "dtype": "float32",
@@ -146,12 +151,14 @@ def build_engine(small_model):
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "seed": 0,
+            "logprobs_mode": "processed_logprobs",  # as verl has it
             "num_gpu_blocks_override": 256,  # else a GiB of cache each, which a process keeps
             **options,
         }
+        if history_dir is not None or draws:
+            settings["worker_extension_cls"] = "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods"
         if history_dir is not None:
             settings |= {
-                "worker_extension_cls": "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
                 "speculative_config": {
                     "method": "custom_class",
                     "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
@@ -166,6 +173,9 @@ def build_engine(small_model):
                 },
             }
         engine = LLM(model=str(model or small_model), **settings)
+        if draws or (history_dir is not None and verify == "ours"):
+            assert engine.collective_rpc("install_sampler") == [""]
+            allow_all_options(engine.llm_engine)
         if history_dir is not None:
             assert engine.collective_rpc("attach_proposer") == [True]
         return engine

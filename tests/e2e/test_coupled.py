@@ -4,13 +4,19 @@ The law by a chi-square test against the exact law of a 12-token model, as in ``
 break the coupling on purpose and demand that the same tests notice.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
 from small_law import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
-from verl_rhyme.sorting.noise import key_of
+from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
+
+# The module imports vLLM's samplers.
+sampler = pytest.importorskip("verl_rhyme.workers.vllm.sampler")
+BatchNoise, is_installed = sampler.BatchNoise, sampler.is_installed
 
 pytestmark = pytest.mark.xdist_group("coupled")
 
@@ -56,7 +62,6 @@ def drafting(build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
     engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
-    assert engine.collective_rpc("couple_sampler") == [True]
     engine.history_folder = folder
     return engine
 
@@ -75,9 +80,7 @@ def plain(build_engine):
 
 
 def coupled(build_engine, **options):
-    engine = build_engine(worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods", **options)
-    assert engine.collective_rpc("couple_sampler") == [True]
-    return engine
+    return build_engine(draws=True, **options)
 
 
 def runner_of(engine):
@@ -222,23 +225,24 @@ def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of,
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
 def test_noise_that_ignores_the_position_is_noticed(drafting, history, law_of, p_value, monkeypatch):
-    from verl_rhyme.workers.vllm.coupled_sampler import BatchNoise
-
-    original = BatchNoise._draw
-    monkeypatch.setattr(
-        BatchNoise, "_draw", staticmethod(lambda logits, keys, at, plain: original(logits, keys, 0 * at, plain))
-    )
+    break_rows(monkeypatch, lambda rows: replace(rows, positions=0 * rows.positions))
     assert p_value(sample(drafting, keys_of("broken")), law_of(PROMPT, LENGTH)) < 1e-4
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
 def test_a_bonus_token_with_another_positions_noise_is_noticed(drafting, plain, history, monkeypatch):
-    from verl_rhyme.workers.vllm.coupled_sampler import BatchNoise
+    def late(rows):
+        last = np.append(rows.request[1:] != rows.request[:-1], True)
+        return replace(rows, positions=rows.positions + last)
 
-    original = BatchNoise.ahead
-    monkeypatch.setattr(BatchNoise, "ahead", lambda self, tokens: original(self, 0 * tokens))
+    break_rows(monkeypatch, late)
     keys = keys_of("broken", 256)
     assert (sample(drafting, keys) != sample(plain, keys)).any()
+
+
+def break_rows(monkeypatch, wrong):
+    original = BatchNoise.rows
+    monkeypatch.setattr(BatchNoise, "rows", lambda self, counts: wrong(original(self, counts)))
 
 
 def test_vllms_own_sampler_is_noticed(build_engine):
@@ -248,13 +252,11 @@ def test_vllms_own_sampler_is_noticed(build_engine):
 
 
 def test_a_verifier_that_was_not_replaced_is_noticed(drafting):
-    from verl_rhyme.workers.vllm.coupled_sampler import is_coupled
-
     runner = runner_of(drafting)
     ours = runner.rejection_sampler
-    assert is_coupled(runner)
+    assert is_installed(runner)
     runner.rejection_sampler = type(ours).__mro__[1](runner.sampler)
     try:
-        assert not is_coupled(runner)
+        assert not is_installed(runner)
     finally:
         runner.rejection_sampler = ours

@@ -1,8 +1,10 @@
 """Promises 1 and 2: drafting changes neither the law of the output nor the returned log-probabilities.
 
-A chi-square test against the exact law of a 12-token model; the last test breaks the rejection sampler on purpose and
-demands that the same test notices.
+A chi-square test against the exact law of a 12-token model; one test breaks the sampler on purpose and demands that the
+same test notices.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,18 +51,50 @@ def test_law_is_the_targets(engine, write_history, law_of, p_value, kind, settin
     assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
 
 
-def test_a_broken_rejection_sampler_is_noticed(engine, write_history, law_of, p_value, monkeypatch):
-    import vllm.v1.sample.rejection_sampler as sampler
+@pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
+def test_a_broken_sampler_is_noticed(engine, write_history, law_of, p_value, monkeypatch, fault):
+    from verl_rhyme.workers.vllm import sampler
 
     write_history(engine.history_folder, history_of("true", law_of))
-    kernel = sampler.rejection_random_sample_kernel
-    original = kernel.func
+    if fault == "accepts more":
+        original = sampler.until_first_difference
+        rng = np.random.default_rng(0)
 
-    def accept_more(output, cu, draft, draft_probs, target, bonus, recovered, uniform, *args, **kwargs):
-        return original(output, cu, draft, draft_probs, target, bonus, recovered, uniform * 0.5, *args, **kwargs)
+        def lenient(drafts, tokens, drafted):
+            tokens, at = tokens.clone(), np.flatnonzero(_drafted(drafted))
+            taken = rng.random(len(at)) < 0.3
+            tokens[at[taken]] = drafts[taken].to(tokens.dtype)
+            return original(drafts, tokens, drafted)
 
-    monkeypatch.setattr(kernel, "func", accept_more)
+        monkeypatch.setattr(sampler, "until_first_difference", lenient)
+    else:
+        original_rows = sampler.BatchNoise.rows
+        monkeypatch.setattr(
+            sampler.BatchNoise,
+            "rows",
+            lambda self, counts: replace(rows := original_rows(self, counts), positions=0 * rows.positions),
+        )
     assert p_value(sample(engine, SETTINGS["T=1"], SAMPLES), law_of(PROMPT, LENGTH)) < 1e-4
+
+
+def _drafted(drafted):
+    """bool [sum(drafted + 1)]: which rows of logits are drafted positions."""
+    last = np.cumsum(drafted + 1) - 1
+    return ~np.isin(np.arange(last[-1] + 1), last)
+
+
+def test_vllms_own_rejection_sampler_has_the_same_law(engine, write_history, law_of, p_value):
+    """The switch that keeps it (``sampling.verify=vllm``), and the patches it needs on a CPU."""
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    ours = runner.sampler, runner.rejection_sampler
+    write_history(engine.history_folder, history_of("true", law_of))
+    runner.sampler = type(ours[0]).__mro__[1](ours[0].logprobs_mode)
+    runner.rejection_sampler = type(ours[1]).__mro__[1](runner.sampler)
+    try:
+        tokens = sample(engine, SETTINGS["T=0.7"], SAMPLES)
+    finally:
+        runner.sampler, runner.rejection_sampler = ours
+    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
 
 
 def test_greedy_output_is_the_undrafted_one(engine, write_history, build_engine):
@@ -81,14 +115,17 @@ def test_greedy_output_is_the_undrafted_one(engine, write_history, build_engine)
     assert drafted == stock
 
 
-def test_log_probabilities_are_the_targets(engine, write_history, small_model, law_of):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_the_targets(engine, write_history, small_model, law_of, temperature):
     """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
     write_history(engine.history_folder, history_of("true", law_of))
-    settings = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=0, n=32)
+    settings = SamplingParams(
+        temperature=temperature, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=0, n=32
+    )
     output = engine.generate([{"prompt_token_ids": PROMPT}], settings, use_tqdm=False)[0]
     tokens = torch.tensor([o.token_ids for o in output.outputs])
     returned = torch.tensor(
@@ -97,6 +134,6 @@ def test_log_probabilities_are_the_targets(engine, write_history, small_model, l
     model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
     with torch.no_grad():
         sequence = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
-        logits = model(sequence).logits[:, len(PROMPT) - 1 : -1]
+        logits = model(sequence).logits[:, len(PROMPT) - 1 : -1] / temperature
     expected = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
     torch.testing.assert_close(returned, expected, atol=2e-4, rtol=2e-4)

@@ -76,8 +76,14 @@ def test_the_groups_set_every_key_and_its_defaults(request):
     [
         ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy or partial"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
-        ({"sorting": {"mode": "partial", "coupled": True}}, "generates nothing anew"),
-        ({"sorting": {"mode": "on_policy", "coupled": True}, "drafting": {"enable": False}}, "enable drafting"),
+        ({"sorting": {"mode": "partial"}, "sampling": {"coupled": True}}, "contradicts sorting.mode=partial"),
+        ({"sampling": {"coupled": True}}, "contradicts sorting.mode=None"),
+        ({"sampling": {"coupled": True, "verify": "vllm"}}, "false with sampling.verify=vllm"),
+        ({"sampling": {"verify": "theirs"}}, "sampling.verify must be ours or vllm"),
+        (
+            {"sorting": {"mode": "on_policy"}, "sampling": {"coupled": True}, "drafting": {"enable": False}},
+            "enable drafting",
+        ),
         ({"sorting": {"order": 1.5}}, "sorting.order must be null, or from 0 to 1"),
         ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
     ],
@@ -85,3 +91,10 @@ def test_the_groups_set_every_key_and_its_defaults(request):
 def test_contradictions_of_sorting_say_what_to_change(tree, message):
     with pytest.raises(ConfigError, match=message):
         parse(tree)
+
+
+def test_a_key_of_an_earlier_version_is_read_and_told(caplog):
+    found = parse({"sorting": {"mode": "on_policy", "coupled": True}})
+    assert found.sampling.coupled
+    assert "sorting.coupled is now called" in caplog.text
+    assert "sampling.coupled" in caplog.text

@@ -1,4 +1,4 @@
-"""vLLM: drafting, coupled sampling, requests."""
+"""vLLM: drafting, sampling, requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEAMS: tuple[Seam, ...] = (
             "self.drafter = create_custom_proposer(",
             "self.requests: dict[str, CachedRequestState] = {}",
             "self.effective_drafter_max_model_len = self.max_model_len",
-            "self.rejection_sampler = RejectionSampler(",  # coupled sampling
+            "self.rejection_sampler = RejectionSampler(",  # our sampler
             "self.use_async_spec_decode =",
         ),
     ),
@@ -56,89 +56,114 @@ SEAMS: tuple[Seam, ...] = (
             "self.token_ids_cpu =",
         ),
     ),
-    # ---- coupled sampling ----
+    # ---- sampling ----
     Seam(
         "vllm.v1.sample.sampler:Sampler.__init__",
-        "coupled sampling: where tokens are drawn",
-        accepts=("logprobs_mode",),
-        contains=("self.topk_topp_sampler = TopKTopPSampler(", "self.logprobs_mode = logprobs_mode"),
-    ),
-    Seam(
-        "vllm.v1.sample.sampler:Sampler.sample",
-        "coupled sampling: temperature before, greedy rows after",
-        contains=(
-            "logits = self.apply_temperature(",
-            "random_sampled, processed_logprobs = self.topk_topp_sampler(logits, sampling_metadata.generators, "
-            "sampling_metadata.top_k, sampling_metadata.top_p,)",
-            "sampling_metadata.temperature < _SAMPLING_EPS, greedy_sampled, random_sampled,",
-        ),
+        "our sampler",
+        signature="(self, logprobs_mode, use_fp64_gumbel)",
+        contains=("self.logprobs_mode = logprobs_mode", "self.use_fp64_gumbel = use_fp64_gumbel"),
     ),
     Seam(
         "vllm.v1.sample.sampler:Sampler.forward",
-        "coupled sampling: the bonus token",
-        accepts=("logits", "sampling_metadata", "predict_bonus_token", "logprobs_mode_override"),
+        "our sampler",
+        signature="(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)",
     ),
     Seam(
-        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native",
-        "coupled sampling: same masks, same processed log-probabilities",
-        signature="(self, logits, generators, k, p)",
+        "vllm.v1.sample.sampler:Sampler.gather_logprobs",
+        "our sampler: which log-probabilities go with a token",
         contains=(
-            "logits = apply_top_k_top_p(logits, k, p)",
-            'if self.logprobs_mode == "processed_logits": logits_to_return = logits',
-            "logits_to_return = logits.log_softmax(dim=-1, dtype=torch.float32)",
+            "indices = torch.cat((token_ids, topk_indices), dim=1)",
+            "token_ranks = batched_count_greater_than(logprobs, token_logprobs)",
         ),
     ),
     Seam(
         "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
-        "coupled sampling: same masks",
+        "our sampler: same masks",
         signature="(logits, k, p)",
     ),
     Seam(
+        "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.apply",
+        "our sampler: min-p at drafted positions",
+        contains=("if not self.min_p_count:", "adjusted_min_p = max_probabilities.mul_(self.min_p)"),
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor.__init__",
+        "our sampler: logit bias at drafted positions",
+        contains=("self.biases: dict[int, dict[int, float]] = {}",),
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.apply_with_spec_decode",
+        "our sampler: min_tokens at drafted positions",
+        accepts=("logits", "num_draft_tokens"),
+        contains=("n_mask = int(min(max(remaining, 0), num_draft_arr[req_idx]))",),
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor:build_logitsprocs",
+        "our sampler: what speculation leaves out",
+        contains=("return LogitsProcessors([MinTokensLogitsProcessor(vllm_config, device, is_pin_memory)])",),
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor.state:LogitsProcessors",
+        "our sampler: what speculation leaves out",
+        has=("all",),
+        contains=("self.argmax_invariant:", "self.non_argmax_invariant:"),
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor:InputProcessor._validate_params",
+        "our sampler: min-p and logit bias beside speculation",
+        contains=("params.verify(self.model_config, self.speculative_config,",),
+    ),
+    Seam(
         "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__",
-        "coupled sampling: verification",
+        "our sampler: verification",
         signature="(self, sampler, spec_config, device)",
-        contains=("self.is_processed_logprobs_mode =", "self.synthetic_mode ="),
+        contains=("self.synthetic_mode =",),
     ),
     Seam(
         "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
-        "coupled sampling: verification is this, but for the draw",
+        "our sampler: verification",
         signature="(self, metadata, draft_probs, logits, sampling_metadata)",
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors",
+        "our sampler: penalties, bad words, allowed tokens at drafted positions",
+        signature="(self, logits, sampling_metadata, metadata)",
         contains=(
-            "bonus_sampler_output = self.sampler(logits=bonus_logits, sampling_metadata=replace(sampling_metadata, "
-            "max_num_logprobs=-1,), predict_bonus_token=True,",
-            "raw_target_logits = logits[target_logits_indices]",
-            "target_logits = self.apply_logits_processors(target_logits, sampling_metadata, metadata)",
-            "target_logits = apply_sampling_constraints(target_logits, metadata.cu_num_draft_tokens, "
-            "sampling_metadata,)",
-            "logprobs_tensors = self._get_logprobs_tensors(sampling_metadata.max_num_logprobs, metadata, logits, "
-            "target_logits if self.is_processed_logprobs_mode else raw_target_logits, "
-            "bonus_sampler_output.logprobs_tensors.logprobs, output_token_ids,)",
+            "output_token_ids = self._combine_outputs_with_spec_tokens(",
+            "repeat_indices_cpu = original_indices.repeat_interleave(num_draft_tokens)",
+            "logits, bad_words_token_ids, output_token_ids, metadata.num_draft_tokens",
+            "logits = processor.apply_with_spec_decode(logits, metadata.num_draft_tokens)",
+        ),
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler._combine_outputs_with_spec_tokens",
+        "our sampler: the tokens before each drafted position",
+        contains=(
+            "if len(spec) == 0: continue",
+            "for i in range(len(spec) - 1): result.append([*result[-1], spec[i]])",
         ),
     ),
     Seam(
         "vllm.v1.sample.rejection_sampler:RejectionSampler.parse_output",
-        "coupled sampling: what is left of a rejected row",
-        contains=("output_token_ids_np != PLACEHOLDER_TOKEN_ID",),
-    ),
-    Seam(
-        "vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
-        "coupled sampling: the drafted positions' temperature and masks",
-        signature="(logits, cu_num_draft_tokens, sampling_metadata)",
-    ),
-    Seam(
-        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
-        "coupled sampling: which logits are whose",
-        accepts=(
-            "draft_token_ids",
-            "num_draft_tokens",
-            "cu_num_draft_tokens",
-            "target_logits_indices",
-            "bonus_logits_indices",
+        "our sampler: what is left of a rejected row",
+        contains=(
+            "output_token_ids_np != PLACEHOLDER_TOKEN_ID",
+            "filtered_tensors = logprobs_tensors.filter(valid_mask.flatten())",
         ),
     ),
     Seam(
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+        "our sampler: which logits are whose",
+        accepts=("draft_token_ids", "num_draft_tokens"),
+    ),
+    Seam(
+        f"{_RUNNER}:GPUModelRunner._calc_spec_decode_metadata",
+        "our sampler: a request's drafted positions and the one after lie together",
+        contains=("bonus_logits_indices = cu_num_sampled_tokens - 1",),
+    ),
+    Seam(
         f"{_RUNNER}:GPUModelRunner._sample",
-        "coupled sampling: every token goes through one of the two",
+        "our sampler: every token goes through one of the two",
         signature="(self, logits, spec_decode_metadata)",
         contains=(
             "return self.sampler(logits=logits, sampling_metadata=sampling_metadata,)",
@@ -147,7 +172,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner._bookkeeping_sync",
-        "coupled sampling: the position of the next token",
+        "our sampler: the position of the next token",
         contains=(
             "sampled_ids = [-1] if req_idx not in invalid_req_indices_set else None",
             "self.input_batch.num_tokens_no_spec[req_idx] = end_idx",
@@ -155,7 +180,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
-        "coupled sampling: the position of the next token, greedy rows",
+        "our sampler: the position of the next token, greedy rows",
         contains=(
             "self.num_tokens_no_spec[req_index] = request.num_tokens",
             "self.temperature_cpu[req_index] = 0.0",
@@ -163,7 +188,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
-        "coupled sampling: fresh noise for requests without a key",
+        "our sampler: fresh noise for requests without a key",
         contains=('request.request_id = f"{request.external_req_id}-{random_uuid():.8}"',),
     ),
     # ---- requests ----

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import (
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme import config as rhyme_config
-from verl_rhyme.sorting.noise import key_of
+from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter
 
@@ -83,6 +83,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rhyme = rhyme_config.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._sorting = rhyme.sorting
+        self._coupled = rhyme.sampling.coupled
         self._redraft = rhyme.sorting.redraft and rhyme.drafting.enable
         self._seed = int(rollout.get("seed", 0) or 0)
         self._reports = _Reports()
@@ -104,7 +105,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         uid, key = prompt["uid"], f"{prompt['uid']}_{start.number}"
         session = Session(self._sorting.mode == "partial", self._redraft, start.priority)
         meta = RequestMeta(sample=start.number)
-        if self._sorting.coupled:
+        if self._coupled:
             meta.noise = f"{key_of(self._seed, uid, start.number):016x}"
         try:
             if start.kept:

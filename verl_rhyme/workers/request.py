@@ -23,8 +23,8 @@ class RequestMeta:
         id: The server's name of the request.
         queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         attempt: 0 for the first, then one more for each resumption of an aborted request and each further turn.
-        noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sorting.noise`); empty for one of the
-            request's own.
+        noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sampling.noise`); empty for one of
+            the request's own.
         previous: Tokens of the response that an interruption cut short and that this request generates anew.
     """
 

@@ -29,15 +29,15 @@ class RhymeWorkerMethods:
         proposer.attach(self.model_runner)
         return True
 
-    def couple_sampler(self) -> bool:
-        """Let all sampling of this worker be coupled: :mod:`verl_rhyme.workers.vllm.coupled_sampler`.
+    def install_sampler(self) -> str:
+        """Let this worker draw all its tokens, and verify drafts, with :mod:`verl_rhyme.workers.vllm.sampler`.
 
         Returns:
-            Whether it is.
+            Why it does not; empty when it does.
         """
-        from verl_rhyme.workers.vllm import coupled_sampler  # here: it imports vLLM's samplers
+        from verl_rhyme.workers.vllm import sampler  # here: it imports vLLM's samplers
 
-        return coupled_sampler.couple(self.model_runner)
+        return sampler.install(self.model_runner)
 
     def refused_patches(self) -> list[str]:
         """Patches this worker needs and did not get, with the reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,9 @@ from verl_rhyme import config as rhyme_config
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import FIELD, RequestMeta, RequestRecord
-from verl_rhyme.workers.vllm import cuda_graphs
+from verl_rhyme.workers.vllm import cuda_graphs, sampler
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two looks whether the engine knows a request.
 _ADMISSION_POLL_S = 0.002
@@ -91,12 +94,21 @@ class RhymeHttpServer(vLLMHttpServer):
         attached = await self.engine.collective_rpc("attach_proposer")
         if self._rhyme.drafting.enable and not all(attached):
             raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
-        if self._rhyme.sorting.coupled and not all(await self.engine.collective_rpc("couple_sampler")):
-            raise RuntimeError("vLLM samples without the coupled sampler; see `verl-rhyme doctor`")
+        if self._rhyme.drafting.enable and self._rhyme.sampling.verify == "ours":
+            await self._install_sampler()
         self._counts = _CountsCollector(self.engine)
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
         self.engine.generate = self._observed_generate  # type: ignore[method-assign]
+
+    async def _install_sampler(self) -> None:
+        refused = sorted({reason for reason in await self.engine.collective_rpc("install_sampler") if reason})
+        if not refused:
+            sampler.allow_all_options(self.engine)
+        elif self._rhyme.sampling.coupled:
+            raise RuntimeError(f"{CONFIG_PATH}.sampling.coupled needs our sampler, but {'; '.join(refused)}")
+        else:
+            logger.warning("vLLM's own rejection sampler verifies the drafts: %s", "; ".join(refused))
 
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from verl_rhyme.sorting.noise import draw, gumbel, key_of, philox, words
+from verl_rhyme.sampling.noise import draw, gumbel, key_of, philox, words
 
 KEYS = np.array([key_of("test", i) for i in range(20_000)], dtype=np.uint64)
 

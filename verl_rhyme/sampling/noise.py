@@ -7,7 +7,8 @@ that position of that request again, in any batch, after any interruption, meets
 says what this is for, and which keys may be used when.
 
 A uniform has 32 bits, u = (w + 1/2) 2**-32, and the law is exact up to that resolution: what is less likely than 1e-10
-may never be drawn.
+may never be drawn. Where nobody will draw again, one uniform of 53 bits serves a row (:func:`uniforms`), to be inverted
+(:mod:`verl_rhyme.sampling.inversion`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
 _W0, _W1 = (np.uint64(w) for w in INCREMENTS)
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _UNIT = 2.0**-32
-#: Above every Gumbel there is: 33 ln 2, from u = 2**-33.
-_HIGHEST = 22.874
+#: Entries that are looked at together.
+_SPAN = 64 * BLOCK
+_SIGN, _HALF, _SIXTY_FOURTH, _ONE = np.uint32(1 << 31), 2.0**31 + 0.5, 1 / 64, 1 + 1e-9
 
 
 def key_of(*parts: int | str | bytes) -> int:
@@ -79,9 +81,68 @@ def words(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarra
     return out
 
 
+@njit(cache=True, nogil=True)
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One uniform for each row, from a block that no vocabulary reaches.
+
+    Args:
+        keys: uint64 [N].
+        positions: int64 [N], 0 and up.
+
+    Returns:
+        float64 [N], inside (0, 1).
+    """
+    out = np.empty(len(keys))
+    for row in range(len(keys)):
+        high, low, _, _ = _block(keys[row], positions[row], _LOW)
+        out[row] = ((high << np.uint64(21) | low >> np.uint64(11)) + 0.5) * 2.0**-53
+    return out
+
+
 def gumbel(words: np.ndarray) -> np.ndarray:
     """float64 Gumbel noise, ``-log(E)`` with the exponential ``E = -log1p(-u)``: exact where small E decide."""
     return -np.log(-np.log1p(-(words + 0.5) * _UNIT))
+
+
+@njit(cache=True, nogil=True)
+def _fill(key, position, first, w0, w1, w2, w3):  # type: ignore[no-untyped-def]
+    """Words (uint32) of the Philox blocks from ``first`` on: as :func:`philox`, in vector instructions."""
+    position = np.uint64(position)
+    k0, k1 = key & _LOW, key >> _32
+    for i in range(len(w0)):
+        w0[i], w1[i] = np.uint32(first + i), np.uint32(position & _LOW)
+        w2[i], w3[i] = np.uint32(position >> _32), np.uint32(0)
+    for _ in range(ROUNDS):
+        low, high = np.uint32(k0), np.uint32(k1)
+        for i in range(len(w0)):
+            p0, p1 = np.uint64(w0[i]) * _M0, np.uint64(w2[i]) * _M1
+            w0[i], w1[i] = np.uint32(p1 >> _32) ^ w1[i] ^ low, np.uint32(p1)
+            w2[i], w3[i] = np.uint32(p0 >> _32) ^ w3[i] ^ high, np.uint32(p0)
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+
+
+@njit(cache=True, nogil=True)
+def _may_exceed(logit, word, best):  # type: ignore[no-untyped-def]
+    """Whether the entry could win: 1 or 0, never 0 where it does."""
+    u = (np.float64(np.int32(word ^ _SIGN)) + _HALF) * _UNIT  # vector instructions convert signed words only
+    # To win, E < exp(-d). E > u, and exp(d) > (1 + d/64)**64.
+    power = max(1 + (best - np.float64(logit)) * _SIXTY_FOURTH, 0.0)
+    for _ in range(6):
+        power *= power
+    return np.int32(u * power < _ONE)
+
+
+@njit(cache=True, nogil=True)
+def _count_hopeful(logits, row, first, w, blocks, best):  # type: ignore[no-untyped-def]
+    """How many entries of ``blocks`` Philox blocks, from entry ``first`` on, could exceed ``best``."""
+    hopeful = np.int32(0)
+    for i in range(blocks):
+        at = first + BLOCK * i
+        hopeful += _may_exceed(logits[row, at], w[0, i], best)
+        hopeful += _may_exceed(logits[row, at + 1], w[1, i], best)
+        hopeful += _may_exceed(logits[row, at + 2], w[2, i], best)
+        hopeful += _may_exceed(logits[row, at + 3], w[3, i], best)
+    return hopeful
 
 
 @njit(cache=True, nogil=True)
@@ -99,6 +160,7 @@ def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.
     """
     out = np.zeros(len(logits), dtype=np.int64)
     vocabulary = logits.shape[1]
+    w = np.empty((BLOCK, _SPAN // BLOCK), dtype=np.uint32)
     for row in range(len(logits)):
         likeliest, top = 0, np.float32(-np.inf)
         for token in range(vocabulary):
@@ -110,20 +172,18 @@ def draw(logits: np.ndarray, keys: np.ndarray, positions: np.ndarray, plain: np.
         # The likeliest first: a high bar at once.
         four = _block(keys[row], positions[row], likeliest // BLOCK)
         best = top - np.log(-np.log1p(-(four[likeliest % BLOCK] + 0.5) * _UNIT))
-        for first in range(0, vocabulary, BLOCK):
-            n = min(BLOCK, vocabulary - first)
-            hopeless = True
-            for token in range(first, first + n):
-                hopeless &= not logits[row, token] > best - _HIGHEST
-            if hopeless:
+        for first in range(0, vocabulary, _SPAN):
+            blocks = min(_SPAN, vocabulary - first) // BLOCK
+            _fill(keys[row], positions[row], first // BLOCK, w[0, :], w[1, :], w[2, :], w[3, :])
+            end = min(first + _SPAN, vocabulary)
+            if first + BLOCK * blocks == end and not _count_hopeful(logits, row, first, w, blocks, best):
                 continue
-            four = _block(keys[row], positions[row], first // BLOCK)
-            for i in range(n):
-                u = (four[i] + 0.5) * _UNIT
-                # To win, E < exp(-d). As E > u and exp(d) > 1 + d + d**2/2 + d**3/6, most need no logarithm.
-                d = best - logits[row, first + i]
-                if u * (1 + d * (1 + d / 2 * (1 + d / 3))) < 1 + 1e-9:
-                    score = logits[row, first + i] - np.log(-np.log1p(-u))
-                    if score > best:
-                        best, out[row] = score, first + i
+            for token in range(first, end):
+                word = w[token % BLOCK, (token - first) // BLOCK]
+                if not _may_exceed(logits[row, token], word, best):
+                    continue
+                u = (word + 0.5) * _UNIT
+                score = logits[row, token] - np.log(-np.log1p(-u))
+                if score > best:
+                    best, out[row] = score, token
     return out

@@ -1,0 +1,166 @@
+"""Whatever a request asks of its sampling, drafts change nothing, and the law is stock vLLM's.
+
+With the same noise an engine that drafts must give the very tokens and log-probabilities of one that does not; and what
+that one draws must be distributed as what vLLM's own sampler draws.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from scipy import stats
+from small_law import LENGTH, PROMPT, history_of
+
+from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.workers.request import RequestMeta
+
+pytestmark = pytest.mark.xdist_group("exactness")
+
+SAMPLES = 2400
+
+
+@dataclass(frozen=True)
+class Option:
+    """``SamplingParams`` of a request; ``bad_words`` as token ids, which need no tokenizer."""
+
+    settings: dict = field(default_factory=dict)
+    bad_words: list = field(default_factory=list)
+
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3}
+STOP = {"min_tokens": 3, "stop_token_ids": [2, 5, 7]}
+OPTIONS = {
+    "penalties": Option(PENALTIES),
+    "min-p": Option({"min_p": 0.2}),
+    "logit bias": Option({"logit_bias": {3: 2.0, 5: -3.0}}),
+    "bad words": Option(bad_words=[[4], [7, 1], [1, 7, 3]]),
+    "min tokens": Option(STOP),
+    "allowed tokens": Option({"allowed_token_ids": [0, 1, 2, 3, 5, 7, 8]}),
+    "top-k and top-p": Option({"top_k": 5, "top_p": 0.9, "temperature": 0.8}),
+    "all": Option(
+        {**PENALTIES, **STOP, "min_p": 0.05, "logit_bias": {3: 1.0}, "top_p": 0.95, "top_k": 9, "temperature": 1.2},
+        bad_words=[[4], [7, 1]],
+    ),
+}
+PLAIN = Option()
+
+
+def generate(engine, options, keys, length=LENGTH + 1, **common):
+    """One request for each option and key (``None``: the request's own noise)."""
+    from vllm import SamplingParams
+
+    each = []
+    for option, key in zip(options, keys, strict=True):
+        settings = {"max_tokens": length, "ignore_eos": True, "detokenize": False, **common, **option.settings}
+        params = SamplingParams(**(settings if key is None else RequestMeta(noise=f"{key:016x}").put(settings)))
+        params._bad_words_token_ids = option.bad_words or None
+        each.append(params)
+    outputs = engine.generate([{"prompt_token_ids": PROMPT}] * len(each), each, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def stock(build_engine):
+    return build_engine()
+
+
+@pytest.fixture(scope="module")
+def plain(build_engine):
+    """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
+    return build_engine(draws=True)
+
+
+@pytest.fixture(scope="module")
+def drafting(build_engine, write_history, law_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    write_history(folder, history_of("true", law_of))
+    return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_change_nothing(drafting, plain, name):
+    """In batches where every other request asks for nothing."""
+    options = [OPTIONS[name], PLAIN] * 64
+    keys = [key_of(name, i) for i in range(len(options))]
+    before = drafting.collective_rpc("draft_totals")[0]
+    drafted = generate(drafting, options, keys, length=24, logprobs=2)
+    after = drafting.collective_rpc("draft_totals")[0]
+    assert after["accepted"] - before["accepted"] > 50
+    assert after["drafted"] - after["accepted"] - before["drafted"] + before["accepted"] > 50
+    undrafted = generate(plain, options, keys, length=24, logprobs=2)
+    assert [list(o.token_ids) for o in drafted] == [list(o.token_ids) for o in undrafted]
+    for ours, theirs in zip(drafted, undrafted, strict=True):
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one.keys() == other.keys()
+            for token in one:
+                assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+                assert one[token].rank == other[token].rank
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_law_is_stock_vllms(plain, stock, name):
+    ours, theirs = (counts_of(generate(e, [OPTIONS[name]] * SAMPLES, [None] * SAMPLES)) for e in (plain, stock))
+    assert same_law(ours, theirs) > 1e-4
+    if name != "bad words":  # what the test would notice
+        assert same_law(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) < 1e-4
+
+
+def counts_of(outputs):
+    """How often each beginning of an output occurred."""
+    found = {}
+    for output in outputs:
+        tokens = tuple(output.token_ids[:LENGTH])
+        found[tokens] = found.get(tokens, 0) + 1
+    return found
+
+
+def same_law(first, second):
+    """p-value of a chi-square test of homogeneity; what is rare is pooled."""
+    cells = sorted(first.keys() | second.keys())
+    table = np.array([[counts.get(cell, 0) for cell in cells] for counts in (first, second)])
+    rare = table.sum(0) < 16
+    table = np.column_stack([table[:, ~rare], table[:, rare].sum(1)])
+    return stats.chi2_contingency(table[:, table.sum(0) > 0]).pvalue
+
+
+def test_a_seed_repeats_its_tokens(drafting, plain):
+    """As with vLLM's own; here drafted or not, and whatever else is in the batch."""
+    seeds = [Option({"seed": seed}) for seed in range(48)]
+    first = [list(o.token_ids) for o in generate(drafting, seeds, [None] * 48, length=20)]
+    again = [list(o.token_ids) for o in generate(plain, seeds[::-1] + [PLAIN] * 9, [None] * 57, length=20)][47::-1]
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 48
+
+
+def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
+    """The step's drafts are dropped then: the law is that of the first position."""
+    from verl_rhyme.workers.vllm import sampler
+
+    monkeypatch.setattr(sampler, "_foreign", lambda metadata: True)
+    before = drafting.collective_rpc("draft_totals")[0]
+    ours = counts_of(generate(drafting, [PLAIN] * SAMPLES, [None] * SAMPLES))
+    after = drafting.collective_rpc("draft_totals")[0]
+    assert after["drafted"] > before["drafted"]
+    assert after["accepted"] == before["accepted"]
+    assert same_law(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits", "processed_logprobs"])
+def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatch):
+    """Of greedy tokens beside sampled ones, whose law is cut off."""
+    options = [Option({"temperature": 0}), OPTIONS["top-k and top-p"]] * 4
+    for engine in (plain, stock):
+        runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+        monkeypatch.setattr(runner.sampler, "logprobs_mode", mode)
+        monkeypatch.setattr(runner.sampler.topk_topp_sampler, "logprobs_mode", mode)
+        if hasattr(runner.sampler, "drawer"):
+            monkeypatch.setattr(runner.sampler.drawer, "_mode", mode)
+    for logprobs in (0, 3):
+        ours, theirs = (generate(e, options, [None] * 8, length=1, logprobs=logprobs) for e in (plain, stock))
+        for one, other in zip(ours, theirs, strict=True):
+            (mine,), (its,) = one.logprobs, other.logprobs
+            shared = mine.keys() & its.keys()
+            assert shared or logprobs == 0  # two draws may differ, the likeliest tokens do not
+            for token in shared:
+                assert mine[token].logprob == pytest.approx(its[token].logprob, abs=1e-4)
+                assert mine[token].rank == its[token].rank

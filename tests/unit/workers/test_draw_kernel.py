@@ -1,0 +1,84 @@
+"""The GPU's kernel, by Triton's interpreter: the same draws as the CPU's path; and it compiles for GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+PROBE = Path(__file__).parent / "draw_kernel_probe.py"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    # In a process of its own: Triton reads the variable when it is imported.
+    result = subprocess.run(
+        [sys.executable, str(PROBE)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_it_draws_what_the_cpu_draws(cases):
+    *drawn, _ = cases
+    assert len(drawn) == 12
+    for case in drawn:
+        assert case["behind"] < 1e-4, case
+        assert case["same"] >= case["rows"] - 1, case
+    assert sum(case["same"] for case in drawn) >= sum(case["rows"] for case in drawn) - 1
+
+
+def test_its_log_probabilities_and_ranks_are_right(cases):
+    *drawn, masked = cases
+    for case in drawn:
+        assert case["logprob_error"] < 5e-5, case
+        assert case["ranks"], case
+    assert masked["tokens"][:2] == [4321, 17]
+    assert 0 <= masked["tokens"][2] < 5000
+    assert masked["logprobs"] == pytest.approx([0, 0], abs=1e-6)
+
+
+_COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from verl_rhyme.workers.vllm import draw_kernel as k
+
+floats = {n: "*fp32" for n in "temperatures scores chosen highest sums".split()}
+draw = {"logits": "*bf16", "stride": "i32", "keys": "*i64", "positions": "*i64", "vocabulary": "i32",
+        "part_size": "i32", "parts": "i32", "tokens": "*i32", **floats, "RAW": "constexpr", "BLOCK": "constexpr"}
+combine = {n: "*fp32" for n in "scores chosen highest sums out_logits out_logprobs".split()}
+combine |= {"tokens": "*i32", "out_tokens": "*i64", "parts": "i32", "PARTS": "constexpr"}
+rank = {"logits": "*bf16", "stride": "i32", "tokens": "*i64", "vocabulary": "i32", "part_size": "i32",
+        "ranks": "*i32", "BLOCK": "constexpr"}
+for kernel, signature, constants in (
+    (k._draw, draw, {"RAW": False, "BLOCK": k._BLOCK}), (k._combine, combine, {"PARTS": 16}),
+    (k._rank, rank, {"BLOCK": k._BLOCK}),
+):
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, ordered, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 8})
+    print(kernel.__name__, len(made.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(capability)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]

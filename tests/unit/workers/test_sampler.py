@@ -1,0 +1,42 @@
+"""What the sampler decides about drafts, and which runners it leaves alone. The law is tested in tests/e2e."""
+
+import numpy as np
+import pytest
+import torch
+
+# The module imports vLLM's samplers.
+sampler = pytest.importorskip("verl_rhyme.workers.vllm.sampler")
+
+
+def test_output_ends_with_the_first_difference():
+    drafted = np.array([2, 0, 3, 1, 3])
+    drafts = torch.tensor([5, 6, 1, 2, 3, 9, 1, 2, 3])
+    tokens = torch.tensor([5, 6, 10, 11, 1, 7, 3, 12, 8, 13, 1, 2, 4, 14])
+    found, at = sampler.until_first_difference(drafts, tokens, drafted)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[5, 6, 10, -1], [11, -1, -1, -1], [1, 7, -1, -1], [8, -1, -1, -1], [1, 2, 4, -1]]
+    assert at.tolist() == [0, 1, 2, 4, 8, 9, 10, 11, 12, 13, 16, 17, 18, 19]
+
+
+def test_whatever_is_drafted_the_output_is_a_beginning_of_what_was_drawn():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        drafted = rng.integers(0, 5, rng.integers(1, 8))
+        drafted[rng.integers(len(drafted))] = rng.integers(1, 5)
+        tokens = [rng.integers(0, 2, n + 1) for n in drafted]
+        drafts = [rng.integers(0, 2, n) for n in drafted]
+        found, _ = sampler.until_first_difference(
+            torch.from_numpy(np.concatenate(drafts)), torch.from_numpy(np.concatenate(tokens)), drafted
+        )
+        for line, drawn, draft in zip(found.tolist(), tokens, drafts, strict=True):
+            kept = next((i for i, (a, b) in enumerate(zip(drawn, draft, strict=False)) if a != b), len(draft)) + 1
+            assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
+
+
+def test_a_runner_whose_positions_are_unknown_is_left_alone():
+    class Runner:
+        pass
+
+    runner = Runner()
+    assert "V1 model runner" in sampler.install(runner)
+    assert not vars(runner)

@@ -1,0 +1,80 @@
+"""Drawing a token by inverting the cumulative distribution: one uniform a row, two reads of the row.
+
+Exact, and much cheaper than an exponential for every entry where the noise need not be met again; one row's draw does
+not depend on the others in the batch (Devroye, *Non-uniform random variate generation*, 1986, section III.2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+#: Entries that are summed in float32 before they are added in float64.
+_BLOCK = 1024
+
+
+def invert(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """The token of each row: the first at which the cumulative weight exceeds ``uniform * total``.
+
+    Args:
+        weights: float32 [N, V], at least 0, proportional to the probabilities; 0 where a token is masked.
+        uniforms: float64 [N], inside (0, 1).
+
+    Returns:
+        int64 [N]. 0 where a row has no weight at all, or holds a NaN; else never a token of weight 0.
+    """
+    rows, vocabulary = weights.shape
+    whole = vocabulary // _BLOCK
+    sums = np.empty((rows, whole + 1))
+    # numpy sums pairwise and with vector instructions.
+    sums[:, :whole] = weights[:, : whole * _BLOCK].reshape(rows, whole, _BLOCK).sum(axis=2)
+    sums[:, whole] = weights[:, whole * _BLOCK :].sum(axis=1)
+    return _locate(weights, sums, uniforms)
+
+
+@njit(cache=True, nogil=True)
+def _locate(weights, sums, uniforms):  # type: ignore[no-untyped-def]
+    rows, vocabulary = weights.shape
+    out = np.zeros(rows, dtype=np.int64)
+    for row in range(rows):
+        total = sums[row].sum()
+        if not 0.0 < total < np.inf:
+            continue
+        left = uniforms[row] * total
+        block, last = 0, 0
+        while sums[row, block] <= left:
+            left -= sums[row, block]
+            if sums[row, block] > 0.0:
+                last = block
+            block += 1
+            if block == sums.shape[1]:  # rounding left a little over: the last token there is
+                block, left = last, np.inf
+                break
+        for token in range(block * _BLOCK, min((block + 1) * _BLOCK, vocabulary)):
+            if weights[row, token] > 0.0:
+                out[row] = token
+                left -= weights[row, token]
+                if left < 0.0:
+                    break
+    return out
+
+
+@njit(cache=True, nogil=True)
+def ranks(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """How many entries of each row are at least the token's, itself included.
+
+    Args:
+        logits: float32 [N, V].
+        tokens: int64 [N].
+
+    Returns:
+        int64 [N], from 1 (0 for a NaN).
+    """
+    out = np.empty(len(tokens), dtype=np.int64)
+    for row in range(len(tokens)):
+        least = logits[row, tokens[row]]
+        count = np.int32(0)  # as wide as a logit: vector instructions
+        for token in range(logits.shape[1]):
+            count += np.int32(logits[row, token] >= least)
+        out[row] = count
+    return out
