@@ -12,7 +12,6 @@ from verl_rhyme import startup
 from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
-from verl_rhyme.preflight.estimate import gib
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
