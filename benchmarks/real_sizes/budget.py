@@ -2,11 +2,10 @@
 
     python -m benchmarks.real_sizes budget [--json] [--quick]
 
-The real adaptive drafter replays responses of the last two epochs of four traces at a constant number of rows, with what a
-step costs learnt from a cost model: once with no bound but 32 tokens a request (what pays), once with the bounds as
-they were (1 GiB of vLLM's float32 tables, the longest draft first), once as they are. And with certain drafts: every
-request generates anew what it said before, and wants 32 tokens in every step. Nothing is timed: the figures have no
-spread.
+The real adaptive drafter replays responses of the last two epochs of four traces at a constant number of rows, with
+what a step costs learnt from a cost model: once with no bound but 32 tokens a request (what pays), once with the bounds
+as they were (1 GiB of vLLM's float32 tables, the longest draft first), once as they are. And with certain drafts: every
+request generates anew what it said before. Nothing is timed: the figures have no spread.
 """
 
 from __future__ import annotations
