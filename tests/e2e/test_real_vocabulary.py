@@ -5,6 +5,8 @@ tail beyond top-k and top-p. Cells are the words, and the tail by ranges of ids;
 the law of a second token needs one pass of the model for each word.
 """
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("real_vocabulary")
 
 WORDS, VOCABULARY = 96, 151_936
 SAMPLES = 768
-#: First ids of the ranges of the tail: few likely entries, then ever more of them, and the table's last quarter.
+#: First ids of the ranges of the tail: few likely entries, then ever more of them, up to the table's last quarter.
 RANGES = np.array([WORDS, 100, 200, 1000, 10_000, 1 << 16, 114_000])
 CELLS = WORDS + len(RANGES)
 SETTINGS = {
@@ -37,23 +39,39 @@ def world():
 
 
 @pytest.fixture(scope="module")
-def prompt(world):
-    """Where the law has several likely words and a tail."""
+def model(world):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(world, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(world):
+    """Questions of the tiny world, as token ids."""
     from transformers import AutoTokenizer
 
     from examples.tiny_world.puzzles import generate
     from examples.tiny_world.sampling import encode_prompt
 
-    return encode_prompt(AutoTokenizer.from_pretrained(world), next(generate(0, "test")).text())
+    tokenizer = AutoTokenizer.from_pretrained(world)
+    return [encode_prompt(tokenizer, puzzle.text()) for puzzle in islice(generate(3, "test"), 8)]
 
 
 @pytest.fixture(scope="module")
-def law(world, prompt):
+def prompt(model, prompts):
+    """A question and the word that all responses begin with; then a name follows, or an entry from all over the tail."""
+    import torch
+
+    with torch.no_grad():
+        return [*prompts[5], int(model(torch.tensor(prompts[5:6])).logits[0, -1].argmax())]
+
+
+@pytest.fixture(scope="module")
+def law(model, prompt):
     """``law(temperature, top_p, top_k)``: float64 [CELLS, CELLS], of the first two tokens."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(world, dtype=torch.float32)
     follow = torch.tensor([[*prompt, token] for token in [*range(WORDS), WORDS]])  # the last for all added entries
     with torch.no_grad():
         first = model(torch.tensor([prompt])).logits[:, -1].double()
@@ -171,16 +189,9 @@ def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, s
     assert p_value(cells, law(**SETTINGS[setting])) > 1e-4
 
 
-def test_greedy_output_is_the_undrafted_one(engine, world, build_engine, write_history):
-    from transformers import AutoTokenizer
+def test_greedy_output_is_the_undrafted_one(engine, world, prompts, build_engine, write_history):
     from vllm import SamplingParams
 
-    from examples.tiny_world.puzzles import generate
-    from examples.tiny_world.sampling import encode_prompt
-
-    tokenizer = AutoTokenizer.from_pretrained(world)
-    puzzles = generate(3, "test")
-    prompts = [encode_prompt(tokenizer, next(puzzles).text()) for _ in range(8)]
     greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     write_history(engine.history_folder, [])
