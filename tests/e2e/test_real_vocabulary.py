@@ -60,7 +60,7 @@ def prompts(world):
 
 @pytest.fixture(scope="module")
 def prompt(model, prompts):
-    """A question and the word that all responses begin with; then a name follows, or an entry from all over the tail."""
+    """A question and the word that all responses begin with; a name follows, or an entry from all over the tail."""
     import torch
 
     with torch.no_grad():
