@@ -15,7 +15,7 @@ from verl_rhyme.workers.request import RequestMeta
 pytestmark = pytest.mark.xdist_group("real_vocabulary")
 
 WORDS, VOCABULARY = 96, 151_936
-SAMPLES = 768
+SAMPLES = 512
 #: First ids of the ranges of the tail: few likely entries, then ever more of them, up to the table's last quarter.
 RANGES = np.array([WORDS, 100, 200, 1000, 10_000, 1 << 16, 114_000])
 CELLS = WORDS + len(RANGES)
@@ -118,7 +118,8 @@ def engine(world, build_engine, write_history, tmp_path_factory):
     built = build_engine(
         folder,
         model=world,
-        drafting={"max_tokens": 4, "floor": 1e-4, "weigh_cost": False},
+        # Drafts come from the history alone, so that a test decides what they are.
+        drafting={"policy": "paper", "max_tokens": 4},
         max_model_len=256,
         max_num_seqs=32,
         num_gpu_blocks_override=512,
@@ -172,8 +173,10 @@ def test_silent_entries_stay_silent_in_every_state():
     assert chances[..., WORDS:].sum(-1).max() < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["true", "adversarial"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [*(("true", setting) for setting in SETTINGS), ("adversarial", "T=1"), ("adversarial", "top-p")],
+)
 def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, prompt, law))
     before = drafts_of(engine)
@@ -182,7 +185,7 @@ def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, s
     if kind == "true":
         assert 0 < accepted < drafted, "the test must see acceptances and rejections"
     else:
-        assert drafted - accepted > SAMPLES / 4
+        assert drafted - accepted > SAMPLES / 2
     cells = cell_of(tokens)
     if setting == "T=1":
         assert (tokens >= 1 << 16).any(), "the test must see far entries drawn"
