@@ -50,7 +50,7 @@ def gpu(rows: int, drafted: int) -> float:
 
 
 def cpu(rows: int, drafted: int) -> float:
-    """The same for the tiny model on one CPU core, where a row of logits costs 1.8 ms, and its draw. An estimate, too."""
+    """The same for the tiny model on one CPU core, where a row of logits takes 1.8 ms, and its draw some more."""
     return 3e-3 + 2.7e-3 * rows + 2.5e-3 * drafted + (2e-3 if drafted else 0.0)
 
 
@@ -70,14 +70,14 @@ def before(rows: int, memory: int = 1 << 30) -> tuple[int, int]:
 
 
 def after(rows: int, itemsize: int = 2) -> tuple[int, int]:
-    """As it is, all slots being taken."""
+    """As it is; no prompt waits."""
     logits = logits_budget(VOCABULARY, rows, rows, DraftingConfig().logits_memory, itemsize)
     return LONGEST, min(logits, step_budget(STEP_TOKENS, rows, False))
 
 
 @dataclass
 class Figures:
-    """Of the steps in which all slots were taken."""
+    """Of the steps in which at least nine tenths of the slots were taken."""
 
     granted: list[int]
     bound: int = 0
@@ -105,12 +105,12 @@ class Watched(Rhyme):
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         drafts = self.policy.step(done)
-        if len(responses) == self._rows:
+        if len(responses) >= 0.9 * self._rows:
             granted = sum(map(len, drafts))
             self.figures.granted.append(granted)
             self.figures.bound += granted >= done.budget
             self.figures.emitted += len(responses) + sum(done.accepted)
-            self.figures.seconds += self._clock(self._rows, sum(done.drafted))
+            self.figures.seconds += self._clock(len(responses), sum(done.drafted))
         return drafts
 
     def end_step(self, responses: Sequence[Response]) -> None:
