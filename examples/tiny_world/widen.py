@@ -2,7 +2,7 @@
 
     python -m examples.tiny_world.widen --variant zipf OUT
 
-The words keep their ids, their tokenizer and (but for 0.002 nats a token) their probabilities among each other; the
+The words keep their ids, their tokenizer and (but for 0.003 nats a token) their probabilities among each other; the
 entries that are added decode to nothing and embed as the unknown word. Variants: ``silent``, they are never likely;
 ``zipf``, they carry a Zipf tail that takes :data:`SHARE` of the mass on the average over the model's own states.
 
@@ -38,7 +38,7 @@ CONSTANT = 1 / 16
 #: 1/30 as long as the residual stream has an RMS below 240 (seen: 3 to 30).
 DEPTH = 1024.0
 #: ``zipf``: mass of the added entries, and the exponent of their ranks.
-SHARE, EXPONENT = 0.08, 1.0
+SHARE, EXPONENT = 0.1, 1.0
 #: Spread of each added logit over the states, so that no two entries keep their order.
 JITTER = 0.3
 
