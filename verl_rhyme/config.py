@@ -29,8 +29,8 @@ SORTING_UNITS = ("group", "trajectory")
 
 #: Keys that are gone, and what to do.
 _GONE = {
-    "drafting.sampler_memory": "the sampler makes no tables any more: drop it. What drafts take now are their logits, "
-    f"bounded by {CONFIG_PATH}.drafting.logits_memory"
+    "drafting.sampler_memory": f"drop it; what drafts may take is now {CONFIG_PATH}.drafting.logits_memory, and its "
+    "default is enough for all that pay",
 }
 
 
