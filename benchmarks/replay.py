@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,8 +71,21 @@ class _Live:
     accepted: int = 0
 
 
-def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longest_draft: int = 32) -> dict[int, Tally]:
+def replay(
+    steps: Sequence[Sequence[Response]],
+    arm: Arm,
+    slots: int = 64,
+    bounds: Callable[[int], tuple[int, int]] = lambda rows: (32, _NO_BUDGET),
+    clock: Callable[[int, int], float] | None = None,
+) -> dict[int, Tally]:
     """Run a trace through ``arm``.
+
+    Args:
+        steps: Responses of each training step.
+        arm: The drafter.
+        slots: Requests at a time.
+        bounds: Of so many rows, the longest draft and the draft tokens of the batch.
+        clock: What a decode step of so many rows and draft tokens takes, in seconds; default: the arm is not told.
 
     Returns:
         A tally by epoch, from 0.
@@ -86,6 +99,7 @@ def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longe
         free = list(range(slots))
         live: list[_Live] = []
         taken: dict[str, int] = {}
+        seconds: float | None = None
         while queue or live:
             started = time.perf_counter()
             while queue and free:
@@ -108,6 +122,7 @@ def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longe
                 continue
             lengths = np.array([len(r.response.prompt) + r.position for r in live])
             responses_now = [request.response for request in live]
+            longest, budget = bounds(len(live))
             done = DecodeStep(
                 requests=[response.id for response in responses_now],
                 rows=np.array([request.row for request in live]),
@@ -115,14 +130,16 @@ def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longe
                 lengths=lengths,
                 drafted=[request.drafted for request in live],
                 accepted=[request.accepted for request in live],
-                limits=np.full(len(live), longest_draft),
-                budget=_NO_BUDGET,
+                limits=np.full(len(live), longest),
+                budget=budget,
+                seconds=seconds,
             )
             started = time.perf_counter()
             drafts = arm.step(responses_now, done)
             spent = time.perf_counter() - started
             tally.seconds += spent
             tally.per_request.append(spent / len(live))
+            seconds = clock(len(live), sum(map(len, drafts))) if clock else None
             for request, draft in zip(live, drafts, strict=True):
                 future = request.response.tokens[request.position :]
                 accepted = 0
@@ -138,7 +155,7 @@ def replay(steps: Sequence[Sequence[Response]], arm: Arm, slots: int = 64, longe
                 tally.drafted += len(draft)
                 tally.accepted += accepted
                 tally.emitted += len(emitted)
-        longest = max(responses, key=lambda r: len(r.tokens))
-        tally.longest.append((len(longest.tokens) - 1) / max(1, taken[longest.id]))
+        last = max(responses, key=lambda r: len(r.tokens))
+        tally.longest.append((len(last.tokens) - 1) / max(1, taken[last.id]))
         arm.end_step(responses)
     return tallies

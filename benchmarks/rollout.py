@@ -1,6 +1,9 @@
 """The real engine over a recorded epoch, arms interleaved: what does drafting gain in tokens per second?
 
-    python -m benchmarks.rollout [--json] [--quick] [--model DIR] [--traces qwen2-t1 ...] [--concurrency 1 8 32 128]
+    python -m benchmarks.rollout [--json] [--quick] [--model DIR] [--trace qwen2-t1 ...] [--concurrency 1 ...]
+    python -m benchmarks.rollout --world zipf --trace qwen2-t1 --concurrency 8 --concurrency 64 --rounds 2
+
+``--world`` takes the tiny Qwen2 with a vocabulary of real size (:mod:`examples.tiny_world.widen`) instead.
 
 Every arm is a vLLM engine of its own; in each round all of them generate the same recorded responses, one after the
 other in an order that rotates, and those of the step before as a warm-up. What they emit is fixed by the trace
@@ -253,6 +256,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="one trace, one width, one round")] = False,
     model: Annotated[Path | None, typer.Option(help="default: the tiny world's Qwen2")] = None,
+    world: Annotated[str | None, typer.Option(help="silent or zipf: that Qwen2 with more entries, instead")] = None,
+    vocabulary: Annotated[int, typer.Option(help="entries of that one")] = 151_936,
     trace: Annotated[list[str] | None, typer.Option(help="by name, in benchmarks/traces")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="requests at a time")] = None,
     epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
@@ -268,6 +273,12 @@ def main(
     wanted = [a for a in arms(quick) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
     wanted += [f"{RHYME} {options}" for options in variant or []]
     path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
+    if world is not None:
+        from examples.tiny_world import widen  # after the environment: it imports torch
+
+        if model is not None or world not in widen.VARIANTS:
+            raise typer.BadParameter(f"--world is {' or '.join(widen.VARIANTS)}, and excludes --model")
+        path = str(widen.cached(world, vocabulary))
     with tempfile.TemporaryDirectory() as top:
         cells, folders = [], {}
         for name in names:
@@ -282,6 +293,7 @@ def main(
         for one in cells:
             found = measure(one, engines, folders[one.trace, one.epoch], 1 if quick else rounds)
             for row in summarise(one, found):
+                row |= {"world": world, "vocabulary": vocabulary} if world else {}
                 row |= {"machine": describe(), "commit": commit()} if as_json else {}
                 print(json.dumps(row) if as_json else row, flush=True)
     if not quick and "suffix" not in arms(quick):

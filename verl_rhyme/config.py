@@ -36,6 +36,13 @@ SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
 
 
+#: Keys that are gone, and what to do.
+_GONE = {
+    "drafting.sampler_memory": f"drop it; what drafts may take is now {CONFIG_PATH}.drafting.logits_memory, and its "
+    "default is enough for all that pay",
+}
+
+
 class ConfigError(ValueError):
     """The configuration is wrong; the message says where and how to mend it."""
 
@@ -98,9 +105,11 @@ class DraftingConfig:
         enable: Draft at all; off keeps the recorder and the event log.
         policy: ``"adaptive"``, or ``"paper"`` (RhymeRL, HistoSpec: one source, one window).
         max_tokens: Draft tokens of one request in one step, at most; vLLM reserves room for this many.
-        max_batch_tokens: Draft tokens of the whole batch in one step; ``None`` takes what the sampler memory
-            bound allows.
-        sampler_memory: Bytes the rejection sampler may take on top of vLLM's own profile.
+        max_batch_tokens: Draft tokens of the whole batch in one step; ``None``: as many as pay, within the two bounds
+            of memory and of the step's tokens (``max_num_batched_tokens``).
+        logits_memory: Bytes that the logits of draft tokens may take beyond what vLLM has profiled; with vLLM's own
+            rejection sampler, the tables it makes of them. The default lets a step be as large as verl's
+            ``max_num_batched_tokens`` (8192) at 152k entries in bf16.
         floor: Adaptive: draft a token only if the probability that it is reached and accepted is at least this.
         weigh_cost: Adaptive: draft only what pays, by the cost of a step as measured while running.
         tail_weight: Adaptive: what a draft token is worth, at most, of the request predicted to finish last, where one
@@ -115,7 +124,7 @@ class DraftingConfig:
     policy: str = "adaptive"
     max_tokens: int = 32
     max_batch_tokens: int | None = None
-    sampler_memory: int = 1 << 30
+    logits_memory: int = 2 << 30
     floor: float = 0.05
     weigh_cost: bool = True
     tail_weight: float = 2.0
@@ -137,7 +146,7 @@ class DraftingConfig:
             self.max_batch_tokens,
             "null or at least 0",
         )
-        _require(self.sampler_memory >= 1 << 20, "drafting.sampler_memory", self.sampler_memory, "at least 1 MiB")
+        _require(self.logits_memory >= 1 << 20, "drafting.logits_memory", self.logits_memory, "at least 1 MiB")
         _require(self.policy in POLICIES, "drafting.policy", self.policy, " or ".join(POLICIES))
         _require(0 < self.floor < 1, "drafting.floor", self.floor, "above 0 and below 1")
         _require(1 <= self.tail_weight <= 100, "drafting.tail_weight", self.tail_weight, "from 1 to 100")
@@ -334,6 +343,8 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
     values = {}
     for key, value in tree.items():
         path = f"{where}.{key}" if where else str(key)
+        if path in _GONE:
+            raise ConfigError(f"{CONFIG_PATH}.{path} is gone: {_GONE[path]}")
         if key not in hints:
             raise ConfigError(_unknown_key(str(key), path, list(hints)))
         hint = hints[key]

@@ -6,6 +6,7 @@ import pytest
 from benchmarks import traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
+from benchmarks.real_sizes import budget
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from verl_rhyme.config import DraftingConfig
@@ -65,3 +66,17 @@ def test_an_interrupted_text_is_worth_more_than_all_else_known(two_epochs):
     assert set(previous) == {r.id for step in two_epochs for r in step if r.epoch == 1}
     assert summary([tally])["tokens_per_step"] > 1.7 * without["tokens_per_step"]
     assert 0.5 * arm.accepted < arm.reverified <= arm.accepted <= tally.accepted
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_a_wide_batch_drafts_what_pays(certain):
+    """At a real vocabulary, by a GPU's cost; the bounds as they were leave next to nothing of it."""
+    past, now = budget.responses()
+
+    def granted(bounds):
+        return budget.drive(384, certain, budget.gpu, bounds, past[-8:], now).granted
+
+    pays = granted(budget.unbounded)
+    assert np.mean(pays) > 200
+    assert granted(budget.after) == pays
+    assert max(granted(budget.before)) == 0

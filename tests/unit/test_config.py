@@ -36,6 +36,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ({"history": {"max_bytes": 10}}, ["history.max_bytes", "1 MiB"]),
         ({"history": {"epochs": 0}}, ["history.epochs"]),
         ({"poll_interval": 0}, ["poll_interval"]),
+        ({"drafting": {"sampler_memory": 1 << 30}}, ["sampler_memory is gone", "drop it", "drafting.logits_memory"]),
     ],
 )
 def test_errors_name_the_place_and_the_mend(tree, words):

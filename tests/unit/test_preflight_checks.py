@@ -152,7 +152,6 @@ def test_a_bad_run_is_not(world, overrides, name, words):
     ("overrides", "name", "words"),
     [
         ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "no draft token a row"),
-        ([f"{R}.custom.rhyme.drafting.sampler_memory=2000000"], "rollout", "allows no draft"),
         (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "all are kept"),
         (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "remote"),
         ([f"{A}.ppo_micro_batch_size_per_gpu=3"], "batches", "no multiple of ppo_micro_batch_size_per_gpu=3"),

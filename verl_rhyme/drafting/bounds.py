@@ -1,7 +1,8 @@
-"""Hard bounds of a draft: vLLM's own limits, the response's budget, the model's length, the sampler's memory.
+"""Hard bounds of a draft: vLLM's own limits, the response's budget, the model's length, the memory of the logits.
 
-The rejection sampler works on float32 tables that vLLM's memory profile does not know of: about
-``4 V (2 sum(K) + 3 B (Kmax + 1))`` bytes for a vocabulary of V, B rows in the batch and K draft tokens in each.
+Every draft token is one more row of logits, and that is all that grows with drafts where one pass over the rows draws
+and verifies (:func:`logits_budget`). vLLM's rejection sampler makes float32 tables of them besides, in which every row
+is as wide as the longest draft of any (:func:`table_bounds`).
 """
 
 from __future__ import annotations
@@ -12,32 +13,85 @@ from numba import njit
 from verl_rhyme.config import MAX_DRAFT_TOKENS
 
 
-def sampler_bytes(vocab: int, rows: int, total: int, kmax: int) -> int:
-    """Bytes the rejection sampler takes for ``total`` draft tokens over ``rows`` rows, ``kmax`` in one at most."""
-    return 4 * vocab * (2 * total + 3 * rows * (kmax + 1))
+def logits_row_bytes(vocab: int, itemsize: int, ranks: int = 1) -> int:
+    """Bytes of one row of logits on a GPU at the fullest moment.
 
-
-def batch_budget(vocab: int, rows: int, kmax: int, memory: int) -> int:
-    """Most draft tokens of a whole batch that keep the sampler within ``memory`` bytes.
+    Over several tensor-parallel ranks vLLM holds the rank's part, the gathered parts and, put in order, the whole.
 
     Args:
-        vocab: Vocabulary size of the logits (padded, as the model emits them).
+        vocab: Vocabulary size.
+        itemsize: Bytes of a logit, in the model's dtype.
+        ranks: Tensor-parallel ranks.
+    """
+    whole = vocab * itemsize
+    return whole if ranks == 1 else 2 * whole + -(-whole // ranks)
+
+
+def profiled_bytes(vocab: int, itemsize: int, slots: int) -> int:
+    """Bytes around the logits that vLLM's profile run has seen at least, with speculation configured.
+
+    It verifies one draft token for each of ``slots`` (``max_num_seqs``) requests (``_dummy_sampler_run`` in
+    vllm/v1/worker/gpu_model_runner.py): two rows of logits and two float32 tables (targets, probabilities) a request.
+    """
+    return slots * vocab * (2 * itemsize + 8)
+
+
+def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int = 2, ranks: int = 1) -> int:
+    """Most draft tokens of a batch whose logits take no more than ``memory`` beyond :func:`profiled_bytes`.
+
+    Args:
+        vocab: Vocabulary size.
         rows: Rows of the batch, drafted or not.
-        kmax: Longest draft any row may have.
+        slots: ``max_num_seqs``.
         memory: Bytes.
+        itemsize, ranks: See :func:`logits_row_bytes`.
+    """
+    fitting = (memory + profiled_bytes(vocab, itemsize, slots)) // logits_row_bytes(vocab, itemsize, ranks)
+    return max(0, fitting - rows)
+
+
+def table_bytes(vocab: int, rows: int, total: int, longest: int) -> int:
+    """Bytes of the tables of vLLM's rejection sampler for ``total`` draft tokens, at most ``longest`` in a row."""
+    return 4 * vocab * (2 * total + 3 * rows * (longest + 1))
+
+
+def table_bounds(vocab: int, rows: int, memory: int, cap: int) -> tuple[int, int]:
+    """``(longest draft, tokens of the batch)`` that let all rows together draft the most with :func:`table_bytes`.
+
+    Every row pays for the longest draft, so that a wide batch has many short ones or few tokens.
+
+    Args:
+        vocab: Vocabulary size of the logits.
+        rows: Rows of the batch, drafted or not.
+        memory: Bytes of the tables.
+        cap: Longest draft that is wanted.
 
     Returns:
-        Tokens; 0 where not even the rows themselves fit (then :func:`longest_draft` tells which ``kmax`` would).
+        Both 0 where not even the rows themselves fit.
     """
-    return max(0, (memory // (4 * vocab) - 3 * rows * (kmax + 1)) // 2)
+
+    def tokens(longest: int) -> int:
+        return max(0, min(rows * longest, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
+
+    # The room falls with the longest draft, and what the rows can use of it rises.
+    longest = max(range(cap + 1), key=lambda k: (tokens(k), k))
+    return (longest, tokens(longest)) if tokens(longest) else (0, 0)
 
 
-def longest_draft(vocab: int, rows: int, memory: int, cap: int) -> int:
-    """Largest ``kmax`` up to ``cap`` that leaves :func:`batch_budget` room for at least one draft of that length.
+def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
+    """Most draft tokens that leave a step's other tokens their place.
 
-    The memory grows with rows times kmax, so that a wide batch can only have short drafts.
+    vLLM's scheduler gives a step's tokens to requests in the order in which they run, drafts included: what is too
+    much cuts the last drafts off, leaves the last requests without a token, and keeps prompts from being prefilled for
+    as long as it lasts.
+
+    Args:
+        step_tokens: The scheduler's tokens of a step.
+        rows: Rows of the batch.
+        prompts_wait: Prompts may be waiting to be prefilled: half of the tokens are theirs.
     """
-    return max(0, min(cap, (memory // (4 * vocab) - 3 * rows) // (2 + 3 * rows)))
+    room = max(0, step_tokens - rows)
+    return room // 2 if prompts_wait else room
 
 
 def request_limits(

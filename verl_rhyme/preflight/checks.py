@@ -73,7 +73,7 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
     checks += config_checks.rhyme(config)
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
-    checks += config_checks.rollout(config, plan, model)
+    checks += config_checks.rollout(config, plan)
     checks += there
     if not found and model:
         known = ", ".join(ENGINES)

@@ -12,7 +12,6 @@ from verl_rhyme import startup
 from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
-from verl_rhyme.preflight.estimate import gib
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -193,7 +192,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", "set it to nccl, nixl or mooncake"
 
 
-def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Check]:
+def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     """vLLM's lengths and the room of drafts."""
     name, problems = "rollout", []
     options, serving = config.actor_rollout_ref.rollout, plan.rollout
@@ -206,19 +205,10 @@ def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Che
     if serving.max_num_batched_tokens < serving.max_num_seqs:
         detail = f"max_num_batched_tokens={serving.max_num_batched_tokens} is below max_num_seqs={serving.max_num_seqs}"
         problems.append((FAIL, detail, f"raise {_R}.max_num_batched_tokens"))
-    elif serving.sampler_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
+    elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
         detail = "max_num_batched_tokens leaves no draft token a row when all rows run"
         problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
-    if serving.sampler_bytes and model and not _longest(model, serving.max_num_seqs, serving.sampler_bytes):
-        detail = f"drafting.sampler_memory={gib(serving.sampler_bytes)} allows no draft at {serving.max_num_seqs} rows"
-        problems.append((WARN, detail, f"raise it, or lower {_R}.max_num_seqs"))
     for status, detail, remedy in problems:
         yield Check(name, status, detail, remedy)
     if not problems:
         yield Check(name, OK, f"{serving.max_model_len} tokens a request, {serving.max_num_batched_tokens} a step")
-
-
-def _longest(model: Architecture, rows: int, memory: int) -> int:
-    from verl_rhyme.drafting.bounds import longest_draft  # compiles: only where it is needed
-
-    return longest_draft(model.vocab, rows, memory, 1)

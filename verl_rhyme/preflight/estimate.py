@@ -56,7 +56,7 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
     on_cpu = plan.device == "cpu"
     context = {} if on_cpu else {"context": CONTEXT}
     serving = memory.serve(model, plan.rollout, gpu_bytes)
-    served = {"vLLM": serving.share, "draft sampler": plan.rollout.sampler_bytes}
+    served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
     asleep = served if plan.colocated and not plan.sleeps else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
     phases = {

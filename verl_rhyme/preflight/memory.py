@@ -88,7 +88,7 @@ class Rollout:
         utilization: ``gpu_memory_utilization``, a share of the whole GPU.
         max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's, in tokens and rows.
         weight_bytes, cache_bytes: Of an element of a weight and of the KV cache.
-        sampler_bytes: What the rejection sampler may take for drafts, on top of what vLLM profiles.
+        draft_bytes: What the logits of draft tokens may take, on top of what vLLM profiles.
     """
 
     tp: int = 1
@@ -99,7 +99,7 @@ class Rollout:
     max_num_batched_tokens: int = 8192
     weight_bytes: int = 2
     cache_bytes: int = 2
-    sampler_bytes: int = 0
+    draft_bytes: int = 0
 
 
 @dataclass(frozen=True)

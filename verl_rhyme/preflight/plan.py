@@ -198,7 +198,7 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
         max_num_batched_tokens=int(rollout.max_num_batched_tokens),
         weight_bytes=weight,
         cache_bytes=weight if cache == "auto" else _size(cache),
-        sampler_bytes=rhyme.drafting.sampler_memory if rhyme and rhyme.drafting.enable else 0,
+        draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
     )
 
 

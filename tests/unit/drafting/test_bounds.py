@@ -1,30 +1,66 @@
 """Hard bounds and the sharing of a budget."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits, sampler_bytes, share
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.bounds import (
+    logits_budget,
+    logits_row_bytes,
+    profiled_bytes,
+    request_limits,
+    share,
+    step_budget,
+    table_bounds,
+    table_bytes,
+)
 
+MEMORY = DraftingConfig().logits_memory
 sizes = {"vocab": st.integers(1, 300_000), "rows": st.integers(1, 1024), "memory": st.integers(0, 16 << 30)}
 
 
-@given(**sizes, kmax=st.integers(0, 128))
-def test_budget_is_the_largest_that_fits(vocab, rows, memory, kmax):
-    budget = batch_budget(vocab, rows, kmax, memory)
-    if budget:
-        assert sampler_bytes(vocab, rows, budget, kmax) <= memory
-    assert sampler_bytes(vocab, rows, budget + 1, kmax) > memory
+@given(**sizes, idle=st.integers(0, 1024), itemsize=st.sampled_from([2, 4]), ranks=st.sampled_from([1, 2, 4, 8]))
+def test_the_logits_budget_is_the_largest_that_fits(vocab, rows, memory, idle, itemsize, ranks):
+    slots = rows + idle
+    budget = logits_budget(vocab, rows, slots, memory, itemsize, ranks)
+    room, row = memory + profiled_bytes(vocab, itemsize, slots), logits_row_bytes(vocab, itemsize, ranks)
+    assert not budget or (rows + budget) * row <= room
+    assert (rows + budget + 1) * row > room
+
+
+@pytest.mark.parametrize("slots", [8, 64, 256, 1024])
+def test_memory_leaves_room_for_any_step_of_verls_size(slots):
+    """152k entries in bf16, one GPU, verl's 8192 tokens a step and at most 32 draft tokens a request."""
+    for rows in {1, slots // 2, slots}:
+        wanted = min(step_budget(8192, rows, False), 32 * rows)
+        assert logits_budget(152_064, rows, slots, MEMORY) >= wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_gathered_logits_leave_a_wide_batch_some(ranks):
+    assert logits_budget(152_064, 256, 256, MEMORY, ranks=ranks) > 10 * 256
+    assert logits_budget(152_064, 1024, 1024, MEMORY, ranks=ranks) > 3 * 1024
 
 
 @given(**sizes, cap=st.integers(1, 128))
-def test_longest_draft_leaves_room_for_one_of_its_length(vocab, rows, memory, cap):
-    k = longest_draft(vocab, rows, memory, cap)
-    assert 0 <= k <= cap
-    if k:
-        assert batch_budget(vocab, rows, k, memory) >= k
-    if k < cap:
-        assert batch_budget(vocab, rows, k + 1, memory) < k + 1
+def test_table_bounds_let_the_rows_draft_the_most(vocab, rows, memory, cap):
+    def drafted(longest):
+        total = min(rows * longest, max(0, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
+        assert not total or table_bytes(vocab, rows, total, longest) <= memory
+        return total
+
+    longest, total = table_bounds(vocab, rows, memory, cap)
+    assert 0 <= longest <= cap
+    assert total == drafted(longest) == max(map(drafted, range(cap + 1)))
+
+
+@given(step=st.integers(0, 10_000), rows=st.integers(0, 1024))
+def test_a_step_has_room_for_rows_and_prompts(step, rows):
+    assert step_budget(step, rows, False) == max(0, step - rows)
+    left = step - rows - step_budget(step, rows, True)
+    assert left >= step_budget(step, rows, True) or step <= rows
 
 
 def test_a_request_never_drafts_past_its_end():

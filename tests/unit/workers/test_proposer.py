@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from verl_rhyme.drafting.bounds import logits_budget, table_bounds
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
@@ -16,15 +18,19 @@ VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
 NAMESPACE = "test"
 
 
-def proposer_for(folder, **drafting):
+def proposer_for(folder, one_pass=False, **drafting):
     config = SimpleNamespace(
         additional_config={"rhyme": {"drafting": drafting, "history_dir": str(folder), "namespace": NAMESPACE}},
-        model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, max_num_seqs=ROWS),
+        model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY, dtype=torch.bfloat16),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=STEP_TOKENS, max_num_scheduled_tokens=STEP_TOKENS, max_num_seqs=ROWS
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     proposer = HistoryProposer(config)
     batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
-    proposer._runner = SimpleNamespace(input_batch=batch, requests={})
+    sampler = SimpleNamespace(one_pass=one_pass)
+    proposer._runner = SimpleNamespace(input_batch=batch, requests={}, rejection_sampler=sampler)
     proposer._start()
     return proposer
 
@@ -80,7 +86,10 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
             sampled.append(new)
         drafts = proposer.propose(sampled, lengths, tokens)
         assert len(drafts) == len(rows)
-        assert len(rows) + sum(map(len, drafts)) <= max(STEP_TOKENS, len(rows))
+        room = max(STEP_TOKENS - len(rows), 0)
+        if len(rows) < ROWS or not all(sampled):  # half is left for prompts
+            room //= 2
+        assert sum(map(len, drafts)) <= room
         for name, new, draft in zip(list(rows), sampled, drafts, strict=True):
             request = state[name]
             left = runner.requests[name].sampling_params.max_tokens - (len(request["text"]) - request["prompt"])
@@ -149,3 +158,29 @@ def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
         assert counts["reverified"] == counts["accepted"] == 100 - steps
     else:
         assert counts["reverified"] == 0
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
+    """Certain drafts for a full batch at a real vocabulary; memory is what bounds them."""
+    memory, vocabulary = 64 << 20, 151_936
+    proposer = proposer_for(tmp_path / "h", one_pass=one_pass, logits_memory=memory, weigh_cost=False)
+    proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
+    runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
+    prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
+    names = [f"r{i}" for i in range(ROWS)]
+    for name in names:
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, previous=response).put({}))
+        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
+    runner.input_batch.req_ids, runner.input_batch.spec_token_ids = names, [[] for _ in names]
+    runner.input_batch.num_prompt_tokens[:] = len(prompt)
+    tokens[:, : len(prompt)], tokens[:, len(prompt)] = prompt, response[0]
+    drafts = proposer.propose([[response[0]]] * ROWS, np.full(ROWS, len(prompt) + 1, np.int32), tokens)
+    if one_pass:
+        budget = logits_budget(vocabulary, ROWS, ROWS, memory)
+        assert budget > 10 * ROWS
+    else:
+        longest, budget = table_bounds(vocabulary, ROWS, memory, 32)
+        assert max(map(len, drafts)) <= longest
+    assert sum(map(len, drafts)) == budget
+    assert proposer.totals()["errors"] == 0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl_rhyme import config as rhyme_config
-from verl_rhyme.drafting.bounds import batch_budget, longest_draft, request_limits
+from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.history.keys import prompt_key
@@ -45,9 +45,12 @@ class HistoryProposer:
         self._config = rhyme_config.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        scheduler = vllm_config.scheduler_config
+        self._step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._slots = scheduler.max_num_seqs
+        self._logit_bytes = vllm_config.model_config.dtype.itemsize
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._history = HistoryReader(settings["history_dir"], settings["namespace"])
-        self._slots = vllm_config.scheduler_config.max_num_seqs
         self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
@@ -131,7 +134,7 @@ class HistoryProposer:
             self._drafted += sum(drafted)
             self._accepted += sum(accepted)
             lengths = num_tokens_no_spec[rows]
-            longest, budget = self._bounds(len(sampled_token_ids))
+            longest, budget = self._bounds(len(sampled_token_ids), len(rows) < len(sampled_token_ids))
             limits = request_limits(
                 lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
             )
@@ -143,12 +146,17 @@ class HistoryProposer:
                 drafts[row] = draft
         return drafts
 
-    def _bounds(self, rows: int) -> tuple[int, int]:
-        """Draft tokens of one row and of the whole batch: what sampler memory, the step's tokens and the user allow."""
-        config = self._config
-        longest = longest_draft(self._vocab_size, rows, config.sampler_memory, config.max_tokens)
-        budget = batch_budget(self._vocab_size, rows, longest, config.sampler_memory)
-        budget = max(0, min(budget, self._step_tokens - rows))
+    def _bounds(self, rows: int, prefilling: bool) -> tuple[int, int]:
+        """Draft tokens of one row and of the whole batch: what memory, the step's tokens and the user allow."""
+        config, longest = self._config, self._config.max_tokens
+        if getattr(self._runner.rejection_sampler, "one_pass", False):
+            budget = logits_budget(
+                self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
+            )
+        else:  # vLLM's, or one that makes its tables
+            longest, budget = table_bounds(self._vocab_size, rows, config.logits_memory, longest)
+        # A request that waits for a slot is not seen here.
+        budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
         return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
     def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:

@@ -1,0 +1,17 @@
+"""What sizes of real models do to parts that were made on a small one: ``python -m benchmarks.real_sizes PART``."""
+
+import typer
+
+from benchmarks.real_sizes import budget
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.command("budget", help=budget.__doc__)(budget.main)
+
+
+@app.callback()
+def parts() -> None:
+    """One command a part."""
+
+
+if __name__ == "__main__":
+    app()

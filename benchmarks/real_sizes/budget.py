@@ -1,0 +1,183 @@
+"""May a batch draft what pays, at a real vocabulary? Draft tokens granted against those that pay.
+
+    python -m benchmarks.real_sizes budget [--json] [--quick]
+
+The real adaptive drafter replays responses of the last two epochs of four traces at a constant number of rows, with
+what a step costs learnt from a cost model: once with no bound but 32 tokens a request (what pays), once with the bounds
+as they were (1 GiB of vLLM's float32 tables, the longest draft first), once as they are. And with certain drafts: every
+request generates anew what it said before. Nothing is timed: the figures have no spread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks import traces
+from benchmarks.arms import Rhyme
+from benchmarks.machine import commit, describe
+from benchmarks.replay import replay
+from benchmarks.traces import Response
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.bounds import logits_budget, step_budget
+from verl_rhyme.drafting.cost import StepCost
+from verl_rhyme.drafting.policy import DecodeStep
+
+VOCABULARY = 151_936
+LONGEST = 32
+#: verl's default of ``max_num_batched_tokens``.
+STEP_TOKENS = 8192
+TRACES = ("qwen2-t1", "qwen2-t06", "llama-t1", "qwen2-hard")
+FIRST = 4  # epoch that is replayed, from 0, with those after it
+
+Bounds = Callable[[int], tuple[int, int]]
+
+
+def gpu(rows: int, drafted: int) -> float:
+    """Seconds of a decode step: a roofline of 8 B parameters in bf16 on an H100, contexts of 1k tokens. An estimate.
+
+    5 ms outside the kernels; weights and KV cache read at 3.35 TB/s; arithmetic at half of the peak, hidden behind
+    reading until there is more of it.
+    """
+    reading = 16e9 / 3.35e12 + rows * 1024 * 131_072 / 3.35e12
+    return 5e-3 + max(reading, 16e9 * (rows + drafted) / 495e12)
+
+
+def cpu(rows: int, drafted: int) -> float:
+    """The same for the tiny model on one CPU core, where a row of logits takes 1.8 ms, and its draw some more."""
+    return 3e-3 + 2.7e-3 * rows + 2.5e-3 * drafted + (2e-3 if drafted else 0.0)
+
+
+COSTS = {"GPU (roofline)": gpu, "CPU": cpu}
+
+
+def unbounded(rows: int) -> tuple[int, int]:
+    """What pays."""
+    return LONGEST, 1 << 30
+
+
+def before(rows: int, memory: int = 1 << 30) -> tuple[int, int]:
+    """As it was: the longest draft that leaves room for one such draft, and what then is left for the batch."""
+    tables = memory // (4 * VOCABULARY)
+    longest = max(0, min(LONGEST, (tables - 3 * rows) // (2 + 3 * rows)))
+    return longest, max(0, min((tables - 3 * rows * (longest + 1)) // 2, STEP_TOKENS - rows))
+
+
+def after(rows: int, itemsize: int = 2) -> tuple[int, int]:
+    """As it is; no prompt waits."""
+    logits = logits_budget(VOCABULARY, rows, rows, DraftingConfig().logits_memory, itemsize)
+    return LONGEST, min(logits, step_budget(STEP_TOKENS, rows, False))
+
+
+@dataclass
+class Figures:
+    """Of the steps in which at least nine tenths of the slots were taken."""
+
+    granted: list[int]
+    bound: int = 0
+    emitted: int = 0
+    seconds: float = 0.0
+
+
+class Watched(Rhyme):
+    """Ours, with a look at what it grants; ``certain``: every response was generated before."""
+
+    def __init__(self, rows: int, certain: bool, clock: Callable[[int, int], float]) -> None:
+        super().__init__(DraftingConfig(max_tokens=LONGEST), slots=rows)
+        self._rows, self._certain, self._clock = rows, certain, clock
+        self.figures = Figures([])
+        self._learn(self.policy.cost)  # type: ignore[attr-defined]
+
+    def _learn(self, cost: StepCost) -> None:
+        """What steps of this width cost, with few drafts and with many."""
+        rng = np.random.default_rng(0)
+        for drafted in (rng.integers(0, 9, 512) * self._rows * rng.random(512)).astype(int).tolist():
+            cost.observe(self._rows, drafted, self._clock(self._rows, drafted))
+
+    def start(self, response: Response) -> None:
+        self.policy.start(response.id, response.key, response.tokens if self._certain else None)
+
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
+        drafts = self.policy.step(done)
+        if len(responses) >= 0.9 * self._rows:
+            granted = sum(map(len, drafts))
+            self.figures.granted.append(granted)
+            self.figures.bound += granted >= done.budget
+            self.figures.emitted += len(responses) + sum(done.accepted)
+            self.figures.seconds += self._clock(len(responses), sum(done.drafted))
+        return drafts
+
+    def end_step(self, responses: Sequence[Response]) -> None:
+        pass
+
+
+def drive(
+    rows: int, certain: bool, clock: Callable[[int, int], float], bounds: Bounds, past: list, now: list
+) -> Figures:
+    """One arm: ``past`` is history, by step; of ``now`` as many responses as fill ``rows`` slots some times over."""
+    arm = Watched(rows, certain, clock)
+    if not certain:
+        for step in past:
+            arm.histories.record(step)
+    count = min(len(now), max(256, 6 * rows))
+    replay([now[:count]], arm, rows, bounds, clock)
+    return arm.figures
+
+
+def responses() -> tuple[list[list[Response]], list[Response]]:
+    """Steps of the first four epochs, and the responses of the last two: a prompt's samples together."""
+    past, now = [], []
+    for name in TRACES:
+        for step in traces.load(traces.FOLDER / f"{name}.parquet"):
+            named = [replace(r, id=f"{name}-{r.id}") for r in step if len(r.tokens) > 1]
+            if named[0].epoch < FIRST:
+                past.append(named)
+            else:
+                now.extend(named)
+    return past, now
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="two widths")] = False,
+    rows: Annotated[list[int] | None, typer.Option(help="widths; default: 8 to 1024")] = None,
+) -> None:
+    """Tokens granted a step, and the speed that the cost model gives them, by rows, cost and kind of draft."""
+    past, now = responses()
+    machine = {"machine": describe(), "commit": commit()}
+    for width in rows or ([8, 64] if quick else [8, 16, 32, 64, 128, 256, 384, 512, 1024]):
+        for cost, clock in COSTS.items():
+            itemsize = 4 if clock is cpu else 2
+            for certain in (False, True):
+                arms: dict[str, Bounds] = {
+                    "pays": unbounded,
+                    "before": before,
+                    "after": partial(after, itemsize=itemsize),
+                }
+                found = {name: drive(width, certain, clock, bounds, past, now) for name, bounds in arms.items()}
+                speeds = {name: f.emitted / f.seconds for name, f in found.items()}
+                plain = width / clock(width, 0)
+                for name, figures in found.items():
+                    granted = np.array(figures.granted)
+                    row = {
+                        "benchmark": "real_sizes budget",
+                        "arm": name,
+                        "drafts": "certain" if certain else "real traces",
+                        "cost": cost,
+                        "vocabulary": VOCABULARY,
+                        "rows": width,
+                        "granted_a_step": round(float(granted.mean()), 1),
+                        "granted_at_most": int(granted.max()),
+                        "longest_draft": arms[name](width)[0],
+                        "budget": None if name == "pays" else arms[name](width)[1],
+                        "steps": len(granted),
+                        "steps_at_the_budget": figures.bound,
+                        "speed_to_no_drafts": round(speeds[name] / plain, 3),
+                    }
+                    print(json.dumps(row | machine) if as_json else row, flush=True)
