@@ -381,11 +381,12 @@ def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
     os.close(descriptor)
 
 
-def remove_dead(base: Path) -> None:
-    """Delete the folders below ``base`` whose writer was killed: those whose lock can be had."""
+def remove_dead(base: Path, keep: Path) -> None:
+    """Delete the folders below ``base`` whose writer was killed: those whose lock can be had, but for ``keep``."""
     for file in base.glob(f"*/{_OWNER}"):
-        with suppress(HistoryError, OSError):
-            disclaim(file.parent, lock_writer(file.parent, timeout=0), delete=True)
+        if file.parent != keep:
+            with suppress(HistoryError, OSError):
+                disclaim(file.parent, lock_writer(file.parent, timeout=0), delete=True)
 
 
 def _empty(path: Path) -> None:

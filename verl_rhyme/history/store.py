@@ -16,6 +16,7 @@ import lmdb
 import msgpack
 import numpy as np
 
+from verl_rhyme.config import HISTORY_FILL
 from verl_rhyme.history import environment
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
@@ -27,8 +28,6 @@ __all__ = ["AppendStats", "HistoryError", "HistoryMismatch", "HistoryReader", "H
 
 logger = logging.getLogger(__name__)
 
-#: Of ``max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
-_FILL = 0.7
 #: Part of the present bytes that is kept, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
 #: Seconds to wait for a writer that is just ending, or a reader that is just checking.
@@ -373,7 +372,7 @@ class HistoryStore:
         environment.remove_others(self._path, keep=folder)
 
     def _load(self, opened: Environment) -> Room:
-        room = Room(int(self._map_size * _FILL), self._epochs)
+        room = Room(int(self._map_size * HISTORY_FILL), self._epochs)
         with opened.env.begin() as txn:
             try:
                 for key, value in txn.cursor(db=opened.seen):
