@@ -317,8 +317,9 @@ class HistoryStore:
         if stats.evicted or stats.unkept:
             self._warn(
                 f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest epoch of about "
-                f"{self._room.kept_share:.0%} of the {self._room.known} prompts seen so far, always the same ones; the "
-                "others draft without a history. Raise history.max_bytes to keep more"
+                f"{self._room.kept_share:.0%} of the {self._room.known} prompts seen so far, always the same ones, and "
+                "of a smaller share until all have been seen (rollout/history/kept_share); the others draft without a "
+                "history. Raise history.max_bytes to keep more"
             )
 
     # ---- environments ----
