@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,15 +226,7 @@ class HistoryService:
             HistoryUnavailable: This node's writer does not record now.
         """
         columns = ray.put(pack(trajectories))
-        answers: dict[str, Any] = {}
-        for _ in range(2):  # a writer that was started anew gets it again
-            self.add_nodes()
-            missing = {node: writer for node, writer in self._writers.items() if node not in answers}
-            calls = {node: writer.append.remote(columns, step) for node, writer in missing.items()}
-            answers |= self._answers(calls, self._config.timeout)
-        for node in answers:
-            self._failures.pop(node, None)
-        stats = self._mine(answers)
+        stats = self._ask(lambda writer: writer.append.remote(columns, step), self._config.timeout)
         self._bytes = int(stats["bytes"])
         return stats
 
@@ -243,10 +236,9 @@ class HistoryService:
         Raises:
             HistoryUnavailable: This node's writer does not write now.
         """
-        self.add_nodes()
         folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
-        calls = {n: w.snapshot.remote(folder) for n, w in self._writers.items() if n == self._here}
-        self._mine(self._answers(calls, self._config.timeout + self._bytes / _COPY_RATE))
+        timeout = self._config.timeout + self._bytes / _COPY_RATE
+        self._ask(lambda writer: writer.snapshot.remote(folder), timeout, nodes={self._here})
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
         """Load the snapshot of a checkpoint on every node; ``None`` and a warning when it has none, or none answers."""
@@ -287,7 +279,19 @@ class HistoryService:
                 first = False
         return nodes
 
-    def _mine(self, answers: dict[str, Any]) -> Any:
+    def _ask(self, call: Callable[[Any], Any], timeout: float, nodes: set[str] | None = None) -> Any:
+        """Call the writers, of some nodes or of all; this node's answer. One that had to be started anew is asked again.
+
+        Raises:
+            HistoryUnavailable: This node's writer gave none.
+        """
+        answers: dict[str, Any] = {}
+        for _ in range(2):
+            self.add_nodes()
+            asked = {n: w for n, w in self._writers.items() if n not in answers and (nodes is None or n in nodes)}
+            answers |= self._answers({node: call(writer) for node, writer in asked.items()}, timeout)
+        for node in answers:
+            self._failures.pop(node, None)
         if self._here not in answers:
             raise HistoryUnavailable("this node's history writer does not record now; see the warnings before")
         return answers[self._here]
