@@ -280,7 +280,7 @@ class HistoryService:
         return nodes
 
     def _ask(self, call: Callable[[Any], Any], timeout: float, nodes: set[str] | None = None) -> Any:
-        """Call the writers, of some nodes or of all; this node's answer. One that had to be started anew is asked again.
+        """Call the writers, of some nodes or all; this node's answer. One that had to be started anew is asked again.
 
         Raises:
             HistoryUnavailable: This node's writer gave none.
