@@ -25,6 +25,13 @@ RENAMED = {"sorting.coupled": "sampling.coupled"}
 #: vLLM's own limit on the draft tokens of one request in one step.
 MAX_DRAFT_TOKENS = 128
 
+#: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
+HISTORY_FILL = 0.7
+
+#: What ``history.max_bytes=null`` takes: so many bytes, but at most this share of what is free on the disk.
+AUTOMATIC_HISTORY_BYTES = 64 << 30
+AUTOMATIC_HISTORY_SHARE = 0.5
+
 #: Values of ``drafting.policy``.
 POLICIES = ("adaptive", "paper")
 
@@ -53,17 +60,34 @@ class HistoryConfig:
 
     Attributes:
         dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
-        max_bytes: Upper bound of the store on each node, in bytes; the prompts seen longest ago go first.
+        max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest epochs go
+            first, then whole prompts by a hash of their key. ``None``: 64 GiB, but at most half of what is free on the
+            folder's disk when the run starts. Each checkpoint takes a copy of the values.
         epochs: How many of a prompt's latest epochs are kept.
+        timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer
+            anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
     """
 
     dir: str | None = None
-    max_bytes: int = 8 << 30
+    max_bytes: int | None = None
     epochs: int = 4
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        _require(self.max_bytes >= 1 << 20, "history.max_bytes", self.max_bytes, "at least 1048576 (1 MiB)")
+        _require(
+            self.max_bytes is None or self.max_bytes >= 1 << 20,
+            "history.max_bytes",
+            self.max_bytes,
+            "null or at least 1048576 (1 MiB)",
+        )
         _require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
+        _require(self.timeout > 0, "history.timeout", self.timeout, "above 0 (seconds)")
+
+    def bound(self, free: int) -> int:
+        """``max_bytes``, or what ``None`` stands for on a disk with ``free`` bytes."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return max(1 << 20, min(AUTOMATIC_HISTORY_BYTES, int(free * AUTOMATIC_HISTORY_SHARE)))
 
 
 @dataclass(frozen=True)

@@ -243,10 +243,11 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     except OSError as error:
         yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a folder that can be written")
         return
-    free, wanted = shutil.disk_usage(existing).free, HistoryConfig().max_bytes
-    status = FAIL if free < DISK_BYTES else WARN if free < wanted else OK
-    remedy = "" if status == OK else "free some, set history.dir elsewhere, or lower history.max_bytes"
-    yield Check("history folder", status, f"{folder}: {_gib(free)} free, history.max_bytes {_gib(wanted)}", remedy)
+    free = shutil.disk_usage(existing).free
+    status = FAIL if free < DISK_BYTES else OK
+    remedy = "" if status == OK else "free some, or set history.dir elsewhere"
+    detail = f"{folder}: {_gib(free)} free, of which history.max_bytes=null takes {_gib(HistoryConfig().bound(free))}"
+    yield Check("history folder", status, detail, remedy)
 
 
 def _shared_memory() -> Iterator[Check]:

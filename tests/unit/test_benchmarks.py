@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import traces
+from benchmarks import eviction, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
@@ -80,3 +80,13 @@ def test_a_wide_batch_drafts_what_pays(certain):
     assert np.mean(pays) > 200
     assert granted(budget.after) == pays
     assert max(granted(budget.before)) == 0
+
+
+def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():
+    tokens = eviction.lengths(200, 500)
+    before = eviction.summary(eviction.oldest_first(0.4, tokens, passes=4, batch=10, seed=1))
+    after = eviction.summary(eviction.by_hash(0.4, tokens, passes=4, batch=10, seed=1))
+    assert before["hit_rate"] == pytest.approx(0.4 * 0.4 / 2, abs=0.04)
+    assert after["hit_rate"] == pytest.approx(0.4, abs=0.04)
+    assert after["written"] < 0.55
+    assert before["written"] == 1

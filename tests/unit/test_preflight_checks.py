@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
-from verl_rhyme.preflight import checks, machine, machine_checks, model_folder
+from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.preflight.machine import Machine
 
@@ -190,12 +190,51 @@ def test_little_memory_and_disk(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "look", lambda: small)
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 30))
-    found = complaints(preflight(world))
+    found = complaints(preflight(world, f"{R}.custom.rhyme.history.max_bytes=8000000000"))
     assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
     assert "history.max_bytes" in found["history store", "warn"]
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
     assert not dry.failed, "what only this machine lacks"
+
+
+def history_store(found):
+    [check] = [check for check in found.checks if check.name == "history store"]
+    return check
+
+
+def test_what_the_history_will_need_and_what_stays(world, tmp_path):
+    rows = {"prompt": ["a"] * 17_398, "data_source": ["x"] * 17_398}
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet")
+    dapo = [*world, f"{R}.n=16", "data.max_response_length=20480", "trainer.total_epochs=10"]
+    history = f"{R}.custom.rhyme.history"
+    found = history_store(preflight(dapo, f"{R}.max_model_len=20992", f"{history}.max_bytes=34359738368"))
+    assert found.status == "warn"
+    assert "17398 prompts x 16 responses x 2560 to 10240 tokens (1/8 to 1/2 of max_response_length)" in found.detail
+    per_epoch = 17_398 * 16 * (9 * 2560 + 29) / (1 << 30)
+    assert f"= {4 * per_epoch:.1f} GiB to " in found.detail
+    levels = 0.7 * 32 / per_epoch, 0.7 * 32 / (17_398 * 16 * (9 * 10240 + 29) / (1 << 30))
+    assert levels[0] > 1 > levels[1]
+    assert f"kept: {levels[0]:.1f} of 4 epochs to {levels[1]:.0%} of the prompts" in found.detail
+    assert "history.max_bytes" in found.remedy
+    assert history_store(preflight(dapo, f"{history}.max_bytes=1000000000000")).status == "ok"
+    few = history_store(preflight(dapo, "data.train_max_samples=100"))
+    assert few.status == "ok"
+    assert "100 prompts" in few.detail
+    assert "kept: all" in few.detail
+    assert "64.0 GiB (null" in few.detail
+
+
+def test_the_history_takes_no_more_than_half_of_the_free_disk(world, monkeypatch):
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 40 << 30))
+    assert "history.max_bytes 20.0 GiB" in history_store(preflight(world)).detail
+
+
+def test_the_need_is_counted_as_the_store_counts():
+    from verl_rhyme.history.record import encoded_bytes
+
+    low, _ = history_room.needs(prompts=1, samples=16, longest=8192, epochs=4)
+    assert low.epoch == pytest.approx(encoded_bytes(16 * 1024, 16), rel=1e-3)
 
 
 def test_a_pool_of_its_own(world):

@@ -26,6 +26,11 @@ _HEADER = struct.Struct("<4sIII")
 _PER_RESPONSE = ("epoch", "policy_version", "sample", "step")
 
 
+def encoded_bytes(tokens: int, responses: int) -> int:
+    """Bytes of the value of a prompt with so many responses, of so many tokens together."""
+    return _HEADER.size + 20 * responses + 9 * (tokens + responses + 1)
+
+
 def confidence_codes(logprobs: np.ndarray | None, length: int) -> np.ndarray:
     """Probabilities of sampled tokens in a byte each.
 
@@ -172,6 +177,10 @@ class PromptHistory:
             [self.confidence[self._span(i)] for i in old] + [confidence_codes(t.logprobs, len(t.tokens)) for t in new],
         )
 
+    def latest(self, epochs: int) -> PromptHistory:
+        """This history without all but its latest epochs."""
+        return self.extended((), step=-1, epochs=epochs)
+
     def encode(self) -> bytes:
         """The prompt's value in the store."""
         labels = [getattr(self, name) for name in _PER_RESPONSE]
@@ -193,7 +202,7 @@ class PromptHistory:
         if len(value) < _HEADER.size or value[:4] != _MAGIC:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
         _, checksum, n, m = _HEADER.unpack_from(value)
-        expected = _HEADER.size + 4 * ((m + 1) + 5 * m + n + (n - m - 1)) + n
+        expected = encoded_bytes(n - m - 1, m)
         if n < m + 1 or len(value) != expected:
             raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
         if zlib.crc32(memoryview(value)[8:]) != checksum:

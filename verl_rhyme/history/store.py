@@ -8,26 +8,26 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lmdb
 import msgpack
 import numpy as np
 
+from verl_rhyme.config import HISTORY_FILL
 from verl_rhyme.history import environment
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory
+from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory, encoded_bytes
+from verl_rhyme.history.room import Entry, Room
 
 __all__ = ["AppendStats", "HistoryError", "HistoryMismatch", "HistoryReader", "HistoryStore"]
 
 logger = logging.getLogger(__name__)
 
-#: Of ``max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
-_FILL = 0.7
 #: Part of the present bytes that is kept, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
 #: Seconds to wait for a writer that is just ending, or a reader that is just checking.
@@ -42,24 +42,18 @@ class AppendStats:
     Attributes:
         prompts, trajectories, tokens: Recorded.
         dropped: Trajectories that could not be recorded (full disk, too large, bad tokens).
-        evicted: Prompts that had to go for the byte bound.
+        unkept: Trajectories of prompts that there is no room for.
+        evicted: Prompts that were kept and had to go for the byte bound, whole.
+        shed_epochs: Epochs of prompts that had to go for it, beyond those of whole prompts.
     """
 
     prompts: int = 0
     trajectories: int = 0
     tokens: int = 0
     dropped: int = 0
+    unkept: int = 0
     evicted: int = 0
-
-
-class _Seen(NamedTuple):
-    """What the writer remembers of a prompt without reading its value."""
-
-    sequence: int
-    bytes: int
-    tokens: int
-    responses: int
-    epochs: int
+    shed_epochs: int = 0
 
 
 class HistoryStore:
@@ -67,13 +61,16 @@ class HistoryStore:
 
     An append is one transaction: a killed writer leaves the steps it finished, whole. A damaged environment is set
     aside in the folder, with a warning, and the history starts empty. Values are kept within 0.7 of ``max_bytes`` and
-    the file within ``max_bytes``; the prompts seen longest ago go first. Methods may be called from several threads.
+    the file within ``max_bytes``; :mod:`verl_rhyme.history.room` decides what goes. Methods may be called from several
+    threads.
 
     Args:
         path: Node-local folder, made where it is missing.
         namespace: Fingerprint of tokenizer and vocabulary.
         max_bytes: Bound of the file; at least 1 MiB.
         epochs: How many of a prompt's latest epochs are kept.
+        run: Name of the run it is written for: what another run left here is deleted, what a killed writer of this
+            run left is taken over. ``None`` takes over whatever stands here.
 
     Raises:
         HistoryMismatch: The folder holds the history of another vocabulary.
@@ -81,18 +78,18 @@ class HistoryStore:
         OSError: The folder cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], namespace: str, max_bytes: int, epochs: int):
+    def __init__(
+        self, path: str | os.PathLike[str], namespace: str, max_bytes: int, epochs: int, run: str | None = None
+    ):
         self._path = Path(path)
         self._namespace = namespace
         self._map_size = max_bytes // 4096 * 4096
         self._epochs = epochs
         self._warned: set[str] = set()
-        self._seen: dict[bytes, _Seen] = {}  # seen longest ago first
         self._mutex = threading.RLock()
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._lock: int | None = environment.lock_writer(self._path, _LOCK_TIMEOUT_S)
+        self._lock: int | None = environment.claim(self._path, run, _LOCK_TIMEOUT_S)
         try:
-            self._env = self._open_or_start()
+            self._env, self._room = self._open_or_start()
             self._shrink()
         except BaseException:
             os.close(self._lock)
@@ -123,22 +120,22 @@ class HistoryStore:
             if bad:
                 self._warn(f"{bad} trajectories with a bad key, bad tokens or bad log-probs are not recorded")
             error: Exception | None = None
-            evicted = 0
+            gone: set[bytes] = set()
             for kept in (None, *_KEPT):
                 try:
                     if kept is not None:
-                        evicted += self._rewrite(int(kept * sum(s.bytes for s in self._seen.values())))
-                    stats = self._append(groups, step)
-                    return AppendStats(
-                        stats.prompts, stats.trajectories, stats.tokens, stats.dropped + bad, stats.evicted + evicted
-                    )
+                        gone |= self._rewrite(int(kept * self._room.total("bytes")))
+                    stats = self._append(groups, step, gone)
+                    stats = replace(stats, dropped=stats.dropped + bad)
+                    self._tell_evictions(stats)
+                    return stats
                 except lmdb.MapFullError as full:
                     error = full
                 except (lmdb.Error, OSError, MemoryError) as failure:
                     error = failure
                     break
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
-            return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=evicted)
+            return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
         """Copy the history, compacted, into a folder; it appears whole or not at all, replacing an older one.
@@ -202,26 +199,29 @@ class HistoryStore:
             folder = environment.new_folder(self._path)
             self._replace(environment.create(folder, self._namespace, self._map_size), folder)
 
-    def stats(self) -> dict[str, int]:
-        """``prompts``, ``responses``, ``tokens``, ``bytes`` (of their values), ``file_bytes``, and ``epochs``: the most
-        that any prompt has."""
+    def stats(self) -> dict[str, float]:
+        """``prompts``, ``responses``, ``tokens``, ``bytes`` (of their values), ``file_bytes``, ``epochs`` (the most
+        that any prompt has), and ``kept_share`` (prompts kept of those seen lately)."""
         with self._mutex:
-            seen = self._seen.values()
+            room = self._room
             return {
-                "prompts": len(seen),
-                "responses": sum(s.responses for s in seen),
-                "tokens": sum(s.tokens for s in seen),
-                "bytes": sum(s.bytes for s in seen),
+                "prompts": room.prompts,
+                **{column: room.total(column) for column in ("responses", "tokens", "bytes")},
                 "file_bytes": os.stat(self._env.folder / environment.DATA_FILE).st_size,
-                "epochs": max((s.epochs for s in seen), default=0),
+                "epochs": room.deepest,
+                "kept_share": room.kept_share,
             }
 
-    def close(self) -> None:
-        """End writing; readers go on reading. Closing twice does nothing."""
+    def close(self, delete: bool = False) -> None:
+        """End writing; readers go on reading. Closing twice does nothing.
+
+        Args:
+            delete: The folder goes, too.
+        """
         with self._mutex:
             if self._lock is not None:
                 environment.release(self._env)
-                os.close(self._lock)
+                environment.disclaim(self._path, self._lock, delete)
                 self._lock = None
 
     def __enter__(self) -> HistoryStore:
@@ -232,48 +232,77 @@ class HistoryStore:
 
     # ---- one append ----
 
-    def _append(self, groups: dict[bytes, list[Trajectory]], step: int) -> AppendStats:
-        bound = int(self._map_size * _FILL)
-        seen: dict[bytes, _Seen] = {}
-        sequence = self._seen[next(reversed(self._seen))].sequence if self._seen else 0
-        written = dropped = recorded = tokens = 0
-        self._env.env.reader_check()  # readers that were killed would hold old pages for ever
-        with self._env.env.begin(write=True, buffers=True) as txn:
-            for key, trajectories in groups.items():
-                history = self._old(txn, key).extended(trajectories, step, self._epochs)
-                value = history.encode()
-                size = _stored(len(value))
-                if written + size > bound:
-                    dropped += len(trajectories)
-                    continue
-                written += size
-                sequence += 1
-                kept = len(history.tokens) - len(history.bounds)
-                seen[key] = _Seen(sequence, size, kept, len(history), len(np.unique(history.epoch)))
-                txn.put(key, value, db=self._env.prompts)
-                txn.put(key, msgpack.packb(seen[key]), db=self._env.seen)
-                recorded += len(trajectories)
-                tokens += sum(len(t.tokens) for t in trajectories)
-            # Seen longest ago first; those of this very step fit by themselves.
-            excess = written + sum(s.bytes for k, s in self._seen.items() if k not in seen) - bound
-            evicted = []
-            for key, entry in self._seen.items():
-                if excess <= 0:
-                    break
-                if key not in seen:
-                    excess -= entry.bytes
-                    evicted.append(key)
-                    txn.delete(key, db=self._env.prompts)
-                    txn.delete(key, db=self._env.seen)
-        environment.fill_up(self._env.folder, self._env.env)
-        for key in (*evicted, *seen):
-            self._seen.pop(key, None)
-        self._seen.update(seen)
+    def _append(self, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
+        if not groups:
+            return AppendStats()
+        try:
+            self._env.env.reader_check()  # readers that were killed would hold old pages for ever
+            with self._env.env.begin(write=True, buffers=True) as txn:
+                stats = self._write(txn, groups, step, set(gone))
+            environment.fill_up(self._env.folder, self._env.env)
+            return stats
+        except BaseException:
+            self._room = self._load(self._env)  # as of the last transaction
+            raise
+
+    def _write(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
+        room, changed = self._room, set(groups)
+        prompts = trajectories = written = dropped = unkept = shed = tokens = 0
+        for key, group in groups.items():
+            room.arrive(key, group[-1].epoch, _stored(encoded_bytes(sum(len(t.tokens) for t in group), len(group))))
+        forgotten = room.forget()
+        room.settle()
+        for key, group in groups.items():
+            epochs = room.epochs_for(key)
+            if epochs == 0:
+                unkept += len(group)
+                if key in room:
+                    gone.add(key)
+                    self._evict(txn, key)
+                continue
+            old = self._old(txn, key)
+            history = old.extended(group, step, epochs)
+            value = history.encode()
+            if written + _stored(len(value)) > room.bound:
+                dropped += len(group)
+                continue
+            there = len({*old.epoch.tolist(), *(t.epoch for t in group)})
+            shed += min(there, self._epochs) - self._put(txn, key, value, history, group[-1].epoch)
+            written += _stored(len(value))
+            prompts += 1
+            trajectories += len(group)
+            tokens += sum(len(t.tokens) for t in group)
+        while excess := room.excess(room.bound):
+            for key, epochs in excess.items():
+                changed.add(key)
+                if epochs == 0:
+                    gone.add(key)
+                    self._evict(txn, key)
+                else:
+                    shed += room.entry(key).units - epochs
+                    history = self._old(txn, key).latest(epochs)
+                    self._put(txn, key, history.encode(), history, room.entry(key).epoch)
+        for key in changed:
+            txn.put(key, msgpack.packb(room.entry(key)), db=self._env.seen)
+        for key in forgotten:
+            txn.delete(key, db=self._env.seen)
         if dropped:
             self._warn(
                 f"{dropped} trajectories of one step are not recorded: a step takes more than history.max_bytes holds"
             )
-        return AppendStats(len(seen), recorded, tokens, dropped, len(evicted))
+        evicted = sum(key not in room for key in gone)
+        return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, shed)
+
+    def _put(self, txn: Any, key: bytes, value: bytes, history: PromptHistory, epoch: int) -> int:
+        """Returns the epochs kept."""
+        entry = _entry(value, history, epoch)
+        txn.put(key, value, db=self._env.prompts)
+        self._room.record(key, entry)
+        return entry.units
+
+    def _evict(self, txn: Any, key: bytes) -> None:
+        txn.delete(key, db=self._env.prompts)
+        self._room.evict(key)
 
     def _old(self, txn: Any, key: bytes) -> PromptHistory:
         value = txn.get(key, db=self._env.prompts)
@@ -284,28 +313,37 @@ class HistoryStore:
                 self._warn(f"the history of prompt {key.hex()} starts anew: {error}")
         return PromptHistory.build([])
 
+    def _tell_evictions(self, stats: AppendStats) -> None:
+        if stats.evicted or stats.unkept:
+            self._warn(
+                f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest epoch of about "
+                f"{self._room.kept_share:.0%} of the {self._room.known} prompts seen so far, always the same ones, and "
+                "of a smaller share until all have been seen (rollout/history/kept_share); the others draft without a "
+                "history. Raise history.max_bytes to keep more"
+            )
+
     # ---- environments ----
 
-    def _open_or_start(self) -> Environment:
+    def _open_or_start(self) -> tuple[Environment, Room]:
         folder = environment.current(self._path) or environment.newest(self._path)
         environment.remove_others(self._path, keep=folder)
         if folder is not None and folder.exists():
             try:
                 opened = self._open_checked(folder)
                 try:
-                    self._seen = _load(opened)
+                    room = self._load(opened)
                 except Damaged:
                     environment.release(opened)
                     raise
                 environment.publish(self._path, folder)
-                return opened
+                return opened, room
             except (Damaged, lmdb.Error) as error:
                 aside = environment.set_aside(folder)
                 logger.warning("the history in %s is damaged and starts empty (kept as %s): %s", folder, aside, error)
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
         environment.publish(self._path, folder)
-        return opened
+        return opened, self._load(opened)
 
     def _open_checked(self, folder: Path) -> Environment:
         environment.check(folder)
@@ -325,50 +363,65 @@ class HistoryStore:
 
     def _replace(self, opened: Environment, folder: Path) -> None:
         try:
-            seen = _load(opened)
+            room = self._load(opened)
             environment.publish(self._path, folder)
         except BaseException:
             environment.release(opened)
             raise
         environment.release(self._env)
-        self._env, self._seen = opened, seen
+        self._env, self._room = opened, room
         environment.remove_others(self._path, keep=folder)
+
+    def _load(self, opened: Environment) -> Room:
+        room = Room(int(self._map_size * HISTORY_FILL), self._epochs)
+        with opened.env.begin() as txn:
+            try:
+                for key, value in txn.cursor(db=opened.seen):
+                    entry = Entry(*msgpack.unpackb(value))
+                    room.record(bytes(key), entry)
+                    room.now = max(room.now, entry.epoch)
+            except (TypeError, ValueError, msgpack.UnpackException) as error:
+                raise Damaged(f"its list of prompts is unreadable: {error}") from error
+        return room
 
     def _shrink(self) -> None:
         """Obey a bound that is lower than the one the environment was written under."""
-        bound = int(self._map_size * _FILL)
         stats = self.stats()
-        if stats["bytes"] > bound or stats["file_bytes"] > self._map_size:
+        if stats["bytes"] > self._room.bound or stats["file_bytes"] > self._map_size:
             try:
-                self._rewrite(bound)
+                self._rewrite(self._room.bound)
             except (lmdb.Error, OSError) as error:
                 self._warn(f"it stays larger than history.max_bytes for now: {error}")
 
-    def _rewrite(self, bound: int) -> int:
-        """Copy the prompts seen last, up to ``bound`` bytes, into a new, dense environment. Returns how many went."""
-        kept, total = [], 0
-        for key in reversed(self._seen):
-            total += self._seen[key].bytes
-            if total > bound:
-                break
-            kept.append(key)
+    def _rewrite(self, bound: int) -> set[bytes]:
+        """Copy what fits into ``bound`` bytes into a new, dense environment. Returns the prompts that went."""
+        room = self._room
+        excess = room.excess(bound)
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
-        before = len(self._seen)
         try:
             with (
                 self._env.env.begin(db=self._env.prompts, buffers=True) as old,
                 opened.env.begin(write=True) as new,
             ):
-                for key in reversed(kept):
-                    new.put(key, old.get(key, b""), db=opened.prompts)
-                    new.put(key, msgpack.packb(self._seen[key]), db=opened.seen)
+                for key, entry in room.entries():
+                    epochs = excess.get(key, entry.units)
+                    if epochs:
+                        value = old.get(key, b"")
+                        if epochs < entry.units:
+                            history = PromptHistory.decode(value).latest(epochs)
+                            value = history.encode()
+                            entry = _entry(value, history, entry.epoch)
+                        new.put(key, value, db=opened.prompts)
+                    else:
+                        entry = Entry(entry.epoch, entry.size)
+                    new.put(key, msgpack.packb(entry), db=opened.seen)
         except BaseException:
             environment.release(opened)
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._replace(opened, folder)
-        return before - len(kept)
+        return {key for key, epochs in excess.items() if epochs == 0}
 
     def _warn(self, message: str) -> None:
         kind = message.lstrip("0123456789 ")[:32]
@@ -390,12 +443,6 @@ def _stored(value_bytes: int) -> int:
     return -(-(value_bytes + 16) // 4096) * 4096
 
 
-def _load(opened: Environment) -> dict[bytes, _Seen]:
-    """Prompts, seen longest ago first."""
-    with opened.env.begin() as txn:
-        try:
-            rows = [(bytes(key), _Seen(*msgpack.unpackb(value))) for key, value in txn.cursor(db=opened.seen)]
-            rows.sort(key=lambda row: row[1].sequence)
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise Damaged(f"its list of prompts is unreadable: {error}") from error
-    return dict(rows)
+def _entry(value: bytes, history: PromptHistory, epoch: int) -> Entry:
+    size, units = _stored(len(value)), len(np.unique(history.epoch))
+    return Entry(epoch, size / units, units, size, len(history.tokens) - len(history.bounds), len(history))

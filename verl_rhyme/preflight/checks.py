@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_rhyme import doctor
 from verl_rhyme.doctor import FAIL, WARN, Check
-from verl_rhyme.preflight import config_checks, machine_checks
+from verl_rhyme.preflight import config_checks, history_room, machine_checks
 from verl_rhyme.preflight.estimate import Estimate, estimate
 from verl_rhyme.preflight.machine import Machine, look
 from verl_rhyme.preflight.plan import ENGINES, Plan, read
@@ -67,6 +67,7 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
         there += machine_checks.gpu_memory(found, plan, machine)
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
+    there += history_room.check(config)
     if dry_run:
         there = [replace(check, status=WARN) if check.status == FAIL else check for check in there]
     checks = doctor.versions() if dry_run else doctor.examine(machine_checks.history_dir(config)) if with_doctor else []

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config as rhyme_config
-from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
@@ -190,7 +188,7 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
 
 
 def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
-    """Room for checkpoints and for the history store."""
+    """Room for checkpoints."""
     trainer = config.trainer
     if int(trainer.save_freq) > 0 and found:
         folder, free = free_disk(Path(str(trainer.default_local_dir)).expanduser())
@@ -201,16 +199,6 @@ def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
         remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
         detail = f"{folder}: {gib(free)} free, {gib(needed)} for {int(keep or 1) + 1} of {gib(found.checkpoint)}{every}"
         yield Check("checkpoints", status, detail, remedy)
-    try:
-        tree = rhyme_config.from_verl(config)
-    except ConfigError:  # a finding of its own
-        return
-    if tree is not None:
-        folder, free = free_disk(Path(history_dir(config) or tempfile.gettempdir()))
-        ok = free >= tree.history.max_bytes
-        detail = f"{folder}: {gib(free)} free, history.max_bytes {gib(tree.history.max_bytes)}"
-        remedy = "" if ok else "free some, set history.dir elsewhere, or lower history.max_bytes"
-        yield Check("history store", OK if ok else WARN, detail, remedy)
 
 
 def history_dir(config: Any) -> str | None:

@@ -163,6 +163,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
+        self._history.ready()  # another run's folder stops the run here, before it trains
         super()._load_checkpoint()
         if self.global_steps > 0:
             self._history.restore(str(self._checkpoint_folder()))
@@ -179,7 +180,12 @@ class RhymeTrainerMixin(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         finally:
-            self._recorder.close()
-            self._history.close()
-            servers = [s for m in self._rollout_server_managers() for r in m.get_replicas() for s in r.servers]
-            ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)
+            for end in (self._recorder.close, self._history.close, self._stop_servers):
+                try:  # a finished run is finished, and the engines go, whatever the history's end says
+                    end()
+                except Exception:
+                    logger.warning("while the run ended", exc_info=True)
+
+    def _stop_servers(self) -> None:
+        servers = [s for m in self._rollout_server_managers() for r in m.get_replicas() for s in r.servers]
+        ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)

@@ -1,6 +1,7 @@
 """Carries finished trajectories into history and event log, in a thread of its own, while training runs.
 
-Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once.
+Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once. Event log and
+metrics do not wait for the history.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from verl_rhyme.workers.request import FIELD
 
 logger = logging.getLogger(__name__)
 
+#: What the store counts by append, as opposed to what it says of itself.
+_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
 _LOGGED = ("sample", "reward", "policy_version", "tokens", "logprobs")
 
 
@@ -74,9 +77,11 @@ class Recorder:
         metrics: dict[str, float] = {
             names.HISTORY_UPDATE_S: self._seconds,
             names.HISTORY_ERRORS: float(self._errors),
+            names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
         self._seconds = 0.0
+        self._store |= {name: 0 for name in _COUNTS if name in self._store}
         if requests:
             # A batch smaller than the engines leaves slots empty that no schedule could fill.
             slots = min(self._slots(), len(requests))
@@ -102,14 +107,16 @@ class Recorder:
 
     def _record(self, batch: Any, step: int, part: int, epoch: int) -> None:
         samples = _fetch(batch, epoch, validate=False, logprobs=self._logprobs)
-        trajectories = [sample["trajectory"] for sample in samples]
-        self._store = self._history.append(trajectories, step=part)
         rows = [row for sample in samples for row in sample["requests"]]
         self._requests.extend(rows)
-        if self._events is not None:
-            self._events.append_requests(step, epoch, _columns(rows))
-            if self._log_responses:
-                self._events.append_responses(step, epoch, _responses(samples))
+        try:  # neither stops the other
+            if self._events is not None:
+                self._events.append_requests(step, epoch, _columns(rows))
+                if self._log_responses:
+                    self._events.append_responses(step, epoch, _responses(samples))
+        finally:
+            stats = self._history.append([sample["trajectory"] for sample in samples], step=part)
+            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in _COUNTS}}
 
     def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
         if self._events is not None:

@@ -7,22 +7,37 @@ import json
 import logging
 import os
 import shutil
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.history.store import HistoryError, HistoryStore
 
 logger = logging.getLogger(__name__)
 
 #: Below a verl checkpoint folder ``global_step_N``.
 SNAPSHOT_FOLDER = "history"
-_OWNER_FILE = "owner.pid"
+#: Bytes a second that copying a snapshot is granted, on top of ``history.timeout``.
+_COPY_RATE = 50e6
+_CLOSE_TIMEOUT_S = 30.0
+_LONGEST_PAUSE_S = 3600.0
+_PIECE_BYTES = 64 << 20
+
+
+class HistoryUnavailable(RuntimeError):
+    """A writer is dead or does not answer."""
 
 
 def node_history_dir(base: str, node_id: str) -> str:
@@ -74,22 +89,43 @@ def unpack(columns: dict[str, np.ndarray]) -> list[Trajectory]:
 
 
 class HistoryWriter:
-    """Ray actor: the one writer of its node's store."""
+    """Ray actor: the one writer of its node's store.
 
-    def __init__(self, base: str, namespace: str, max_bytes: int, epochs: int) -> None:
-        self._node_id = ray.get_runtime_context().get_node_id()
-        folder = Path(node_history_dir(base, self._node_id))
-        _remove_orphans(Path(base))
-        shutil.rmtree(folder, ignore_errors=True)  # a new run starts empty, or from its checkpoint
-        folder.mkdir(parents=True)
-        (folder / _OWNER_FILE).write_text(str(os.getpid()))
-        self._folder = folder
-        self._store = HistoryStore(folder, namespace, max_bytes, epochs)
+    Args:
+        base: Folder of all nodes' stores on this machine.
+        run: What another run left in this node's folder is deleted; what a dead writer of this run left is taken over.
+    """
+
+    def __init__(self, base: str, namespace: str, config: HistoryConfig, run: str) -> None:
+        self._folder = Path(node_history_dir(base, ray.get_runtime_context().get_node_id()))
+        self._namespace, self._config, self._run = namespace, config, run
+        self._opened: HistoryStore | None = None
+
+    @property
+    def _store(self) -> HistoryStore:
+        if self._opened is None:
+            folder, config = self._folder, self._config
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            environment.remove_dead(folder.parent, keep=folder)
+            ours = sum(file.stat().st_size for file in folder.rglob(environment.DATA_FILE))
+            bound = config.bound(shutil.disk_usage(folder.parent).free + ours)
+            self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
+        return self._opened
+
+    def open(self) -> int:
+        """Take the folder; a second call does nothing. Returns the process's id.
+
+        Raises:
+            HistoryError: It is another run's that is alive.
+        """
+        assert self._store is not None
+        return os.getpid()
 
     def append(self, columns: dict[str, np.ndarray], step: int) -> dict[str, Any]:
-        """Record one step. Returns the store's statistics and what was dropped."""
-        appended = self._store.append(unpack(columns), step)
-        return {"dropped": appended.dropped, **self._store.stats()}
+        """Record one step. Returns the store's statistics and what was dropped and evicted."""
+        did = self._store.append(unpack(columns), step)
+        counts = {name: getattr(did, name) for name in ("dropped", "unkept", "evicted", "shed_epochs")}
+        return {**counts, **self._store.stats()}
 
     def snapshot(self, folder: str) -> None:
         self._store.snapshot(folder)
@@ -98,30 +134,55 @@ class HistoryWriter:
         self._store.restore(folder)
         return self._store.stats()
 
-    def restore_bytes(self, files: dict[str, bytes]) -> dict[str, Any]:
-        """Like :meth:`restore` on a node that does not see the checkpoint folder."""
-        incoming = self._folder.with_name(self._folder.name + ".incoming")
-        incoming.mkdir(exist_ok=True)
+    def receive(self, name: str, piece: bytes, first: bool) -> None:
+        """A part of a snapshot, for a node that may not see the checkpoint folder."""
+        self._incoming.mkdir(exist_ok=True)
+        with open(self._incoming / Path(name).name, "wb" if first else "ab") as file:
+            file.write(piece)
+
+    def restore_received(self) -> dict[str, Any]:
         try:
-            for name, content in files.items():
-                (incoming / Path(name).name).write_bytes(content)
-            return self.restore(str(incoming))
+            return self.restore(str(self._incoming))
         finally:
-            shutil.rmtree(incoming, ignore_errors=True)
+            shutil.rmtree(self._incoming, ignore_errors=True)
+
+    @property
+    def _incoming(self) -> Path:
+        return self._folder.with_name(self._folder.name + ".incoming")
 
     def close(self) -> None:
-        self._store.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """End, and delete the folder; a folder that was never taken is left alone."""
+        if self._opened is not None:
+            self._opened.close(delete=True)
+
+
+@dataclass
+class _Failures:
+    """Of a node's writers, since the last one that answered."""
+
+    count: int = 0
+    retry_at: float = 0.0
 
 
 class HistoryService:
-    """The trainer's hand on all writers."""
+    """The trainer's hand on all writers.
+
+    Nothing here waits for ever, and a writer that died or does not answer is an error of that call only: it is ended,
+    and a new one takes over its folder, at once the first time, then after pauses that grow with the time lost.
+    Methods are not called at the same time from two threads.
+    """
 
     def __init__(self, config: HistoryConfig, namespace: str) -> None:
         assert config.dir is not None
         self._config, self._namespace = config, namespace
+        self._run = uuid.uuid4().hex[:12]
         self._here = ray.get_runtime_context().get_node_id()
         self._writers: dict[str, Any] = {}
+        self._opening: dict[str, Any] = {}
+        self._failures: dict[str, _Failures] = {}
+        self._bytes = 0
+        #: Writers that were started in the place of one that failed.
+        self.restarts = 0
         self.add_nodes()
 
     def add_nodes(self) -> None:
@@ -133,44 +194,148 @@ class HistoryService:
         for gone in set(self._writers) - alive:
             del self._writers[gone]
         for node_id in alive - set(self._writers):
+            failed = self._failures.get(node_id)
+            if failed is not None:
+                if time.monotonic() < failed.retry_at:
+                    continue
+                self.restarts += 1
             actor = ray.remote(HistoryWriter).options(
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             )
-            self._writers[node_id] = actor.remote(
-                self._config.dir, self._namespace, self._config.max_bytes, self._config.epochs
-            )
+            writer = actor.remote(self._config.dir, self._namespace, self._config, self._run)
+            self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
+
+    def ready(self) -> None:
+        """Wait until the writers have their folders; one that fails otherwise is a warning.
+
+        Raises:
+            HistoryError: A folder is another run's that is alive.
+        """
+        try:
+            self._answers({node: self._opening[node] for node in self._writers}, self._config.timeout)
+        except HistoryError:
+            raise
+        except Exception as error:
+            logger.warning("a history writer could not start; training goes on without it: %s", error)
 
     def append(self, trajectories: list[Trajectory], step: int) -> dict[str, Any]:
-        """Record on every node; returns this node's statistics."""
+        """Record on every node; returns this node's statistics.
+
+        Raises:
+            HistoryUnavailable: This node's writer does not record now.
+        """
         columns = ray.put(pack(trajectories))
-        stats = {node: writer.append.remote(columns, step) for node, writer in self._writers.items()}
-        ray.get(list(stats.values()))
-        return ray.get(stats[self._here])
+        stats = self._ask(lambda writer: writer.append.remote(columns, step), self._config.timeout)
+        self._bytes = int(stats["bytes"])
+        return stats
 
     def snapshot(self, checkpoint: str) -> None:
-        """One copy for all: every node holds the same history."""
-        ray.get(self._writers[self._here].snapshot.remote(os.path.join(checkpoint, SNAPSHOT_FOLDER)))
+        """One copy for all: every node holds the same history.
+
+        Raises:
+            HistoryUnavailable: This node's writer does not write now.
+        """
+        folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
+        timeout = self._config.timeout + self._bytes / _COPY_RATE
+        self._ask(lambda writer: writer.snapshot.remote(folder), timeout, nodes={self._here})
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
-        """Load the snapshot of a checkpoint on every node; ``None`` and a warning when it has none."""
+        """Load the snapshot of a checkpoint on every node; ``None`` and a warning when it has none, or none answers."""
         folder = Path(checkpoint, SNAPSHOT_FOLDER)
         if not folder.is_dir():
             logger.warning("no history in %s: drafting starts with an empty one", checkpoint)
             return None
-        elsewhere = [writer for node, writer in self._writers.items() if node != self._here]
-        waiting = [self._writers[self._here].restore.remote(str(folder))]
-        if elsewhere:
-            files = ray.put({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
-            waiting += [writer.restore_bytes.remote(files) for writer in elsewhere]
-        return ray.get(waiting)[0]
+        self.add_nodes()
+        files = [path for path in folder.iterdir() if path.is_file()]
+        elsewhere = set(self._writers) - {self._here}
+        for file in files if elsewhere else []:
+            elsewhere &= self._send(file, elsewhere)
+        calls = {n: self._writers[n].restore_received.remote() for n in elsewhere}
+        if self._here in self._writers:
+            calls[self._here] = self._writers[self._here].restore.remote(str(folder))
+        self._bytes = sum(path.stat().st_size for path in files)
+        answers = self._answers(calls, self._config.timeout + self._bytes / _COPY_RATE)
+        if self._here not in answers:
+            logger.warning("the history in %s is not restored: drafting starts with an empty one", checkpoint)
+        return answers.get(self._here)
 
     def close(self) -> None:
-        ray.get([writer.close.remote() for writer in self._writers.values()])
+        """End the writers, and delete their folders; never raises."""
+        try:
+            calls = {node: writer.close.remote() for node, writer in self._writers.items()}
+            self._answers(calls, min(self._config.timeout, _CLOSE_TIMEOUT_S))
+        except Exception:
+            logger.warning("a history writer did not end in order", exc_info=True)
 
+    def _send(self, file: Path, nodes: set[str]) -> set[str]:
+        """A file to several nodes, piece by piece: a history may be larger than Ray's store. Returns who has it."""
+        with open(file, "rb") as opened:
+            first = True
+            while (piece := opened.read(_PIECE_BYTES)) or first:
+                put = ray.put(piece)
+                calls = {node: self._writers[node].receive.remote(file.name, put, first) for node in nodes}
+                nodes = set(self._answers(calls, self._config.timeout))
+                first = False
+        return nodes
 
-def _remove_orphans(base: Path) -> None:
-    """Stores on this machine whose writer was killed."""
-    for owner in base.glob(f"*/{_OWNER_FILE}"):
-        if not Path("/proc", owner.read_text().strip() or "none").exists():
-            shutil.rmtree(owner.parent, ignore_errors=True)
+    def _ask(self, call: Callable[[Any], Any], timeout: float, nodes: set[str] | None = None) -> Any:
+        """Call the writers, of some nodes or all; this node's answer. One that had to be started anew is asked again.
+
+        Raises:
+            HistoryUnavailable: This node's writer gave none.
+        """
+        answers: dict[str, Any] = {}
+        for _ in range(2):
+            self.add_nodes()
+            asked = {n: w for n, w in self._writers.items() if n not in answers and (nodes is None or n in nodes)}
+            answers |= self._answers({node: call(writer) for node, writer in asked.items()}, timeout)
+        for node in answers:
+            self._failures.pop(node, None)
+        if self._here not in answers:
+            raise HistoryUnavailable("this node's history writer does not record now; see the warnings before")
+        return answers[self._here]
+
+    def _answers(self, calls: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Answers by node, of the writers that gave one in time; the others are replaced.
+
+        Raises:
+            Exception: What a writer raised, after all were heard.
+        """
+        if not calls:
+            return {}
+        started = time.monotonic()
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
+        lost = time.monotonic() - started
+        answers, raised = {}, None
+        for node, call in calls.items():
+            if call not in ready:
+                self._fail(node, f"did not answer within {timeout:.0f} s", lost)
+                continue
+            try:
+                answers[node] = ray.get(call, timeout=timeout)
+            except RayActorError as error:
+                self._fail(node, f"died: {str(error).splitlines()[0]}", lost)
+            except Exception as error:
+                raised = error
+        if raised is not None:
+            raise raised
+        return answers
+
+    def _fail(self, node: str, what: str, lost: float) -> None:
+        """End a node's writer; :meth:`add_nodes` starts the next one when its time has come."""
+        failed = self._failures.setdefault(node, _Failures())
+        failed.count += 1
+        pause = 0.0 if failed.count == 1 else min(_LONGEST_PAUSE_S, max(lost, 1.0) * 2**failed.count)
+        failed.retry_at = time.monotonic() + pause
+        logger.warning(
+            "the history writer on node %s %s; training goes on, it is started anew %s (folder %s)",
+            node[:16],
+            what,
+            f"after {pause:.0f} s" if pause else "at once",
+            node_history_dir(str(self._config.dir), node),
+        )
+        writer = self._writers.pop(node, None)
+        if writer is not None:
+            with suppress(Exception):  # its process may be gone; a stopped one holds the folder's lock until it is
+                ray.kill(writer)

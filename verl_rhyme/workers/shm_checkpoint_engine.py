@@ -7,8 +7,10 @@ verl's own engines for a separate rollout pool need NCCL, NIXL or RDMA. This one
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,16 @@ class ShmCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
         self.is_master = is_master
         self.path: Path | None = None
+        self._lock: Path | None = None
 
     def prepare(self) -> dict[str, Any]:
         if not self.is_master:
             return {}
+        while self._lock is None or not self._lock.exists():  # a cleaner may find it before it is locked
+            self._lock = _FOLDER / f"{_PREFIX}{uuid.uuid4().hex}.lock"
+            _try_lock(self._lock, os.O_CREAT)  # held until this process ends
         _remove_leftovers()
-        return {"path": str(_FOLDER / f"{_PREFIX}{os.getpid()}_{time.monotonic_ns()}.safetensors")}
+        return {"path": str(self._lock.with_name(f"{self._lock.stem}_{time.monotonic_ns()}.safetensors"))}
 
     @classmethod
     def build_topology(
@@ -77,12 +83,28 @@ class ShmCheckpointEngine(CheckpointEngine):
                 yield name, tensors.get_tensor(name)
 
 
+def _try_lock(file: Path, flags: int = 0) -> int:
+    """The kernel's lock on a file, in whichever container its holder lives; -1 where a live process has it."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+    except FileNotFoundError:
+        return -1
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
 def _remove_leftovers() -> None:
     """Files of actors that were killed in the middle of a transfer."""
-    for path in _FOLDER.glob(f"{_PREFIX}*"):
-        pid = path.name[len(_PREFIX) :].split("_")[0]
-        if not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
+    for lock in _FOLDER.glob(f"{_PREFIX}*.lock"):
+        descriptor = _try_lock(lock)
+        if descriptor >= 0:
+            for path in _FOLDER.glob(f"{lock.stem}*"):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def register() -> None:

@@ -162,21 +162,86 @@ def file_bytes(path):
     return sum(p.stat().st_size for p in path.glob("env-*/data.mdb"))
 
 
-def test_prompts_seen_longest_ago_go_first(tmp_path, reader):
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
-        for i in range(8):
-            store.append([trajectory(i, range(8000))], step=i)  # 16 pages each
-        store.append([trajectory(0, range(8000), epoch=1)], step=8)  # 0 is seen again, 1 is now the oldest
-        total = 0
-        for i in range(8, 14):
-            total += store.append([trajectory(i, range(8000))], step=i).evicted
-        assert total == 14 - store.stats()["prompts"] > 0
-        left = [i for i in range(14) if reader.get(key(i)) is not None]
-        gone = [i for i in range(14) if i not in left]
-        assert left[-5:] == [9, 10, 11, 12, 13]
-        order = [1, 2, 3, 4, 5, 6, 7, 0, 8]
-        assert sorted(gone) == sorted(order[: len(gone)])
-        assert store.stats()["bytes"] <= 0.7 * (1 << 20)
+def hits(tmp_path, share, epochs=1, passes=5, prompts=120):
+    """Share of arrivals, after the first pass over reshuffled data, whose prompt had a history; and what was told."""
+    rng = np.random.default_rng(1)
+    size = 4 * 4096  # of a value, on whole pages
+    bound = int(share * prompts * size / 0.7) + 4096
+    found, evicted, written = [], [], []
+    with HistoryStore(tmp_path / "h", NAMESPACE, bound, epochs) as store:
+        reader = HistoryReader(tmp_path / "h", NAMESPACE, refresh_interval=0.0)
+        for epoch in range(passes):
+            order = rng.permutation(prompts)
+            stats = []
+            for start in range(0, prompts, 10):
+                batch = order[start : start + 10]
+                found.append((epoch, np.mean([reader.get(key(i)) is not None for i in batch])))
+                step = len(found)
+                stats.append(store.append([trajectory(i, rng.integers(0, 99, 1750), epoch) for i in batch], step))
+                assert store.stats()["bytes"] <= 0.7 * bound
+            evicted.append(sum(s.evicted for s in stats))
+            written.append(sum(s.prompts for s in stats))
+        told = store.stats()
+        reader.close()
+    return np.mean([hit for epoch, hit in found if epoch]), evicted, written, told
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
+def test_room_for_a_share_of_the_prompts_hits_that_share(tmp_path, share, caplog):
+    """And no prompt is written only to be evicted: the same ones stay, epoch after epoch."""
+    with caplog.at_level(logging.WARNING):
+        hit, evicted, written, told = hits(tmp_path, share)
+    assert hit == pytest.approx(share, abs=0.02)
+    assert told["kept_share"] == pytest.approx(share, abs=0.02)
+    assert sum(evicted[1:]) == 0
+    assert written[1:] == [told["prompts"]] * 4
+    [warning] = [record.message for record in caplog.records]
+    assert f"{share:.0%}"[0] in warning or "%" in warning
+    assert "history.max_bytes" in warning
+
+
+def test_the_oldest_epochs_go_before_any_prompt(tmp_path):
+    hit, evicted, _, told = hits(tmp_path, share=1.5, epochs=4)
+    assert hit == 1
+    assert sum(evicted) == 0
+    assert told["epochs"] == 2
+    assert told["responses"] == pytest.approx(1.5 * 120, abs=3)
+
+
+def test_the_share_follows_the_sizes(tmp_path, reader):
+    """Shorter responses make room for more prompts, longer ones for fewer."""
+    with HistoryStore(tmp_path / "h", NAMESPACE, 4 << 20, epochs=1) as store:
+        shares = []
+        for epoch, length in enumerate([3550, 3550, 1750, 1750, 1750, 3550, 3550, 3550]):
+            for i in range(0, 400, 20):
+                batch = [trajectory(j, [epoch] * length, epoch) for j in range(i, i + 20)]
+                assert store.append(batch, step=20 * epoch + i).dropped == 0
+            shares.append(store.stats()["kept_share"])
+        room = 0.7 * (4 << 20) / 400
+        assert shares[0] == pytest.approx(room / (8 * 4096), abs=0.01)
+        assert shares[4] == pytest.approx(room / (4 * 4096), abs=0.01)
+        assert shares[7] == pytest.approx(shares[0], abs=0.01)
+
+
+def test_a_prompt_that_left_the_data_goes_first(tmp_path, reader):
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        store.append([trajectory(i, range(8000), epoch=0) for i in range(9)], step=0)
+        assert store.stats()["prompts"] == 9
+        for epoch in range(1, 6):
+            store.append([trajectory(i, range(8000), epoch) for i in range(100, 109)], step=epoch)
+        assert all(reader.get(key(i)) is not None for i in range(100, 109))
+        assert store.stats()["kept_share"] == 1
+
+
+def test_what_was_evicted_is_known_after_a_restart(tmp_path):
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
+        before = store.stats()
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        assert store.stats() == before
+        again = store.append([trajectory(i, range(8000), epoch=1) for i in range(40)], step=1)
+        assert again.evicted == 0
+        assert again.unkept == 40 - before["prompts"] > 0
 
 
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
@@ -187,9 +252,13 @@ def test_the_file_never_exceeds_its_bound(tmp_path, reader):
         for step in range(150):
             prompts = rng.integers(0, 200, 8)
             batch = [trajectory(i, rng.integers(0, 99, rng.integers(1, 6000)), epoch=step // 20) for i in prompts]
-            dropped += store.append(batch, step).dropped
+            before = {i for i in range(200) if reader.get(key(i)) is not None}
+            stats = store.append(batch, step)
+            dropped += stats.dropped
             assert file_bytes(tmp_path / "h") <= bound
-            assert all(reader.get(key(i)) is not None for i in prompts)
+            assert store.stats()["bytes"] <= 0.7 * bound
+            after = {i for i in range(200) if reader.get(key(i)) is not None}
+            assert len(before - after) <= stats.evicted
         assert dropped == 0
         stats = store.stats()
         assert stats["prompts"] == sum(reader.get(key(i)) is not None for i in range(200))
@@ -211,7 +280,7 @@ def test_a_step_larger_than_the_bound_keeps_what_fits(tmp_path, reader, caplog):
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
         with caplog.at_level(logging.WARNING):
             stats = store.append([trajectory(i, range(20_000)) for i in range(10)], step=1)
-        assert stats.trajectories + stats.dropped == 10
+        assert stats.trajectories + stats.unkept + stats.dropped == 10
         assert 0 < stats.trajectories < 10
         assert "max_bytes" in caplog.text
         assert sum(reader.get(key(i)) is not None for i in range(10)) == stats.trajectories
@@ -227,7 +296,8 @@ def test_a_lower_bound_is_obeyed_at_the_next_start(tmp_path, reader):
         left = store.stats()["prompts"]
         assert 0 < left < 40
         assert file_bytes(tmp_path / "h") <= 1 << 20
-        assert [i for i in range(40) if reader.get(key(i)) is not None] == list(range(40 - left, 40))
+        assert left == int(0.7 * (1 << 20) / (18 * 4096))
+        assert left == sum(reader.get(key(i)) is not None for i in range(40))
         assert store.restore(tmp_path / "snapshot")
         assert store.stats()["prompts"] == left
         assert file_bytes(tmp_path / "h") <= 1 << 20
@@ -295,4 +365,4 @@ def test_values_carry_lmdbs_format(tmp_path, store):
     with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
         assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
         meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
-        assert meta == {"format": 2, "namespace": NAMESPACE}
+        assert meta == {"format": 3, "namespace": NAMESPACE}

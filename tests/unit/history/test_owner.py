@@ -1,0 +1,139 @@
+"""Who may write to a history folder, and who may delete it: never what belongs to a writer that lives, or may live."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from verl_rhyme.history import environment
+from verl_rhyme.history.environment import HistoryError, Owner
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryReader, HistoryStore
+
+NAMESPACE = "tokenizer-a"
+KEY = (1).to_bytes(16, "big")
+WRITER = """
+import sys, time
+import numpy as np
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+store = HistoryStore(sys.argv[1], "tokenizer-a", 1 << 20, 2, run=sys.argv[2])
+store.append([Trajectory((1).to_bytes(16, "big"), np.array([5, 6], np.int32), 1.0, 0, 0, 0)], step=1)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch):
+    monkeypatch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.2)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process that writes, of run "first", to ``base/node``."""
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "base" / "node"), "first"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def open_store(folder, run="second"):
+    return HistoryStore(folder, NAMESPACE, 1 << 20, 2, run=run)
+
+
+def tokens(folder):
+    reader = HistoryReader(folder, NAMESPACE, refresh_interval=0.0)
+    history = reader.get(KEY)
+    reader.close()
+    return None if history is None else history.response(0).tolist()
+
+
+def owned_by(folder, **changes):
+    owner = json.loads((folder / "owner.json").read_text())
+    (folder / "owner.json").write_text(json.dumps({**owner, **changes}))
+
+
+def test_a_second_run_is_told_and_deletes_nothing(tmp_path, writer):
+    folder = tmp_path / "base" / "node"
+    with pytest.raises(HistoryError) as told:
+        open_store(folder)
+    for part in (str(folder), str(writer.pid), os.uname().nodename, "first", "history.dir"):
+        assert part in str(told.value)
+    assert tokens(folder) == [5, 6]
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, 1], ids=["a pid of another container", "a pid used again"])
+def test_a_live_writer_is_not_taken_for_dead_by_its_pid(tmp_path, writer, pid):
+    folder = tmp_path / "base" / "node"
+    owned_by(folder, pid=pid)
+    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    assert tokens(folder) == [5, 6]
+
+
+def test_a_killed_writers_folder_is_removed_and_an_own_one_is_not(tmp_path, writer):
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    folder = tmp_path / "base" / "node"
+    environment.remove_dead(tmp_path / "base", keep=folder)
+    assert tokens(folder) == [5, 6]
+    owned_by(folder, pid=os.getpid())  # its pid is used again: the lock says that it is dead
+    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    assert not folder.exists()
+
+
+def test_another_machines_folder_counts_as_alive(tmp_path, writer):
+    """On a shared filesystem without common locks."""
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    folder = tmp_path / "base" / "node"
+    owned_by(folder, host="elsewhere", boot="another")
+    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
+        open_store(folder)
+    assert tokens(folder) == [5, 6]
+    (folder / "owner.json").unlink()  # as the message says
+    with open_store(folder):
+        assert tokens(folder) is None
+
+
+def test_this_machines_folder_of_before_a_reboot_is_free(tmp_path, writer):
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    folder = tmp_path / "base" / "node"
+    owned_by(folder, boot="another")
+    with open_store(folder):
+        assert tokens(folder) is None
+
+
+@pytest.mark.parametrize(("run", "found"), [("first", [5, 6]), ("second", None)])
+def test_a_dead_writers_history_is_taken_over_by_its_own_run(tmp_path, writer, run, found):
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    folder = tmp_path / "base" / "node"
+    with open_store(folder, run) as store:
+        assert tokens(folder) == found
+        assert Owner.of(folder) == Owner(run, os.uname().nodename, Owner.here("").boot, os.getpid())
+        assert store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1).trajectories == 1
+    assert Owner.of(folder) is None
+
+
+def test_who_waited_for_a_folder_that_was_deleted_does_not_hold_a_ghost(tmp_path):
+    """A lock on a deleted file keeps nobody out."""
+    folder = tmp_path / "h"
+    first = open_store(folder, "first")
+    held = os.open(folder / "writer.lock", os.O_RDWR)
+    first.close(delete=True)
+    assert not folder.exists()
+    with open_store(folder), pytest.raises(HistoryError):
+        open_store(folder, "third")
+    os.close(held)
