@@ -159,6 +159,10 @@ class SortingConfig:
         redraft: On-policy: draft an interrupted response when it is generated anew.
         coupled: On-policy: draw each token with noise keyed by sample and position, so that a response which is
             generated anew repeats itself where the policy did not change.
+        stop_wait: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge); then
+            the sample starts again, and the update goes on without it.
+        lost_after: Seconds without an answer after which an agent loop worker is given up, and its samples start again
+            elsewhere.
     """
 
     mode: str | None = None
@@ -171,6 +175,8 @@ class SortingConfig:
     order: float | None = None
     redraft: bool = True
     coupled: bool = False
+    stop_wait: float = 30.0
+    lost_after: float = 300.0
 
     def __post_init__(self) -> None:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
@@ -186,6 +192,9 @@ class SortingConfig:
             self.max_versions,
             "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
+        for name in ("stop_wait", "lost_after"):
+            seconds = getattr(self, name)
+            _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
         _require(
             not (self.coupled and self.mode == "partial"),
