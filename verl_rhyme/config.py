@@ -221,7 +221,7 @@ class EventsConfig:
 
 @dataclass(frozen=True)
 class RhymeConfig:
-    """Root of the tree. ``enable=false`` leaves stock verl.
+    """Root of the tree. ``enable=false`` leaves stock verl, or somebody's own trainer without our hooks.
 
     Attributes:
         poll_interval: Seconds between two looks of verl's replay buffer at its queue; ``None`` keeps verl's 2 s.
