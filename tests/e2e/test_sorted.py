@@ -134,7 +134,8 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
         f"{agent}.default_agent_loop=unreliable",
         f"{SORTING}.stop_wait=3",
     )
-    whole_run.finish(start(tmp_path, *overrides, epochs=1), tmp_path)
+    path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, PYTHONPATH=path), tmp_path, timeout=400)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == STEPS_AN_EPOCH
     assert (tmp_path / "died").exists()

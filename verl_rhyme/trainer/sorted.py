@@ -52,7 +52,8 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         sorting = SortingConfig() if self._rhyme is None else self._rhyme.sorting
         if sorting.mode is None:
             raise ConfigError(
-                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial (+rhyme=sorted), and enable=true"
+                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial, and enable=true "
+                "(+rhyme=sorted)"
             )
         single = str(config.algorithm.adv_estimator) in _SINGLE
         unit = sorting.unit or ("trajectory" if single else "group")
