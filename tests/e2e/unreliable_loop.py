@@ -7,7 +7,7 @@ from pathlib import Path
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from verl_rhyme.workers.session import sample_of, session_key
+from verl_rhyme.workers.session import current, session_key
 
 #: A tool takes so long that a step that waits for it fails the test.
 HANGS_S = 3600.0
@@ -22,8 +22,9 @@ def canned(index, sample):
 
 class UnreliableLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params, **kwargs):
-        uid, sample = sample_of(f"{kwargs['uid']}_{kwargs['session_id']}")
-        index, first_attempt = int(kwargs["index"]), f"{uid}_{kwargs['session_id']}" == session_key(uid, sample)
+        uid, sample, index = kwargs["uid"], kwargs["session_id"], int(kwargs["index"])
+        session = current()
+        first_attempt = session is not None and session.name == session_key(uid, sample)
         if canned(index, sample):
             prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
             return AgentLoopOutput(

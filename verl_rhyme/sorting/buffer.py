@@ -24,14 +24,14 @@ class Sample:
         tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
         first_version: Policy version of its oldest kept token; ``None`` without any.
         interruptions: How often its generation was cut short.
-        attempt: How often it was begun anew for good: what an earlier attempt may still say is nobody's.
+        attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
     """
 
     state: State = "pending"
     tokens: int = 0
     first_version: int | None = None
     interruptions: int = 0
-    attempt: int = 0
+    attempt: int = -1
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class RolloutBuffer:
         self.loaded += 1
 
     def start(self, uid: str, number: int) -> None:
-        self._move(uid, number, ("pending",), "running")
+        self._move(uid, number, ("pending",), "running").attempt += 1
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
@@ -116,14 +116,13 @@ class RolloutBuffer:
 
     def abandon(self, uid: str, number: int) -> None:
         """Nobody waits for this attempt any longer: the next goes on from what was told before it."""
-        self._move(uid, number, ("running", "generated"), "pending").attempt += 1
+        self._move(uid, number, ("running", "generated"), "pending")
 
     def regenerate(self, uid: str, number: int) -> None:
         """A response that came to its end may not be trained any more: it is to be generated anew."""
         sample = self._move(uid, number, ("generated", "finished"), "pending")
         sample.first_version = None
         sample.interruptions += 1
-        sample.attempt += 1
 
     def train(self, uid: str, number: int) -> None:
         """A finished response goes to the trainer; with its last one a prompt leaves."""
@@ -147,7 +146,9 @@ class RolloutBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
         self._prompts = {
-            saved["uid"]: Prompt(**{**saved, "samples": [Sample(**sample) for sample in saved["samples"]]})
+            saved["uid"]: Prompt(
+                **{**saved, "samples": [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]}
+            )
             for saved in state["prompts"]
         }
 

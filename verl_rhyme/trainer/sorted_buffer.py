@@ -185,7 +185,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         return [(prompt.uid, number) for state in states for prompt, number, _ in self.controller.buffer.samples(state)]
 
     def _session(self, uid: str, number: int) -> str:
-        """Name of the sample's attempt that counts."""
+        """Name of the sample's latest attempt."""
         return session_key(uid, number, self.controller.buffer.prompt(uid).samples[number].attempt)
 
     def _look(self) -> None:
@@ -194,14 +194,9 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._tidy(SESSIONS, PROMPTS, _TRAIN)
 
     def _tidy(self, *partitions: str) -> None:
-        untrained = {
-            (prompt.uid, number): session_key(prompt.uid, number, sample.attempt)
-            for prompt in self.controller.buffer
-            for number, sample in enumerate(prompt.samples)
-            if sample.state != "trained"
-        }
+        live = {self._session(*sample) for sample in self._in(*ON_THEIR_WAY, "finished")}
+        untrained = set(self._in("pending", *ON_THEIR_WAY, "finished"))
         self._reports = {sample: key for sample, key in self._reports.items() if sample in untrained}
-        live = set(untrained.values())
         told = live | set(self._reports.values())
         wanted: dict[str, Callable[[str], bool]] = {
             SESSIONS: lambda key: key in told,
@@ -301,8 +296,6 @@ class SortedReplayBuffer(ReplayBufferAsync):
             starts[uid].append(Start(self._session(uid, number), self._reports.get((uid, number)), priority))
         if starts:
             keys = [start.session for group in starts.values() for start in group]
-            if self._asked is not None:
-                self._asked.difference_update(keys)  # the answer may be older than they
             tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running"}] * len(keys))
             self._rollout.start_samples(starts)
 

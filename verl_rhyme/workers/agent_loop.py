@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 from typing import Any
 
 import ray
@@ -122,37 +121,32 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         for start in starts:
             task = asyncio.create_task(self._run_session(start, prompt, params, trajectory, trace))
             self._attempts[start.session] = task
-            task.add_done_callback(partial(self._ended, start.session))
+            task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session))  # type: ignore[misc]
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
                 logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
 
-    def _ended(self, session: str, task: asyncio.Task[None]) -> None:
-        if self._attempts.get(session) is task:  # and not its next attempt, already
-            del self._attempts[session]
-
     async def _run_session(
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, number = sample_of(start.session)
-        session = Session(self._sorting.mode == "partial", self._redraft, start.priority)
+        session = Session(self._sorting.mode == "partial", self._redraft, start.priority, start.session)
         meta = RequestMeta(sample=number)
         if self._sorting.coupled:
             meta.noise = f"{key_of(self._seed, uid, number):016x}"
-        session_id = int(start.session.rpartition("_")[2])
         try:
             if start.kept is not None:
                 await self._recall(start.kept, session)
             enter(session)
             await self._run_agent_loop(
-                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=session_id, **prompt
+                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=number, **prompt
             )
         except Interrupted:
-            await self._report(start.session, session, status="interrupted")
+            await self._report(session, status="interrupted")
         except Exception:
             logger.exception("sample %d of prompt %s failed; the prompt is replaced", number, uid)
-            await self._report(start.session, session, status="failed")
+            await self._report(session, status="failed")
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
@@ -164,8 +158,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                 for name in ("min_global_steps", "max_global_steps"):
                     if trajectory.extra_fields.get(name) is None:
                         trajectory.extra_fields[name] = kwargs["global_steps"] - 1
+            kwargs["session_id"] = int(session.name.rpartition("_")[2])
             # Before the reward is computed: the engine need not run on for that.
-            await self._report(f"{kwargs['uid']}_{kwargs['session_id']}", session, status="generated")
+            await self._report(session, status="generated")
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _recall(self, key: str, session: Session) -> None:
@@ -179,13 +174,13 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         session.kept = [Turn(**turn) for turn in turns]
         session.records = list(records) if session.partial else []
 
-    async def _report(self, key: str, session: Session, status: str) -> None:
+    async def _report(self, session: Session, status: str) -> None:
         """The tag is what the trainer looks at again and again, the fields what it or the next attempt may ask for."""
         # What never reached the engine is nothing to tell of.
         records = [record for record in session.records if record["response_tokens"]]
         fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version}
-        await self._reports.send(key, fields, tag)
+        await self._reports.send(session.name, fields, tag)
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):

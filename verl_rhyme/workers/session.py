@@ -28,7 +28,7 @@ _SAMPLES = 1 << 16
 def session_key(uid: str, number: int, attempt: int = 0) -> str:
     """Name of one attempt at a sample: its key in :data:`SESSIONS`, and what verl puts before its trajectories' index.
 
-    An attempt that was abandoned writes under a name that nobody reads any more.
+    Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
     """
     return f"{uid}_{attempt * _SAMPLES + number}"
 
@@ -91,6 +91,7 @@ class Session:
         partial: Continue what is kept, rather than draft from it.
         redraft: On-policy: draft from what is kept.
         priority: Of its requests, lowest first.
+        name: See :func:`session_key`.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far.
@@ -99,6 +100,7 @@ class Session:
     partial: bool
     redraft: bool = True
     priority: int = 0
+    name: str = ""
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

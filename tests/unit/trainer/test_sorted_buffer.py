@@ -139,7 +139,7 @@ def test_who_told_of_the_end_before_the_look_or_started_after_the_question_is_no
     buffer.tags[SESSIONS] |= {"a_0": GENERATED, "a_1": {"status": "interrupted", "tokens": 3, "first_version": 0}}
     buffer.tags["train"]["a_0_0"] = STORED
     buffer._poll()
-    buffer._fill()  # the second starts again, under its name
+    buffer._fill()  # the second starts again, under another name
     assert states(buffer) == ["finished", "running"]
     roll_call(buffer, set())
     assert states(buffer) == ["finished", "running"]
