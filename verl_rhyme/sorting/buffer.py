@@ -145,12 +145,10 @@ class RolloutBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
-        self._prompts = {
-            saved["uid"]: Prompt(
-                **{**saved, "samples": [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]}
-            )
-            for saved in state["prompts"]
-        }
+        self._prompts = {}
+        for saved in state["prompts"]:
+            samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
+            self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
 
     def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
         if uid not in self._prompts:
