@@ -224,6 +224,10 @@ class SortingConfig:
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
+        stop_wait: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge); then
+            the sample starts again, and the update goes on without it.
+        lost_after: Seconds without an answer after which an agent loop worker is given up, and its samples start again
+            elsewhere.
     """
 
     mode: str | None = None
@@ -235,6 +239,8 @@ class SortingConfig:
     max_versions: int = 2
     order: float | None = None
     redraft: bool = True
+    stop_wait: float = 30.0
+    lost_after: float = 300.0
 
     def __post_init__(self) -> None:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
@@ -250,6 +256,9 @@ class SortingConfig:
             self.max_versions,
             "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
+        for name in ("stop_wait", "lost_after"):
+            seconds = getattr(self, name)
+            _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
 
 
@@ -270,7 +279,7 @@ class EventsConfig:
 
 @dataclass(frozen=True)
 class RhymeConfig:
-    """Root of the tree. ``enable=false`` leaves stock verl.
+    """Root of the tree. ``enable=false`` leaves stock verl, or somebody's own trainer without our hooks.
 
     Attributes:
         poll_interval: Seconds between two looks of verl's replay buffer at its queue; ``None`` keeps verl's 2 s.

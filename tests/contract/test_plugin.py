@@ -122,6 +122,67 @@ assert built == [PPOTrainerSync] * 2
     python(code)
 
 
+def test_somebodys_own_trainer_stays_itself_without_rhyme():
+    code = """
+import verl
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.registry import RhymeTrainerSync
+
+called = []
+class Theirs(PPOTrainerSync):
+    def __init__(self, config):
+        self.config, self.global_steps, self.replay_buffer = config, 1, object()
+    def get_llm_client(self): return "verl's client"
+def stock(name):
+    def method(self, *args, **kwargs): called.append(name)
+    return method
+hooks = ("_init_tokenizer", "_setup", "_compute_old_log_prob", "on_step_end", "_compute_metrics", "_save_checkpoint",
+         "_load_checkpoint", "fit")
+for name in hooks:
+    setattr(Theirs, name, stock(name))
+
+class Mine(RhymeTrainerMixin, Theirs):
+    def on_step_end(self):
+        called.append("mine")
+        super().on_step_end()
+class MyOther(RhymeTrainerSync):
+    def __init__(self, config):
+        pass
+
+for tree in (None, {"rhyme": {"enable": False}}):
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": tree}}})
+    trainer = Mine(config)
+    assert type(trainer) is Mine and trainer.config is config
+    called.clear()
+    for name in hooks:
+        getattr(trainer, name)()
+    assert called == [*hooks[:3], "mine", *hooks[3:]], called
+    assert trainer.get_llm_client() == "verl's client"
+    trainer.timing_raw = timing = {}
+    assert trainer.timing_raw is timing
+    assert {"_history", "_recorder", "_event_log"}.isdisjoint(vars(trainer)), vars(trainer)
+    assert type(MyOther(config)) is MyOther
+"""
+    python(code)
+
+
+def test_every_method_of_the_mixin_that_verl_calls_is_inert_without_rhyme():
+    """A hook that is added and not marked would run without a history."""
+    code = """
+import inspect, verl
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl_rhyme.trainer.base import RhymeTrainerMixin
+own = {name for name, value in vars(RhymeTrainerMixin).items() if inspect.isfunction(value)}
+overridden = {name for name in own if hasattr(PPOTrainer, name)}
+marked = {name for name in overridden if hasattr(getattr(RhymeTrainerMixin, name), "__wrapped__")}
+assert overridden - marked == {"__init__"}, overridden - marked
+assert marked
+"""
+    python(code)
+
+
 def test_disabled_rhyme_launches_verls_own_server():
     code = """
 import verl

@@ -125,6 +125,37 @@ def test_partial_with_reference_and_validation(tmp_path):
     assert sum(samples.values()) == requests["response_tokens"][requests["trained"]].sum()
 
 
+@pytest.mark.xdist_group("sorted-unreliable")
+def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
+    """Each prompt is trained once all the same, no step waits for what does not come, and nothing old is trained."""
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = (
+        f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
+        f"{agent}.default_agent_loop=unreliable",
+        f"{SORTING}.stop_wait=3",
+    )
+    path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, PYTHONPATH=path), tmp_path, timeout=400)
+    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    assert len(steps) == STEPS_AN_EPOCH
+    assert (tmp_path / "died").exists()
+    assert sum(metrics["training/sorted/abandoned"] for metrics in steps) > 0
+    assert sum(metrics["training/sorted/dropped_prompts"] for metrics in steps) == 0
+    for metrics in steps:
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+        assert metrics["rollout/history/errors"] == 0
+    requests = requests_of(tmp_path)
+    trained = requests["trained"]
+    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+    counts = np.unique(requests["prompt_key"][trained], return_counts=True)[1]
+    # A canned answer took no request; all else is there once.
+    assert sorted(counts) == [SAMPLES - 1] * (PROMPTS // 4) + [SAMPLES] * (PROMPTS - PROMPTS // 4)
+    samples = list(zip(requests["uid"][trained], requests["sample"][trained], strict=True))
+    assert len(samples) == len(set(samples)), "a sample was trained twice"
+    assert requests["sample"].max() < SAMPLES
+
+
 @SLOW
 def test_two_ranks_and_two_replicas(tmp_path):
     overrides = (

@@ -85,6 +85,18 @@ SEAMS: tuple[Seam, ...] = (
         contains=("self.agent_loop_workers_class = AgentLoopWorkerTQ",),
     ),
     Seam(
+        f"{_AGENT}:AgentLoopManagerTQ.generate_sequences",
+        "rhyme_sorted: prompts for the workers that live",
+        signature="(self, prompts)",
+        contains=("prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote(chunk)"),
+    ),
+    Seam(
+        "verl.experimental.agent_loop:AgentLoopManager._init_agent_loop_workers",
+        "rhyme_sorted: new workers when the last one died",
+        signature="(self)",
+        contains=("self.agent_loop_workers = []",),
+    ),
+    Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_agent_loop",
         "sample number of each request",
         signature="(self, sampling_params, trajectory, *, agent_name, trace, **kwargs)",

@@ -24,12 +24,14 @@ class Sample:
         tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
         first_version: Policy version of its oldest kept token; ``None`` without any.
         interruptions: How often its generation was cut short.
+        attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
     """
 
     state: State = "pending"
     tokens: int = 0
     first_version: int | None = None
     interruptions: int = 0
+    attempt: int = -1
 
 
 @dataclass(slots=True)
@@ -95,32 +97,36 @@ class RolloutBuffer:
         self.loaded += 1
 
     def start(self, uid: str, number: int) -> None:
-        self._move(uid, number, "pending", "running")
+        self._move(uid, number, ("pending",), "running").attempt += 1
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
-        sample = self._move(uid, number, "running", "generated")
+        sample = self._move(uid, number, ("running",), "generated")
         sample.tokens, sample.first_version = tokens, first_version
 
     def finish(self, uid: str, number: int) -> None:
         """A generated response has its reward."""
-        self._move(uid, number, "generated", "finished")
+        self._move(uid, number, ("generated",), "finished")
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
         """A running response was cut short after ``tokens``; what is kept of it, the caller decides."""
-        sample = self._move(uid, number, "running", "pending")
+        sample = self._move(uid, number, ("running",), "pending")
         sample.tokens, sample.first_version = tokens, first_version
         sample.interruptions += 1
 
+    def abandon(self, uid: str, number: int) -> None:
+        """Nobody waits for this attempt any longer: the next goes on from what was told before it."""
+        self._move(uid, number, ("running", "generated"), "pending")
+
     def regenerate(self, uid: str, number: int) -> None:
-        """A finished response may not be trained any more: it is to be generated anew."""
-        sample = self._move(uid, number, "finished", "pending")
+        """A response that came to its end may not be trained any more: it is to be generated anew."""
+        sample = self._move(uid, number, ("generated", "finished"), "pending")
         sample.first_version = None
         sample.interruptions += 1
 
     def train(self, uid: str, number: int) -> None:
         """A finished response goes to the trainer; with its last one a prompt leaves."""
-        self._move(uid, number, "finished", "trained")
+        self._move(uid, number, ("finished",), "trained")
         if all(sample.state == "trained" for sample in self._prompts[uid].samples):
             del self._prompts[uid]
 
@@ -139,16 +145,16 @@ class RolloutBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
-        self._prompts = {
-            saved["uid"]: Prompt(**{**saved, "samples": [Sample(**sample) for sample in saved["samples"]]})
-            for saved in state["prompts"]
-        }
+        self._prompts = {}
+        for saved in state["prompts"]:
+            samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
+            self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
 
-    def _move(self, uid: str, number: int, source: State, target: State) -> Sample:
+    def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
         if uid not in self._prompts:
             raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: the prompt is not loaded")
         sample = self._prompts[uid].samples[number]
-        if sample.state != source:
+        if sample.state not in sources:
             raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
         sample.state = target
         return sample

@@ -10,7 +10,11 @@ generated anew. ``partial``: an interrupted response goes on where it stood, and
 log-probability it was made with; no token that is trained is older than ``max_versions`` versions, the current one
 included.
 
-A pure state machine: events are method calls, and it has no clock.
+Attempts can get lost, with their worker or with their report, and can be busy outside the engine (a tool, a judge) when
+it is stopped: whom nobody knows any more, and whom the others have waited for long enough, is abandoned and started
+again as another attempt.
+
+A pure state machine: events are method calls, and time comes in as an argument.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample, State
+
+#: Samples in these states belong to an attempt that somebody works on.
+ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Rules:
         max_wait: Updates that may pass a prompt by; then the next harvest waits for it. ``None``: no bound but that of
             the group.
         max_versions: ``partial``: see the module.
+        stop_wait: Seconds for which stopped engines wait for attempts that are busy elsewhere.
     """
 
     batch_prompts: int
@@ -46,6 +54,7 @@ class Rules:
     harvest_tokens: int | None = None
     max_wait: int | None = None
     max_versions: int = 2
+    stop_wait: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class StepCounts:
         loaded, dropped: Prompts.
         interrupted: Running samples that were cut short.
         stale: Finished samples that have to be generated anew.
+        abandoned: Attempts that were lost, or not waited for.
         discarded_tokens: Tokens that were made and will be made again.
     """
 
@@ -80,6 +90,7 @@ class StepCounts:
     dropped: int = 0
     interrupted: int = 0
     stale: int = 0
+    abandoned: int = 0
     discarded_tokens: int = 0
 
 
@@ -89,8 +100,9 @@ class SortedController:
         begin(version) -> stale samples             the policy is new
         loadable() -> load(uid, n) ...              until it says 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until enough()
-        interrupt(...), finish(...) ...             of all that is on its way, once the engines were stopped
+        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) what is lost
+        interrupt(...), finish(...) ...             once the engines were stopped, until settled()
+        give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
     Raises:
@@ -149,10 +161,13 @@ class SortedController:
 
     # ---- events ----
 
-    def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
-        """A response came to its end. Of a dropped prompt it is nobody's any more."""
+    def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
+        """A response came to its end. Of a dropped prompt it is nobody's any more.
+
+        One in which the policy said nothing (``first_version`` is ``None``) counts as the current policy's.
+        """
         if uid in self.buffer:
-            self.buffer.generate(uid, number, tokens, first_version)
+            self.buffer.generate(uid, number, tokens, self.version if first_version is None else first_version)
 
     def finish(self, uid: str, number: int) -> None:
         """A generated response has its reward."""
@@ -168,6 +183,17 @@ class SortedController:
             self.step.discarded_tokens += tokens
             first_version = None
         self.buffer.interrupt(uid, number, tokens, first_version if tokens else None)
+
+    def abandon(self, uid: str, number: int) -> None:
+        """An attempt is lost: nobody knows of it any more, and it has not told how it ended."""
+        if uid not in self.buffer:
+            return
+        sample = self.buffer.prompt(uid).samples[number]
+        if self.rules.mode == "on_policy" and sample.first_version is not None:
+            self.step.discarded_tokens += sample.tokens
+            sample.first_version = None
+        self.buffer.abandon(uid, number)
+        self.step.abandoned += 1
 
     def drop(self, uid: str) -> None:
         """A prompt failed or was filtered: another may be loaded in its place."""
@@ -185,13 +211,31 @@ class SortedController:
         Args:
             rewarded: Count only what has its reward, which may yet drop a prompt.
         """
-        if any(self._protected(prompt, sample) for prompt, _, sample in self.buffer.samples("running")):
-            return False
+        waited_for: tuple[State, ...] = ON_THEIR_WAY if rewarded else ("running",)
+        for state in waited_for:
+            if any(self._protected(prompt, sample) for prompt, _, sample in self.buffer.samples(state)):
+                return False
         return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
+
+    def settled(self, stopped_s: float) -> bool:
+        """The engines having been stopped for so many seconds, nothing is waited for any longer."""
+        on_their_way = any(True for state in ON_THEIR_WAY for _ in self.buffer.samples(state))
+        return not on_their_way or stopped_s >= self.rules.stop_wait
+
+    def give_up(self) -> list[tuple[str, int]]:
+        """Abandon what still runs though the engines are stopped; rewards may come later.
+
+        Returns:
+            The samples whose attempts were abandoned.
+        """
+        given_up = [(prompt.uid, number) for prompt, number, _ in self.buffer.samples("running")]
+        for uid, number in given_up:
+            self.abandon(uid, number)
+        return given_up
 
     def ready(self) -> bool:
         """The update batch may be taken."""
-        return self._suffices(self._units("finished"))
+        return self.enough(rewarded=True)
 
     def harvest(self) -> Harvest:
         """Take the update batch: what is protected first, then the shortest.
@@ -224,12 +268,13 @@ class SortedController:
         """The policy's ``version`` is current from now on.
 
         Returns:
-            Samples whose finished or kept text may not be trained any more and is generated anew.
+            Samples whose finished, generated or kept text may not be trained any more and is generated anew.
         """
         self.version, self.step = version, StepCounts()
         oldest = version if self.rules.mode == "on_policy" else version - self.rules.max_versions + 1
         stale = []
-        for prompt, number, sample in list(self.buffer.samples("finished")):
+        ended: tuple[State, ...] = ("generated", "finished")
+        for prompt, number, sample in [at for state in ended for at in self.buffer.samples(state)]:
             if _version(sample) < oldest:
                 self.buffer.regenerate(prompt.uid, number)
                 self.step.stale += 1

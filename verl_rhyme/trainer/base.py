@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
@@ -38,21 +41,33 @@ class StageTimes(dict):
         super().__setitem__(name, seconds)
 
 
+def _hook(method: Callable) -> Callable:
+    """Without rhyme, what the mixin's method extends takes its place."""
+
+    @functools.wraps(method)
+    def guarded(self: RhymeTrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        if self._rhyme is None:
+            return getattr(super(RhymeTrainerMixin, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return guarded
+
+
 class RhymeTrainerMixin(PPOTrainer):
     """Put it before one of verl's trainers: ``class Mine(RhymeTrainerMixin, PPOTrainerSync)``.
 
-    Constructed with a config that has no rhyme tree, or one with ``enable=false``, it yields verl's own trainer.
+    With a config that has no rhyme tree, or one with ``enable=false``, every method of this class is the one behind it
+    in the bases: ``Mine`` is what it would be without the mixin.
     """
 
-    def __new__(cls, config: DictConfig) -> Any:
-        if rhyme_config.from_verl(config) is None:
-            stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
-            return stock(config)  # no instance of cls: Python calls no second __init__
-        return super().__new__(cls)
+    _rhyme: Any  # RhymeConfig; None without rhyme
 
     def __init__(self, config: DictConfig) -> None:
-        rhyme = rhyme_config.from_verl(config)
-        assert rhyme is not None
+        self._rhyme = rhyme_config.from_verl(config)
+        if self._rhyme is None:
+            super().__init__(config)
+            return
+        rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:
             # One folder for each run on each machine; the workers find it in the rollout config they are given.
@@ -60,9 +75,7 @@ class RhymeTrainerMixin(PPOTrainer):
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
                 tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
-            rhyme = rhyme_config.from_verl(config)
-            assert rhyme is not None
-        self._rhyme = rhyme
+            rhyme = self._rhyme = rhyme_config.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         super().__init__(config)
         if rhyme.poll_interval is not None:
@@ -71,6 +84,7 @@ class RhymeTrainerMixin(PPOTrainer):
 
     # ---- set-up ----
 
+    @_hook
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
         self._history = HistoryService(self._rhyme.history, tokenizer_namespace(self.tokenizer))
@@ -78,10 +92,12 @@ class RhymeTrainerMixin(PPOTrainer):
             self._history,
             self._event_log,
             self._request_slots,
+            DraftCounts(self._rollout_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
         )
 
+    @_hook
     def _setup(self) -> None:
         super()._setup()
         if self._event_log is not None:
@@ -93,6 +109,7 @@ class RhymeTrainerMixin(PPOTrainer):
                 arm = f"sorted {self._rhyme.sorting.mode}"
             self._event_log.describe(arm=arm, engine=engine, slots=slots)
 
+    @_hook
     def get_llm_client(self) -> Any:
         return rhymed(super().get_llm_client())
 
@@ -101,19 +118,30 @@ class RhymeTrainerMixin(PPOTrainer):
         replicas = sum(len(manager.get_replicas()) for manager in self._rollout_server_managers())
         return replicas * self.config.actor_rollout_ref.rollout.max_num_seqs
 
+    def _rollout_servers(self) -> dict[str, Any]:
+        """The one server of each replica that has its engine."""
+        return {
+            f"{i}/{replica.replica_rank}": replica.servers[0]
+            for i, manager in enumerate(self._rollout_server_managers())
+            for replica in manager.get_replicas()
+        }
+
     # ---- recording: while the training of the step runs ----
 
+    @_hook
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         # The first stage after the rewards are known.
         part = self.global_steps * self.parameter_sync_step + self.local_trigger_step
         self._recorder.start(batch, step=self.global_steps, part=part, epoch=self._epoch())
         return super()._compute_old_log_prob(batch, metrics)
 
+    @_hook
     def on_step_end(self) -> None:
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next
         self._history.add_nodes()
 
+    @_hook
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
@@ -143,15 +171,16 @@ class RhymeTrainerMixin(PPOTrainer):
         return max(0, self.global_steps - 1) // self.steps_per_epoch
 
     @property
-    def timing_raw(self) -> StageTimes:
+    def timing_raw(self) -> Any:
         return self._timing_raw
 
     @timing_raw.setter
     def timing_raw(self, durations: dict[str, float]) -> None:
-        self._timing_raw = StageTimes(durations)
+        self._timing_raw = durations if self._rhyme is None else StageTimes(durations)
 
     # ---- checkpoints ----
 
+    @_hook
     def _save_checkpoint(self) -> None:
         self._recorder.join()
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
@@ -162,6 +191,7 @@ class RhymeTrainerMixin(PPOTrainer):
             logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
         super()._save_checkpoint()
 
+    @_hook
     def _load_checkpoint(self) -> None:
         self._history.ready()  # another run's folder stops the run here, before it trains
         super()._load_checkpoint()
@@ -176,6 +206,7 @@ class RhymeTrainerMixin(PPOTrainer):
             folder = trainer.resume_from_path
         return Path(folder).absolute()
 
+    @_hook
     def fit(self, agent_loop_manager: Any) -> None:
         try:
             super().fit(agent_loop_manager)

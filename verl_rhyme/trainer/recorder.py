@@ -21,8 +21,10 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
+from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.workers.history_service import HistoryService
 from verl_rhyme.workers.request import FIELD
+from verl_rhyme.workers.session import sample_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,11 @@ class Recorder:
         history: HistoryService,
         events: EventLog | None,
         slots: Callable[[], int],
+        counts: DraftCounts,
         logprobs: bool = True,
         log_responses: bool = False,
     ) -> None:
-        self._history, self._events, self._slots = history, events, slots
+        self._history, self._events, self._slots, self._counts = history, events, slots, counts
         self._logprobs, self._log_responses = logprobs, log_responses
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
         self._pending: list[Future] = []
@@ -64,7 +67,7 @@ class Recorder:
         """Request records, with ``uid``, of attempts whose tokens nobody will train: event log only."""
         if self._events is not None and records:
             rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
-            self._guarded(self._events.append_requests, step, epoch, _columns(rows))
+            self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
     def join(self) -> None:
         """Wait for what was started."""
@@ -107,7 +110,7 @@ class Recorder:
 
     def _record(self, batch: Any, step: int, part: int, epoch: int) -> None:
         samples = _fetch(batch, epoch, validate=False, logprobs=self._logprobs)
-        rows = [row for sample in samples for row in sample["requests"]]
+        rows = self._counts.fill([row for sample in samples for row in sample["requests"]])
         self._requests.extend(rows)
         try:  # neither stops the other
             if self._events is not None:
@@ -121,7 +124,11 @@ class Recorder:
     def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
         if self._events is not None:
             rows = [row for sample in _fetch(batch, epoch, validate=True) for row in sample["requests"]]
-            self._events.append_requests(step, epoch, _columns(rows))
+            self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
+
+    def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
+        if self._events is not None:
+            self._events.append_requests(step, epoch, _columns(self._counts.fill(rows)))
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -146,7 +153,7 @@ def _fetch(batch: Any, epoch: int, validate: bool, logprobs: bool = False) -> li
     prompts, responses, scores, *sampled = (data[name].unbind() for name in per_token)
     samples = []
     for i, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
-        uid, session, _ = key.rsplit("_", 2)
+        uid, number = sample_of(key.rpartition("_")[0])
         records = extra.get(FIELD) or []
         prompt = bytes.fromhex(records[0]["prompt_key"]) if records else prompt_key(prompts[i].tolist())
         reward = float(scores[i].sum())
@@ -157,14 +164,14 @@ def _fetch(batch: Any, epoch: int, validate: bool, logprobs: bool = False) -> li
             reward=reward,
             policy_version=int(tag.get("max_global_steps") or 0),
             epoch=epoch,
-            sample=int(session),
+            sample=number,
             logprobs=sampled[0][i].numpy().astype(np.float32) if sampled else None,
         )
         rows = [
             {
                 **record,
                 "uid": uid,
-                "sample": int(session),
+                "sample": number,
                 "reward": reward,
                 "validate": validate,
                 "trained": not validate,

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.sorting.controller import Rules
 from verl_rhyme.sorting.order import arrange, mixed_ranks, sortedness
@@ -48,10 +48,12 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
     # ---- set-up ----
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        config, sorting = self.config, self._rhyme.sorting
+        config = self.config
+        sorting = SortingConfig() if self._rhyme is None else self._rhyme.sorting
         if sorting.mode is None:
             raise ConfigError(
-                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial (+rhyme=sorted)"
+                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial, and enable=true "
+                "(+rhyme=sorted)"
             )
         single = str(config.algorithm.adv_estimator) in _SINGLE
         unit = sorting.unit or ("trajectory" if single else "group")
@@ -71,6 +73,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
             harvest_tokens=sorting.harvest_tokens,
             max_wait=sorting.max_wait,
             max_versions=sorting.max_versions,
+            stop_wait=sorting.stop_wait,
         )
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         return SortedReplayBuffer(
@@ -119,6 +122,13 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
 
     def resume_engines(self) -> None:
         self.checkpoint_manager.resume_generation_replicas()
+
+    def running_attempts(self) -> set[str] | None:
+        return self.agent_loop_manager.attempts()
+
+    def abandon_attempts(self, sessions: list[str]) -> None:
+        if sessions:
+            self.agent_loop_manager.abandon(sessions)
 
     # ---- a step ----
 

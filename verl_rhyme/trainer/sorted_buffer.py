@@ -15,14 +15,19 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_evi
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.sorting.buffer import State
-from verl_rhyme.sorting.controller import Harvest, Rules, SortedController
-from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start
+from verl_rhyme.sorting.controller import ON_THEIR_WAY, Harvest, Rules, SortedController
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start, sample_of, session_key
 
 logger = logging.getLogger(__name__)
 
 _TRAIN = "train"
 #: Seconds after which it is told, again and again, what a step still waits for.
 _PATIENCE_S = 60.0
+#: Seconds between two questions to the agent loop workers what they are about.
+_ROLL_CALL_S = 10.0
+
+#: A sample: uid of its prompt, number in the group.
+Name = tuple[str, int]
 
 
 class Rollout(Protocol):
@@ -46,6 +51,14 @@ class Rollout(Protocol):
 
     def resume_engines(self) -> None: ...
 
+    def running_attempts(self) -> set[str] | None:
+        """What the agent loops are about, by ``session_key``; ``None`` until all have told. Does not wait."""
+        ...
+
+    def abandon_attempts(self, sessions: list[str]) -> None:
+        """Nobody waits for these attempts any more: they may end without a word."""
+        ...
+
 
 class SortedReplayBuffer(ReplayBufferAsync):
     """verl's buffer for validation; for training one step is ``begin``, then ``sample``.
@@ -66,8 +79,10 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self.controller = SortedController(rules)
         self._rollout = rollout
         self._batches_left: int | None = None
-        self._kept: set[tuple[str, int]] = set()  # samples whose earlier attempt left turns
-        self._ended: set[tuple[str, int]] = set()  # attempts that ended in this step
+        self._reports: dict[Name, str] = {}  # the attempt that told last how it ended, and left its turns
+        self._ended: set[Name] = set()  # samples whose attempt ended in this step
+        self._asked: set[str] | None = None  # attempts on their way when the agent loops were asked for them
+        self._ask_at = time.monotonic() + _ROLL_CALL_S
         self._records: list[dict[str, Any]] = []  # what the servers say of what ran in this step
         self._discarded: list[dict[str, Any]] = []  # of those whose tokens will not be trained
         self._metrics: dict[str, Any] = {}
@@ -79,15 +94,13 @@ class SortedReplayBuffer(ReplayBufferAsync):
         """The policy ``version`` is current: what may not be trained any more is to be generated anew."""
         stale = self.controller.begin(version)
         self._batches_left, self._ended, self._records = batches_left, set(), []
-        self._sync_metadata_from_transfer_queue()
+        stale = [sample for sample in stale if sample in self._reports]
         self._discarded += self._fetch_records(stale)
-        by_sample = self._trajectories()
-        _clear(_TRAIN, [key for sample in stale for key in by_sample.get(sample, [])])
-        self._clear_orphans(by_sample)
-        if self.controller.rules.mode == "on_policy":
-            self._kept |= set(stale)  # to draft from
-        else:
-            self._kept -= set(stale)  # too old to be continued
+        self._rollout.abandon_attempts([self._reports[sample] for sample in stale])  # some wait for a reward yet
+        if self.controller.rules.mode == "partial":  # too old to be continued; on-policy it is drafted from
+            for sample in stale:
+                del self._reports[sample]
+        self._look()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, as soon as the controller says that it is ready."""
@@ -95,20 +108,28 @@ class SortedReplayBuffer(ReplayBufferAsync):
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         # A filter needs the rewards to know what is enough.
         rewarded = self.filter_groups_metric is not None
+
+        def enough(_: float) -> bool:
+            return self.controller.enough(rewarded)
+
         while True:
-            self._wait_until(lambda: self.controller.enough(rewarded), "an update batch", fill=True)
+            self._wait_until(enough, "an update batch", fill=True)
             self._rollout.stop_engines()
-            self._wait_until(lambda: not self._on_their_way(), "attempts to end after the abort")
+            self._wait_until(self.controller.settled, "attempts to end after the abort")
+            self._give_up()
             if self.controller.ready():
                 break
-            self._rollout.resume_engines()  # a reward failed, or an agent loop
+            # A reward failed, or an agent loop; or it is long in coming: the engines run on until it is there.
+            self._rollout.resume_engines()
+            rewarded = True
+        stored = self._trajectories()
+        sessions = {sample: self._session(*sample) for sample in self._in("finished")}
         harvest = self.controller.harvest()
         self._check(harvest)
-        by_sample = self._trajectories()
-        keys = [key for sample in harvest.samples for key in by_sample[sample]]
+        keys = [key for sample in harvest.samples for key in stored[sessions[sample]]]
         tags = [self.partitions[_TRAIN][key] for key in keys]
         self._account(harvest)
-        self._clear_sessions(harvest.samples)
+        self._tidy(SESSIONS, PROMPTS)  # the trajectories are to be trained
         failures, self._failures = self._failures, {}
         return KVBatchMeta(partition_id=_TRAIN, keys=keys, tags=tags), failures
 
@@ -120,6 +141,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
             names.SORTED_DISCARDED: step.discarded_tokens,
             names.SORTED_INTERRUPTED: step.interrupted,
             names.SORTED_STALE: step.stale,
+            names.SORTED_ABANDONED: step.abandoned,
             names.SORTED_LOADED: step.loaded,
             names.SORTED_DROPPED: step.dropped,
         }
@@ -145,50 +167,103 @@ class SortedReplayBuffer(ReplayBufferAsync):
         """Restore the ledger and bring TransferQueue, restored before, into line with it."""
         self.controller.load_state_dict(state)
         self._sync_metadata_from_transfer_queue()
-        prompts, sessions = self.partitions[PROMPTS], self.partitions[SESSIONS]
         for prompt in list(self.controller.buffer):
-            if prompt.uid not in prompts:
+            if prompt.uid not in self.partitions[PROMPTS]:
                 logger.warning("the checkpoint lacks the data of prompt %s: another is loaded in its place", prompt.uid)
                 self.controller.drop(prompt.uid)
-        finished = {(prompt.uid, number) for prompt, number, _ in self.controller.buffer.samples("finished")}
-        by_sample = self._trajectories()
-        _clear(_TRAIN, [key for sample, keys in by_sample.items() if sample not in finished for key in keys])
-        _clear(PROMPTS, [uid for uid in prompts if uid not in self.controller.buffer])
-        wanted = {f"{uid}_{number}" for state in ("pending", "finished") for uid, number in self._in(state)}
-        _clear(SESSIONS, [key for key in sessions if key not in wanted])
-        self._kept = {
-            (uid, number)
-            for uid, number in self._in("pending")
-            if sessions.get(f"{uid}_{number}", {}).get("status") == "interrupted"
-        }
+        finished = {self._session(*sample) for sample in self._in("finished")}
+        _clear(_TRAIN, [key for key in self.partitions[_TRAIN] if key.rpartition("_")[0] not in finished])
+        told = [
+            key for key, tag in self.partitions[SESSIONS].items() if tag.get("status") in ("interrupted", "generated")
+        ]
+        self._reports = {sample_of(key): key for key in sorted(told, key=lambda key: int(key.rpartition("_")[2]))}
+        self._tidy(SESSIONS, PROMPTS)
 
     # ---- within ----
 
-    def _in(self, state: Any) -> list[tuple[str, int]]:
-        return [(prompt.uid, number) for prompt, number, _ in self.controller.buffer.samples(state)]
+    def _in(self, *states: State) -> list[Name]:
+        return [(prompt.uid, number) for state in states for prompt, number, _ in self.controller.buffer.samples(state)]
+
+    def _session(self, uid: str, number: int) -> str:
+        """Name of the sample's latest attempt."""
+        return session_key(uid, number, self.controller.buffer.prompt(uid).samples[number].attempt)
+
+    def _look(self) -> None:
+        """TransferQueue as it is now. What abandoned attempts and dropped prompts left, or still write, goes."""
+        self._sync_metadata_from_transfer_queue()
+        self._tidy(SESSIONS, PROMPTS, _TRAIN)
+
+    def _tidy(self, *partitions: str) -> None:
+        live = {self._session(*sample) for sample in self._in(*ON_THEIR_WAY, "finished")}
+        untrained = set(self._in("pending", *ON_THEIR_WAY, "finished"))
+        self._reports = {sample: key for sample, key in self._reports.items() if sample in untrained}
+        told = live | set(self._reports.values())
+        wanted: dict[str, Callable[[str], bool]] = {
+            SESSIONS: lambda key: key in told,
+            PROMPTS: lambda key: key in self.controller.buffer,
+            _TRAIN: lambda key: key.rpartition("_")[0] in live,
+        }
+        for partition in partitions:
+            gone = [key for key in self.partitions[partition] if not wanted[partition](key)]
+            for key in gone:
+                del self.partitions[partition][key]
+            _clear(partition, gone)
 
     def _poll(self) -> None:
         """Tell the controller what happened since the last look."""
-        self._sync_metadata_from_transfer_queue()
-        sessions, by_sample = self.partitions[SESSIONS], self._trajectories()
+        missing = self._missing()  # before the look: who has told of the end by then is not lost
+        self._look()
+        sessions, stored = self.partitions[SESSIONS], self._trajectories()
         failed = set()
-        for uid, number in self._on_their_way():
-            tag = sessions.get(f"{uid}_{number}", {})
-            state = self.controller.buffer.prompt(uid).samples[number].state
-            if tag.get("status") == "failed":
+        for uid, number in self._in(*ON_THEIR_WAY):
+            session = self._session(uid, number)
+            tag = sessions.get(session, {})
+            status = tag.get("status")
+            running = self.controller.buffer.prompt(uid).samples[number].state == "running"
+            if status == "failed":
                 failed.add(uid)
-            elif state == "running" and tag.get("status") == "interrupted":
+            elif running and status == "interrupted":
                 self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
-                self._kept.add((uid, number))
-                self._ended.add((uid, number))
-            elif state == "running" and tag.get("status") == "generated":
+            elif running and status == "generated":
                 self.controller.generate(uid, number, tag["tokens"], tag["first_version"])
+            elif session in missing and session not in stored:
+                logger.warning("sample %d of prompt %s is lost, with its worker or with its report", number, uid)
+                self.controller.abandon(uid, number)
+                continue
+            if running and status in ("interrupted", "generated"):
                 self._ended.add((uid, number))
-            if (uid, number) in by_sample and tag.get("status") == "generated":
+                self._reports[uid, number] = session
+            if status == "generated" and session in stored:
                 self.controller.finish(uid, number)
         self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
         if self.filter_groups_metric is not None:
             self._filter()
+
+    def _missing(self) -> set[str]:
+        """Attempts that were on their way when the agent loop workers were asked, and that none of them has."""
+        if self._asked is None:
+            if time.monotonic() < self._ask_at:
+                return set()
+            self._asked = {self._session(*sample) for sample in self._in(*ON_THEIR_WAY)}
+        running = self._rollout.running_attempts()
+        if running is None:
+            return set()
+        missing, self._asked = self._asked - running, None
+        self._ask_at = time.monotonic() + _ROLL_CALL_S
+        return missing
+
+    def _give_up(self) -> None:
+        """The engines stand still: whoever has not told how it ended is busy elsewhere, and starts again."""
+        sessions = {sample: self._session(*sample) for sample in self._in("running")}
+        given_up = self.controller.give_up()
+        if given_up:
+            logger.warning(
+                "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
+                len(given_up),
+                self.controller.rules.stop_wait,
+                given_up[:8],
+            )
+            self._rollout.abandon_attempts([sessions[sample] for sample in given_up])
 
     def _filter(self) -> None:
         """DAPO: a group whose samples all have one reward teaches nothing; another prompt takes its place."""
@@ -204,12 +279,9 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def _drop(self, uids: set[str], counted_as: str | None = None) -> None:
         if not uids:
             return
-        by_sample = self._trajectories()
-        samples = [(uid, number) for uid in uids for number in range(len(self.controller.buffer.prompt(uid).samples))]
         for uid in uids:
             self.controller.drop(uid)
-        _clear(_TRAIN, [key for sample in samples for key in by_sample.get(sample, [])])
-        self._clear_sessions(samples)
+        self._tidy(SESSIONS, PROMPTS, _TRAIN)
         if counted_as:
             self._failures[counted_as] = self._failures.get(counted_as, 0) + len(uids)
 
@@ -221,47 +293,32 @@ class SortedReplayBuffer(ReplayBufferAsync):
         starts: dict[str, list[Start]] = defaultdict(list)
         for uid, number in self.controller.dispatch(*self._rollout.dispatch_limits()):
             priority = self.controller.buffer.prompt(uid).number + 1
-            starts[uid].append(Start(number, (uid, number) in self._kept, priority))
+            starts[uid].append(Start(self._session(uid, number), self._reports.get((uid, number)), priority))
         if starts:
-            keys = [f"{uid}_{start.number}" for uid, group in starts.items() for start in group]
+            keys = [start.session for group in starts.values() for start in group]
             tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running"}] * len(keys))
             self._rollout.start_samples(starts)
 
-    def _trajectories(self) -> dict[tuple[str, int], list[str]]:
-        """Keys of each sample's trajectories, where all of them are stored; an agent loop may give several."""
-        found: dict[tuple[str, int], list[str]] = defaultdict(list)
+    def _trajectories(self) -> dict[str, list[str]]:
+        """Keys of each attempt's trajectories, where all of them are stored; an agent loop may give several."""
+        found: dict[str, list[str]] = defaultdict(list)
         unfinished = set()
         for key, tag in self.partitions[_TRAIN].items():
-            uid, number, _ = key.rsplit("_", 2)
-            found[uid, int(number)].append(key)
+            session = key.rpartition("_")[0]
+            found[session].append(key)
             if tag.get("status") != "success":  # TransferQueue shows a key before its data and its tag are there
-                unfinished.add((uid, int(number)))
+                unfinished.add(session)
         return {
-            sample: sorted(keys, key=lambda key: int(key.rsplit("_", 1)[1]))
-            for sample, keys in found.items()
-            if sample not in unfinished
+            session: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+            for session, keys in found.items()
+            if session not in unfinished
         }
 
-    def _clear_sessions(self, samples: list[tuple[str, int]]) -> None:
-        known = self.partitions[SESSIONS]
-        _clear(SESSIONS, [key for key in (f"{uid}_{number}" for uid, number in samples) if key in known])
-        self._kept -= set(samples)
-        gone = {uid for uid, _ in samples if uid not in self.controller.buffer}
-        _clear(PROMPTS, [uid for uid in gone if uid in self.partitions[PROMPTS]])
-
-    def _clear_orphans(self, by_sample: dict[tuple[str, int], list[str]]) -> None:
-        """What samples of dropped prompts left, which ended after they were dropped."""
-        _clear(
-            _TRAIN, [key for (uid, _), keys in by_sample.items() if uid not in self.controller.buffer for key in keys]
-        )
-        sessions = self.partitions[SESSIONS]
-        _clear(SESSIONS, [key for key in sessions if key.rsplit("_", 1)[0] not in self.controller.buffer])
-
-    def _fetch_records(self, samples: list[tuple[str, int]]) -> list[dict[str, Any]]:
-        """What the servers said of the samples' latest attempts, with ``uid`` and ``sample``."""
+    def _fetch_records(self, samples: list[Name]) -> list[dict[str, Any]]:
+        """What the servers said of the samples' latest attempts that ended, with ``uid`` and ``sample``."""
         if not samples:
             return []
-        keys = [f"{uid}_{number}" for uid, number in samples]
+        keys = [self._reports[sample] for sample in samples]
         data = tq.kv_batch_get(keys=keys, partition_id=SESSIONS, select_fields=["records"])
         lists = [getattr(records, "data", records) for records in data["records"]]
         return [
@@ -283,7 +340,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def _account(self, harvest: Harvest) -> None:
         """What the servers said of the attempts of this step, and of all that is trained."""
         cut = self._ended & set(self._in("pending"))
-        left = self._ended & set(self._in("finished"))
+        left = self._ended & set(self._in("generated", "finished"))
         rows = self._fetch_records([*cut, *left, *harvest.samples])
         self._records = [row for row in rows if row["policy_version_end"] == self.controller.version]
         if self.controller.rules.mode == "on_policy":
@@ -301,14 +358,12 @@ class SortedReplayBuffer(ReplayBufferAsync):
             names.SORTED_LEFT: len(self._in("finished")),
         }
 
-    def _on_their_way(self) -> list[tuple[str, int]]:
-        return [*self._in("running"), *self._in("generated")]
-
-    def _wait_until(self, condition: Callable[[], bool], what: str, fill: bool = False) -> None:
-        told = time.monotonic()
+    def _wait_until(self, condition: Callable[[float], bool], what: str, fill: bool = False) -> None:
+        """``condition`` is given the seconds since the wait began."""
+        began = told = time.monotonic()
         while True:
             self._poll()
-            if condition():  # before anything is started: what is left of the last step may do
+            if condition(time.monotonic() - began):  # before anything is started: what is left of the last step may do
                 return
             if fill:
                 self._fill()

@@ -5,26 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import ray
 import transfer_queue as tq
+from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import (
     AgentLoopManagerTQ,
     AgentLoopWorkerTQ,
     apply_greedy_sampling_params,
 )
+from verl.utils.ray_utils import auto_await
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter
+from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter, sample_of
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that a report waits for others to go with it.
 _REPORT_DELAY_S = 0.01
+#: Seconds that TransferQueue has to take a report, and between the tries.
+_REPORT_TIMEOUT_S = 30.0
+_REPORT_RETRIES_S = (0.5, 2.0, 8.0)
 
 # AgentLoopWorkerTQ is a Ray actor class, and Ray forbids to inherit from those: take the plain class below it.
 _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
@@ -65,12 +71,16 @@ class _Reports:
         await asyncio.sleep(_REPORT_DELAY_S)
         self._sending = None
         (keys, fields, tags), self._rows = zip(*self._rows, strict=True), []
-        await tq.async_kv_batch_put(
-            keys=list(keys),
-            partition_id=SESSIONS,
-            fields=list_of_dict_to_tensordict(list(fields)),
-            tags=list(tags),
-        )
+        report = {"fields": list_of_dict_to_tensordict(list(fields)), "tags": list(tags)}
+        for retry_s in (*_REPORT_RETRIES_S, None):
+            try:
+                put = tq.async_kv_batch_put(keys=list(keys), partition_id=SESSIONS, **report)
+                return await asyncio.wait_for(put, _REPORT_TIMEOUT_S)
+            except Exception as error:
+                if retry_s is None:
+                    raise
+                logger.warning("%d reports did not reach TransferQueue (%r): trying again", len(keys), error)
+                await asyncio.sleep(retry_s)
 
 
 @ray.remote
@@ -87,6 +97,17 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._redraft = rhyme.sorting.redraft and rhyme.drafting.enable
         self._seed = int(rollout.get("seed", 0) or 0)
         self._reports = _Reports()
+        self._attempts: dict[str, asyncio.Task[None]] = {}
+
+    async def attempts(self) -> list[str]:
+        """Names (``session_key``) of the attempts that run here; one that is not among them has been reported."""
+        return list(self._attempts)
+
+    async def abandon(self, sessions: list[str]) -> None:
+        """End these attempts, if they run here, without a report: nobody waits for it."""
+        for session in sessions:
+            if session in self._attempts:
+                self._attempts[session].cancel()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         starts: list[Start] | None = prompt.pop(STARTS, None)
@@ -97,57 +118,134 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             apply_greedy_sampling_params(params)
-        await asyncio.gather(*(self._run_session(start, prompt, params, trajectory, trace) for start in starts))
+        tasks = []
+        for start in starts:
+            task = asyncio.create_task(self._run_session(start, prompt, params, trajectory, trace))
+            self._attempts[start.session] = task
+            task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session))  # type: ignore[misc]
+            tasks.append(task)
+        for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+            if isinstance(result, Exception):
+                logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
 
     async def _run_session(
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
-        uid, key = prompt["uid"], f"{prompt['uid']}_{start.number}"
-        session = Session(self._sorting.mode == "partial", self._redraft, start.priority)
-        meta = RequestMeta(sample=start.number)
+        uid, number = sample_of(start.session)
+        session = Session(self._sorting.mode == "partial", self._redraft, start.priority, start.session)
+        meta = RequestMeta(sample=number)
         if self._coupled:
-            meta.noise = f"{key_of(self._seed, uid, start.number):016x}"
+            meta.noise = f"{key_of(self._seed, uid, number):016x}"
         try:
-            if start.kept:
-                await self._recall(key, session)
+            if start.kept is not None:
+                await self._recall(start.kept, session)
             enter(session)
             await self._run_agent_loop(
-                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=start.number, **prompt
+                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=number, **prompt
             )
         except Interrupted:
-            await self._report(key, session, status="interrupted")
+            await self._report(session, status="interrupted")
         except Exception:
-            logger.exception("sample %d of prompt %s failed; the prompt is replaced", start.number, uid)
-            await self._report(key, session, status="failed")
+            logger.exception("sample %d of prompt %s failed; the prompt is replaced", number, uid)
+            await self._report(session, status="failed")
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
         if session is not None:
             if not output:
                 raise ValueError("the agent loop returned no trajectory")
+            for trajectory in output if isinstance(output, list) else [output]:
+                # verl wants to know the versions also of one in which the policy said nothing.
+                for name in ("min_global_steps", "max_global_steps"):
+                    if trajectory.extra_fields.get(name) is None:
+                        trajectory.extra_fields[name] = kwargs["global_steps"] - 1
+            kwargs["session_id"] = int(session.name.rpartition("_")[2])
             # Before the reward is computed: the engine need not run on for that.
-            await self._report(f"{kwargs['uid']}_{kwargs['session_id']}", session, status="generated")
+            await self._report(session, status="generated")
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _recall(self, key: str, session: Session) -> None:
-        """Take up what the attempt before left."""
-        data = await tq.async_kv_batch_get(keys=[key], partition_id=SESSIONS, select_fields=["turns", "records"])
+        """Take up what the attempt ``key`` left."""
+        try:
+            data = await tq.async_kv_batch_get(keys=[key], partition_id=SESSIONS, select_fields=["turns", "records"])
+        except Exception:
+            logger.warning("what %s said is not there: the sample begins anew", key, exc_info=True)
+            return
         turns, records = (getattr(data[name][0], "data", data[name][0]) for name in ("turns", "records"))
         session.kept = [Turn(**turn) for turn in turns]
         session.records = list(records) if session.partial else []
 
-    async def _report(self, key: str, session: Session, status: str) -> None:
+    async def _report(self, session: Session, status: str) -> None:
         """The tag is what the trainer looks at again and again, the fields what it or the next attempt may ask for."""
         # What never reached the engine is nothing to tell of.
         records = [record for record in session.records if record["response_tokens"]]
         fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version}
-        await self._reports.send(key, fields, tag)
+        await self._reports.send(session.name, fields, tag)
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=sorted``."""
+    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=sorted``.
+
+    A worker that died, or does not answer, is given up: what it was to do next goes to the others, and what it was
+    about is in no answer of :meth:`attempts` any more.
+    """
+
+    agent_loop_workers: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = SessionAgentLoopWorker
+        rhyme = rhyme_config.from_rollout(self.rollout_config)
+        assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
+        self._patience_s = rhyme.sorting.lost_after
+        self._asked: dict[Any, Any] = {}  # answer to come -> worker
+        self._asked_at = 0.0
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Hand prompts with their :data:`STARTS` to the workers, without waiting for what becomes of them."""
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        sent = [
+            (worker, chunk, worker.generate_sequences.remote(chunk))
+            for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
+        ]
+        for worker, chunk, taken in sent:
+            try:
+                ray.get(taken, timeout=self._patience_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                self._give_up(worker, error)
+                self.generate_sequences(chunk)
+
+    def attempts(self) -> set[str] | None:
+        """Names of the attempts that run in any worker; ``None`` as long as not all have answered. Does not wait."""
+        if not self._asked:
+            self._asked = {worker.attempts.remote(): worker for worker in self.agent_loop_workers}
+            self._asked_at = time.monotonic()
+        told, silent = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        if silent and time.monotonic() - self._asked_at < self._patience_s:
+            return None
+        asked, self._asked = self._asked, {}
+        running: set[str] = set()
+        for answer in told:
+            try:
+                running.update(ray.get(answer))
+            except ray.exceptions.RayActorError as error:
+                self._give_up(asked[answer], error)
+        for answer in silent:
+            self._give_up(asked[answer], TimeoutError(f"no answer for {self._patience_s:.0f} s"))
+        return running
+
+    def abandon(self, sessions: list[str]) -> None:
+        """End attempts nobody waits for any more, wherever they run. Does not wait."""
+        for worker in self.agent_loop_workers:
+            worker.abandon.remote(sessions)
+
+    def _give_up(self, worker: Any, error: Exception) -> None:
+        left = [other for other in self.agent_loop_workers if other is not worker]
+        if len(left) == len(self.agent_loop_workers):
+            return  # already
+        logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", error)
+        ray.kill(worker)  # one that only hangs must not come back with what others do by then
+        self.agent_loop_workers = left
+        if not left:
+            auto_await(self._init_agent_loop_workers)()

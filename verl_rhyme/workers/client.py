@@ -65,12 +65,7 @@ class _PromptKeys(_Conversations):
         conversation = self._conversation(request_id, prompt_ids)
         output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
         # Those of all turns: an agent loop keeps the extra fields of its last one.
-        records = list(conversation.records)
-        output.extra_fields[FIELD] = records
-        if records:
-            output.extra_fields["spec_num_draft_tokens"] = sum(record["drafted_tokens"] for record in records)
-            output.extra_fields["spec_num_accepted_tokens"] = sum(record["accepted_tokens"] for record in records)
-            output.extra_fields["spec_num_verify_steps"] = sum(record["verify_steps"] for record in records)
+        output.extra_fields[FIELD] = list(conversation.records)
         return output
 
 

@@ -12,6 +12,17 @@ from typing import Any
 #: The key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
 
+#: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
+COUNTS = {
+    "drafted": "drafted_tokens",
+    "accepted": "accepted_tokens",
+    "verify_steps": "verify_steps",
+    "history_hit": "history_hit",
+    "reverified": "reverified_tokens",
+    "draft_errors": "draft_errors",
+    "draft_seconds": "draft_seconds",
+}
+
 
 @dataclass
 class RequestMeta:
@@ -48,11 +59,13 @@ class RequestMeta:
 
 @dataclass
 class RequestRecord:
-    """One attempt, as the server saw it: columns of the event log (``observability.events.REQUESTS``).
+    """One attempt, as the server saw it: columns of the event log (``observability.events.REQUESTS``), and its id.
 
-    Times are seconds since the epoch, NaN when it never came to that.
+    Times are seconds since the epoch, NaN when it never came to that. What the drafter did (:data:`COUNTS`) is told
+    after the response, by id.
     """
 
+    id: str
     prompt_key: str
     sample: int
     attempt: int
@@ -66,14 +79,14 @@ class RequestRecord:
     response_tokens: int
     policy_version_start: int
     policy_version_end: int
-    drafted_tokens: int
-    accepted_tokens: int
-    verify_steps: int
-    history_hit: bool
-    reverified_tokens: int
-    draft_errors: int
-    draft_seconds: float
     stop_reason: str
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_steps: int = 0
+    history_hit: bool = False
+    reverified_tokens: int = 0
+    draft_errors: int = 0
+    draft_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -21,6 +21,24 @@ PROMPTS = "rhyme_prompts"
 STARTS = "__rhyme_starts__"
 
 
+#: Of a session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
+_SAMPLES = 1 << 16
+
+
+def session_key(uid: str, number: int, attempt: int = 0) -> str:
+    """Name of one attempt at a sample: its key in :data:`SESSIONS`, and what verl puts before its trajectories' index.
+
+    Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
+    """
+    return f"{uid}_{attempt * _SAMPLES + number}"
+
+
+def sample_of(session: str) -> tuple[str, int]:
+    """(uid, number in its group) of a :func:`session_key`."""
+    uid, _, number = session.rpartition("_")
+    return uid, int(number) % _SAMPLES
+
+
 class Interrupted(BaseException):
     """The attempt was cut short by a weight update. No ``Exception``: an agent loop must not take it for an error."""
 
@@ -30,13 +48,13 @@ class Start:
     """A sample to start.
 
     Attributes:
-        number: In its group.
-        kept: An earlier attempt has left turns.
+        session: Name of the attempt (:func:`session_key`).
+        kept: Name of the attempt that has left turns to begin with; ``None`` without any.
         priority: Its place in the engine's queue, lowest first; validation has 0.
     """
 
-    number: int
-    kept: bool
+    session: str
+    kept: str | None
     priority: int
 
 
@@ -73,6 +91,7 @@ class Session:
         partial: Continue what is kept, rather than draft from it.
         redraft: On-policy: draft from what is kept.
         priority: Of its requests, lowest first.
+        name: See :func:`session_key`.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far.
@@ -81,6 +100,7 @@ class Session:
     partial: bool
     redraft: bool = True
     priority: int = 0
+    name: str = ""
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

@@ -34,14 +34,20 @@ rules_of = st.builds(
 
 
 class World:
-    """Engine and trainer around a controller; ``text`` holds the version of every token a sample has."""
+    """Engine and trainer around a controller; ``text`` holds the version of every token a sample has.
 
-    def __init__(self, rules, seed, mishaps=0.0):
-        self.rules, self.mishaps = rules, mishaps
+    ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
+    made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
+    """
+
+    def __init__(self, rules, seed, mishaps=0.0, losses=0.0):
+        self.rules, self.mishaps, self.losses = rules, mishaps, losses
         self.controller = SortedController(rules)
         self.random = random.Random(seed)
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
         self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
+        self.attempts = set()
+        self.kept = {}  # tokens of an earlier attempt that this one began with
         self.limit = self.random.choice([None, 1, 2, 7])
         self.lot = self.random.randint(1, self.limit or 1)
 
@@ -49,21 +55,31 @@ class World:
         controller = self.controller
         for sample in controller.begin(self.version):
             self.text[sample] = []
+        self.unrewarded = [sample for sample in self.unrewarded if self.state(sample) == "generated"]
         self.fill(batches_left)
+        rewarded = False
         while True:
-            while not controller.enough():
+            while not controller.enough(rewarded):
                 assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the controller is stuck"
                 self.advance()
                 self.fill(batches_left)
             for sample in list(self.running):  # the abort: some finish before it reaches them
-                if sample[0] in controller.buffer:
+                if sample[0] in controller.buffer and self.random.random() >= self.losses:  # or are busy elsewhere
                     self.advance(sample, stop=self.random.random() < 0.8)
-            self.running = []
-            while self.unrewarded:
+            while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
+            settled = all(self.state(sample) is None for sample in self.running + self.unrewarded)
+            assert controller.settled(self.rules.stop_wait)
+            assert controller.settled(0.0) == settled
+            assert set(controller.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
+            for sample in self.running:
+                assert self.state(sample) in ("pending", None)
+                self.text[sample] = self.text[sample][: self.kept[sample]]
+            self.running = []
             if controller.ready():
                 break
-            self.fill(batches_left)  # a reward failed: on with it
+            rewarded = True
+            self.fill(batches_left)  # a reward failed, or is long in coming: on with it
         batch = controller.harvest()
         self.check(batch)
         self.version += 1
@@ -82,7 +98,11 @@ class World:
             if self.rules.mode == "on_policy" or not self.text.get(sample):
                 self.text[sample] = []
                 self.length[sample] = self.random.randint(1, LONGEST)
+            self.kept[sample] = len(self.text[sample])
             assert sample not in self.running
+            attempt = (*sample, self.controller.buffer.prompt(sample[0]).samples[sample[1]].attempt)
+            assert attempt not in self.attempts, "two attempts with one name"
+            self.attempts.add(attempt)
             self.running.append(sample)
         alive = [sample for sample in self.running if sample[0] in self.controller.buffer]
         assert self.limit is None or len(alive) <= self.limit
@@ -100,6 +120,9 @@ class World:
         if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
             self.reward()
             return
+        if self.random.random() < self.losses:
+            self.lose(sample or self.random.choice(self.running + self.unrewarded))
+            return
         sample = sample or self.random.choice(self.running)
         uid, number = sample
         text = self.text[sample]
@@ -113,6 +136,21 @@ class World:
         elif stop:
             self.running.remove(sample)
             self.controller.interrupt(uid, number, len(text), min(text, default=None))
+
+    def state(self, sample):
+        uid, number = sample
+        if uid not in self.controller.buffer:
+            return None
+        return self.controller.buffer.prompt(uid).samples[number].state
+
+    def lose(self, sample):
+        """Its worker dies; what it had told before is kept, and what it said since was told to nobody."""
+        generated = sample in self.unrewarded
+        (self.unrewarded if generated else self.running).remove(sample)
+        self.controller.abandon(*sample)
+        assert self.state(sample) in ("pending", None)
+        if not generated:
+            self.text[sample] = self.text[sample][: self.kept[sample]]
 
     def check(self, batch):
         assert batch.samples
@@ -143,6 +181,15 @@ def drain(world, steps=60):
 def test_none_is_lost_and_none_is_trained_twice(rules, seed, mishaps):
     world = World(rules, seed, mishaps)
     drain(world)
+    wanted = {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
+    assert set(world.trained) | {s for s in wanted if s[0] in world.dropped} == wanted
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.05, 0.3]))
+def test_lost_and_late_attempts_lose_no_sample(rules, seed, mishaps, losses):
+    world = World(rules, seed, mishaps, losses)
+    drain(world, steps=300)
     wanted = {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
     assert set(world.trained) | {s for s in wanted if s[0] in world.dropped} == wanted
 
@@ -312,3 +359,38 @@ def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
     built.finish("p0", 1)
     assert built.enough(rewarded=True)
     assert built.ready()
+
+
+def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
+    built = controller()
+    built.generate("p0", 0, 5, 0)
+    built.generate("p0", 1, 5, 0)
+    built.finish("p0", 0)
+    assert built.enough()
+    assert not built.settled(29.0)
+    assert built.settled(30.0)
+    assert sorted(built.give_up()) == [("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1)]  # still run, with engines stopped
+    assert built.step.abandoned == 4
+    assert not built.ready()
+    assert not built.enough(rewarded=True)  # on with the engines
+    assert len(built.dispatch()) == 4
+    built.finish("p0", 1)
+    assert built.ready()
+
+
+def test_a_response_whose_reward_comes_after_the_update_is_made_anew_on_policy_and_kept_in_partial_mode():
+    for mode, state in (("on_policy", "pending"), ("partial", "generated")):
+        built = controller(mode=mode)
+        finish(built, "p0", 5, 5)
+        built.generate("p1", 0, 7, 0)
+        built.harvest()
+        assert built.begin(1) == ([("p1", 0)] if mode == "on_policy" else [])
+        assert built.buffer.prompt("p1").samples[0].state == state
+
+
+def test_a_response_without_tokens_is_the_current_policys():
+    built = controller()
+    finish(built, "p0", 0, 0, version=None)
+    batch = built.harvest()
+    assert batch.lengths == [0, 0]
+    assert batch.staleness == [0, 0]

@@ -2,19 +2,43 @@
 
 from collections import defaultdict
 
+import pytest
+
 from verl_rhyme.sorting.controller import Rules
+from verl_rhyme.trainer import sorted_buffer
 from verl_rhyme.trainer.sorted_buffer import SortedReplayBuffer
-from verl_rhyme.workers.session import SESSIONS
+from verl_rhyme.workers.session import SESSIONS, sample_of, session_key
+
+
+class AgentLoops:
+    """Says what it is about: ``running``; ``None`` while it does not answer."""
+
+    def __init__(self):
+        self.running, self.abandoned, self.started = None, [], []
+
+    def running_attempts(self):
+        return self.running
+
+    def abandon_attempts(self, sessions):
+        self.abandoned += sessions
+
+    def dispatch_limits(self):
+        return 100, 1
+
+    def load_prompts(self, count):
+        return []
+
+    def start_samples(self, starts):
+        self.started += [start for group in starts.values() for start in group]
 
 
 class Buffer(SortedReplayBuffer):
-    """Tags as a test sets them; nothing is cleared."""
+    """Tags as a test sets them."""
 
-    def __init__(self, tags):
-        rules = Rules(batch_prompts=1, batch_samples=2)
+    def __init__(self, tags, **rules):
         super().__init__(
-            rules,
-            rollout=None,
+            Rules(batch_prompts=1, batch_samples=2, **rules),
+            rollout=AgentLoops(),
             trainer_mode="rhyme_sorted",
             trainer_config={},
             max_off_policy_threshold=None,
@@ -23,12 +47,32 @@ class Buffer(SortedReplayBuffer):
             refill_fn=lambda count: None,
         )
         self.tags = tags
+        self.built.append(self)
         self.controller.begin(0)
         self.controller.load("a", 2)
         self.controller.dispatch()
 
     def _sync_metadata_from_transfer_queue(self):
         self.partitions = defaultdict(dict, {name: dict(tags) for name, tags in self.tags.items()})
+
+
+@pytest.fixture(autouse=True)
+def queue(monkeypatch):
+    """What is cleared goes from the tags; nothing is fetched."""
+
+    def kv_clear(keys, partition_id):
+        for buffer in built:
+            for key in keys:
+                buffer.tags.get(partition_id, {}).pop(key, None)
+
+    def kv_batch_put(keys, partition_id, tags):
+        for buffer in built:
+            buffer.tags[partition_id].update(zip(keys, tags, strict=True))
+
+    built = []
+    monkeypatch.setattr(sorted_buffer.tq, "kv_clear", kv_clear)
+    monkeypatch.setattr(sorted_buffer.tq, "kv_batch_put", kv_batch_put)
+    monkeypatch.setattr(Buffer, "built", built, raising=False)
 
 
 GENERATED = {"status": "generated", "tokens": 5, "first_version": 0}
@@ -49,7 +93,7 @@ def test_a_sample_is_finished_when_all_its_trajectories_are_stored():
     buffer.tags["train"]["a_0_1"] = {"status": "success"}
     buffer._poll()
     assert states(buffer) == ["finished", "running"]
-    assert buffer._trajectories() == {("a", 0): ["a_0_0", "a_0_1"]}
+    assert buffer._trajectories() == {"a_0": ["a_0_0", "a_0_1"]}
 
 
 def test_what_an_earlier_attempt_left_is_not_taken_for_this_one():
@@ -63,5 +107,70 @@ def test_an_interruption_makes_it_pending_with_something_kept():
     buffer = Buffer({SESSIONS: {"a_0": tag, "a_1": GENERATED}, "train": {}})
     buffer._poll()
     assert states(buffer) == ["pending", "generated"]
-    assert buffer._kept == {("a", 0)}
+    assert buffer._reports == {("a", 0): "a_0", ("a", 1): "a_1"}
     assert buffer.controller.step.discarded_tokens == 3
+
+
+RUNNING = {"status": "running"}
+STORED = {"status": "success"}
+
+
+def roll_call(buffer, running):
+    buffer._rollout.running, buffer._ask_at = running, 0.0
+    buffer._poll()
+
+
+def test_an_attempt_that_no_worker_knows_and_that_told_nothing_starts_again_under_another_name():
+    buffer = Buffer({SESSIONS: {"a_0": RUNNING, "a_1": RUNNING}, "train": {}})
+    roll_call(buffer, None)
+    assert states(buffer) == ["running", "running"]  # not all have answered
+    roll_call(buffer, {"a_1"})
+    assert states(buffer) == ["pending", "running"]
+    buffer._fill()
+    (start,) = buffer._rollout.started
+    assert start.session == session_key("a", 0, attempt=1) != "a_0"
+    assert sample_of(start.session) == ("a", 0)
+    assert buffer.controller.step.abandoned == 1
+
+
+def test_who_told_of_the_end_before_the_look_or_started_after_the_question_is_not_lost():
+    buffer = Buffer({SESSIONS: {"a_0": RUNNING, "a_1": RUNNING}, "train": {}})
+    roll_call(buffer, None)  # asked
+    buffer.tags[SESSIONS] |= {"a_0": GENERATED, "a_1": {"status": "interrupted", "tokens": 3, "first_version": 0}}
+    buffer.tags["train"]["a_0_0"] = STORED
+    buffer._poll()
+    buffer._fill()  # the second starts again, under another name
+    assert states(buffer) == ["finished", "running"]
+    roll_call(buffer, set())
+    assert states(buffer) == ["finished", "running"]
+
+
+def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_said():
+    buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": RUNNING}, "train": {}})
+    buffer._poll()
+    roll_call(buffer, {"a_1"})
+    assert states(buffer) == ["pending", "running"]
+    buffer._fill()
+    (start,) = buffer._rollout.started
+    assert start.kept == "a_0"
+    assert "a_0" in buffer.tags[SESSIONS]
+
+
+def test_what_an_abandoned_attempt_still_writes_is_nobodys():
+    buffer = Buffer({SESSIONS: {"a_0": RUNNING, "a_1": RUNNING}, "train": {}}, stop_wait=5.0)
+    assert not buffer.controller.settled(4.9)
+    assert buffer.controller.settled(5.0)
+    buffer._give_up()
+    assert sorted(buffer._rollout.abandoned) == ["a_0", "a_1"]
+    buffer._fill()
+    again = session_key("a", 0, attempt=1)
+    buffer.tags[SESSIONS] |= {"a_0": GENERATED, "a_1": {"status": "failed"}}  # late
+    buffer.tags["train"] |= {"a_0_0": STORED}
+    buffer._poll()
+    assert states(buffer) == ["running", "running"]
+    assert buffer.tags["train"] == {}, "it would be trained, or filtered by"
+    buffer.tags["train"][f"{again}_0"] = STORED
+    buffer.tags[SESSIONS][again] = GENERATED
+    buffer._poll()
+    assert states(buffer) == ["finished", "running"]
+    assert set(buffer.tags[SESSIONS]) == {again, session_key("a", 1, attempt=1)}

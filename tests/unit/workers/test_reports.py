@@ -8,12 +8,15 @@ from verl_rhyme.workers import agent_loop
 
 
 class Queue:
-    def __init__(self, fail=False):
-        self.messages, self.fail = [], fail
+    def __init__(self):
+        self.messages, self.fail, self.hang = [], 0, False
 
     async def put(self, keys, partition_id, fields, tags):
         await asyncio.sleep(0)
+        if self.hang:
+            await asyncio.sleep(60)
         if self.fail:
+            self.fail -= 1
             raise ConnectionError("gone")
         assert fields.batch_size[0] == len(keys)
         self.messages.append(dict(zip(keys, [tag["status"] for tag in tags], strict=True)))
@@ -23,6 +26,7 @@ class Queue:
 def queue(monkeypatch):
     queue = Queue()
     monkeypatch.setattr(agent_loop.tq, "async_kv_batch_put", queue.put)
+    monkeypatch.setattr(agent_loop, "_REPORT_RETRIES_S", (0.001, 0.001))
     return queue
 
 
@@ -53,12 +57,24 @@ async def test_a_report_that_comes_while_one_is_sent_is_not_lost(queue):
 
 async def test_an_error_reaches_all_whom_it_concerns_and_nobody_later(queue):
     reports = agent_loop._Reports()
-    queue.fail = True
+    queue.fail = 3
     results = await asyncio.gather(send(reports, "a_0"), send(reports, "a_1"), return_exceptions=True)
     assert [type(result) for result in results] == [ConnectionError] * 2
-    queue.fail = False
     await send(reports, "a_0")
     assert queue.messages == [{"a_0": "interrupted"}]
+
+
+async def test_a_report_that_fails_is_sent_again(queue):
+    queue.fail = 2
+    await send(agent_loop._Reports(), "a_0")
+    assert queue.messages == [{"a_0": "interrupted"}]
+
+
+async def test_a_queue_that_hangs_is_an_error_too(queue, monkeypatch):
+    monkeypatch.setattr(agent_loop, "_REPORT_TIMEOUT_S", 0.01)
+    queue.hang = True
+    with pytest.raises(TimeoutError):
+        await send(agent_loop._Reports(), "a_0")
 
 
 async def test_a_cancelled_sender_takes_no_others_report_with_it(queue):

@@ -24,8 +24,8 @@ from verl_rhyme.workers.request import FIELD, RequestMeta
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
-#: Counts nobody asked for (of requests that others sent, say) are forgotten beyond this many.
-_MAX_FINISHED = 8192
+#: Counts nobody asked for (of requests that others sent, say) are forgotten beyond this many, 100 bytes each.
+_MAX_FINISHED = 1 << 15
 
 
 @dataclass(slots=True)
@@ -189,8 +189,9 @@ class HistoryProposer:
         if drafter is None:
             return {}
         self._retire(drafter)
+        wanted = set(ids)
         # The engine tells the server of a request's end before it tells the workers.
-        for req_id in [req_id for req_id, request in self._requests.items() if request.id in ids]:
+        for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
             id = self._requests.pop(req_id).id
             self._finished[id] = drafter.finish(id)
         counts = {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}

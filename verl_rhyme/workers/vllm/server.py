@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl_rhyme import config as rhyme_config
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
-from verl_rhyme.workers.request import FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.request import COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs, sampler
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _ADMISSION_POLL_S = 0.002
 #: In place of a first output: no tokens yet.
 _ADMITTED = SimpleNamespace(outputs=[])
+#: Requests whose counts are kept for the trainer to fetch.
+_MAX_FINISHED = 1 << 15
 
 PROPOSER = "verl_rhyme.workers.vllm.proposer.HistoryProposer"
 EXTENSION = "verl_rhyme.workers.vllm.extension.RhymeWorkerExtension"
@@ -41,7 +44,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
-        self._counts: _CountsCollector | None = None
+        self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
 
     # ---- engine settings ----
 
@@ -96,7 +99,6 @@ class RhymeHttpServer(vLLMHttpServer):
             raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
         if self._rhyme.drafting.enable and self._rhyme.sampling.verify == "ours":
             await self._install_sampler()
-        self._counts = _CountsCollector(self.engine)
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
         self.engine.generate = self._observed_generate  # type: ignore[method-assign]
@@ -153,11 +155,11 @@ class RhymeHttpServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
         finally:
             final = self._final.pop(request_id)
-        counts: dict[str, Any] = {}
-        if self._counts is not None and self._rhyme.drafting.enable and final is not None:
-            counts = await self._counts.take(request_id)
+        if self._rhyme.drafting.enable:
+            self._finished.append(request_id)  # the response goes first: the trainer asks for the counts of many
         scheduled, first = _wall_times(getattr(final, "metrics", None))
         record = RequestRecord(
+            id=request_id,
             prompt_key=meta.key,
             sample=meta.sample,
             attempt=meta.attempt,
@@ -171,44 +173,23 @@ class RhymeHttpServer(vLLMHttpServer):
             response_tokens=len(output.token_ids),
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
-            drafted_tokens=counts.get("drafted", 0),
-            accepted_tokens=counts.get("accepted", 0),
-            verify_steps=counts.get("verify_steps", 0),
-            history_hit=counts.get("history_hit", False),
-            reverified_tokens=counts.get("reverified", 0),
-            draft_errors=counts.get("draft_errors", 0),
-            draft_seconds=counts.get("draft_seconds", 0.0),
             stop_reason=output.stop_reason or "",
         )
         output.extra_fields[FIELD] = [record.to_dict()]
         return output
 
-
-class _CountsCollector:
-    """Asks the workers once for all requests that finished since the last question."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._waiting: dict[str, asyncio.Future] = {}
-        self._task: asyncio.Task | None = None
-
-    async def take(self, id: str) -> dict[str, Any]:
-        future = self._waiting[id] = asyncio.get_running_loop().create_future()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask())
-        return await future
-
-    async def _ask(self) -> None:
-        while self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            try:
-                answers = await self._engine.collective_rpc("take_request_counts", args=(list(waiting),))
-                counts = {id: count for answer in answers for id, count in answer.items()}
-            except Exception:
-                counts = {}  # counts are for the log: a request never fails for them
-            for id, future in waiting.items():
-                if not future.done():
-                    future.set_result(counts.get(id, {}))
+    async def take_counts(self) -> dict[str, dict[str, Any]]:
+        """What the drafter did for the requests that finished since the last call: record columns by request id."""
+        if not self._finished:
+            return {}
+        ids = list(self._finished)
+        self._finished.clear()
+        told = await self.engine.collective_rpc("take_request_counts", args=(ids,))
+        return {
+            id: {COUNTS[name]: count for name, count in counts.items()}
+            for worker in told
+            for id, counts in worker.items()
+        }
 
 
 def _wall_times(stats: Any) -> tuple[float, float]:

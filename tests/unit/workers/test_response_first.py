@@ -1,0 +1,70 @@
+"""A response does not wait for what is told of it."""
+
+import asyncio
+import math
+from collections import deque
+
+import pytest
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+from verl_rhyme.config import RhymeConfig
+from verl_rhyme.workers.request import COUNTS, FIELD, RequestRecord
+from verl_rhyme.workers.vllm.server import RhymeHttpServer
+
+
+class Engine:
+    """Its workers answer as soon as they are let."""
+
+    def __init__(self):
+        self.answer, self.asked = asyncio.Event(), []
+
+    async def collective_rpc(self, method, args):
+        self.asked.append((method, list(args[0])))
+        await self.answer.wait()
+        return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
+
+
+@pytest.fixture
+def server(monkeypatch):
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        return TokenOutput(token_ids=[1, 2], stop_reason="completed", extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    built = object.__new__(RhymeHttpServer)
+    built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
+    built._rhyme, built._final, built._finished = RhymeConfig(), {}, deque(maxlen=4)
+    return built
+
+
+def test_a_finished_response_goes_while_the_workers_are_busy(server):
+    async def run():
+        outputs = [await asyncio.wait_for(server.generate([5], {}, f"r{i}"), 1) for i in range(2)]
+        assert server.engine.asked == []
+        asking = asyncio.create_task(server.take_counts())
+        await asyncio.sleep(0)
+        late = await asyncio.wait_for(server.generate([5], {}, "late"), 1)
+        server.engine.answer.set()
+        return [*outputs, late], await asking, await server.take_counts(), await server.take_counts()
+
+    outputs, counts, rest, none = asyncio.run(run())
+    records = [output.extra_fields[FIELD][0] for output in outputs]
+    assert [record["id"] for record in records] == ["r0", "r1", "late"]
+    assert all(record["drafted_tokens"] == 0 and math.isnan(record["started_at"]) for record in records)
+    assert counts == {id: {"drafted_tokens": 9, "history_hit": True} for id in ("r0", "r1")}
+    assert list(rest) == ["late"]
+    assert none == {}
+    assert server.engine.asked == [("take_request_counts", ["r0", "r1"]), ("take_request_counts", ["late"])]
+
+
+def test_counts_nobody_fetches_are_bounded(server):
+    async def run():
+        for i in range(9):
+            await server.generate([5], {}, f"r{i}")
+
+    asyncio.run(run())
+    assert list(server._finished) == ["r5", "r6", "r7", "r8"]
+
+
+def test_every_count_has_its_column():
+    assert set(COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
