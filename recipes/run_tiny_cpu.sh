@@ -6,6 +6,7 @@
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async
+#   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-qwen2-fsdp-partial
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
 # Started again with more EPOCHS it resumes. A RUN_DIR of another arm, model, engine, mode, seed or of other puzzles is
@@ -56,8 +57,10 @@ arm=$RHYME mode=$MODE
 [ "$COMPARE" = 1 ] && arm=compare
 RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$mode}")
 
-# shellcheck source=requirements/bootstrap.sh
-RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
+if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
+  # shellcheck source=requirements/bootstrap.sh
+  RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
+fi
 # the progress lines read verl's log
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
