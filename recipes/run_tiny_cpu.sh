@@ -123,7 +123,8 @@ if [ "$COMPARE" = 1 ]; then
   TOP=$RUN_DIR
   run off "$TOP/off" "$@"
   run histospec "$TOP/histospec" "$@"
-  [ "$DRY_RUN" = 1 ] || python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --out "$TOP"
+  [ "$DRY_RUN" = 1 ] ||
+    python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --arm histospec --out "$TOP"
 else
   run "$RHYME" "$RUN_DIR" "$@"
 fi

@@ -92,6 +92,9 @@ def preflight(
     A dry run needs neither GPU, data nor model: what this machine lacks is a warning there. It exits 1 if the config
     would stop the run anywhere, or if its folder holds another run's checkpoints.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     from verl_rhyme.config import ConfigError
     from verl_rhyme.preflight.compose import compose
 
@@ -104,16 +107,15 @@ def preflight(
             from verl_rhyme.preflight.checks import examine as examine_run
 
             found = examine_run(config, dry_run=dry_run, notes=_pairs(note))
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, OmegaConfBaseException) as error:
+        told = str(error).partition("\n    full_key:")[0]  # of a mandatory value that is missing
         if as_json:
-            print(json.dumps({"version": __version__, "ok": False, "error": str(error)}, indent=2))
-        print(f"verl-rhyme preflight: {error}", file=sys.stderr)
+            print(json.dumps({"version": __version__, "ok": False, "error": told}, indent=2))
+        print(f"verl-rhyme preflight: {told}", file=sys.stderr)
         raise typer.Exit(1) from error
-    from omegaconf import OmegaConf
-
     from verl_rhyme.preflight.estimate import lines
 
-    told = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
+    estimated = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
     if as_json:
         report = {
             "version": __version__,
@@ -126,13 +128,13 @@ def preflight(
         print(json.dumps(report, indent=2))
     elif dry_run:
         print(OmegaConf.to_yaml(config), end="")
-        for line in told:
+        for line in estimated:
             print(f"# {line}")
         for check in found.checks:
             remedy = f" -> {check.remedy}" if check.remedy else ""
             print(f"# {check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " "))
     else:
-        for line in told:
+        for line in estimated:
             print(line)
         _print(found.checks)
     if found.failed:

@@ -52,8 +52,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
     path = str(config.actor_rollout_ref.model.path)
     run["model"] = "/".join(Path(path).parts[-2:])  # a run survives a move of its model
-    if file := model_folder.find(path):
-        run["architecture"] = _architecture(file)
+    run |= _architecture(model_folder.find(path))
     run["seed"] = str(config.data.get("seed"))
     run["data"] = ", ".join(Path(file).name for file in _files(config))
     return run | dict(notes or {})
@@ -141,8 +140,7 @@ def _owner(checkpoints: Path) -> dict[str, str]:
             found["training GPUs"] = str(saved.get("world_size"))
         elif any((actor / name).is_dir() for name in ("dist_ckpt", "model")):
             found["engine"] = "megatron"
-        if (file := actor / "huggingface" / "config.json").is_file():
-            found["architecture"] = _architecture(file)
+        found |= _architecture(actor / "huggingface" / "config.json")
     return found
 
 
@@ -153,9 +151,13 @@ def _arm(tree: rhyme_config.RhymeConfig | None) -> str:
     return (f"sorted {tree.sorting.mode}" if tree.sorting.mode else "histospec") + drafts
 
 
-def _architecture(file: Path) -> str:
-    fields = model_folder.read(file)
-    return "{} {} x {}".format(*(fields.get(name) for name in ("model_type", "num_hidden_layers", "hidden_size")))
+def _architecture(file: Path | None) -> dict[str, str]:
+    try:
+        fields = model_folder.read(file) if file else {}
+    except (OSError, ValueError):  # a finding of its own
+        return {}
+    shape = [fields.get(name) for name in ("model_type", "num_hidden_layers", "hidden_size")]
+    return {} if None in shape else {"architecture": "{} {} x {}".format(*shape)}
 
 
 def _files(config: Any) -> list[str]:
