@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 _MARKS = (
-    (r"ray init kwargs: ", "starting Ray"),
+    (r"ray init kwargs: ", "Ray's cluster"),
     (r"Started a local Ray instance|Connected to Ray cluster", "the trainer's process imports verl"),
     (r"Total training steps: ", "the training workers start and import verl"),
     (r"\(WorkerDict pid=", "the training workers load the model"),
-    (r"actor and ref model engine initialized", "starting the reward workers"),
+    (r"actor and ref model engine initialized", "the reward workers"),
     (r"reward loop manager initialized", "vLLM's servers start and import vLLM"),
     (r"HttpServer pid=.*(?:'serve'|arg_utils|\[vllm\.py)", "vLLM's engines start"),
     (r"\(EngineCore[^)]* pid=", "vLLM's engines load the model and measure its memory"),
@@ -20,13 +20,13 @@ _MARKS = (
     (r"all initialize finished, ready to fit", "vLLM takes over the trainer's weights"),
     (r"Creating file logger at ", "validation before training"),
     (r"Training Progress:", "the agent loop workers start and import verl"),
-    (r"AgentLoopWorker pid=.*Using dataset class", "the first step: rollout{of}, then the update"),
+    (r"AgentLoopWorker\w* pid=.*Using dataset class", "the first step: rollout{of}, then the update"),
 )
 
 #: Pattern in a line of the log, and what is waited for from there on; in the order in which a run comes by them.
 MARKS = tuple((re.compile(pattern), phase) for pattern, phase in _MARKS)
 
-FIRST = "starting Python and reading the configuration"
+FIRST = "Python, and verl reads the configuration"
 
 _BATCH = re.compile(r"'train_batch_size': (\d+)")
 

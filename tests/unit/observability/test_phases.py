@@ -11,14 +11,14 @@ from verl_rhyme.observability.phases import FIRST, Phases
 #: (line of a log, what is waited for from there on); of runs of recipes/run_tiny_cpu.sh.
 STARTING = [
     ("UserWarning: Disabled critic as algorithm.adv_estimator != gae.", FIRST),
-    ("ray init kwargs: {'num_cpus': 16, 'runtime_env': {}}", "starting Ray"),
+    ("ray init kwargs: {'num_cpus': 16, 'runtime_env': {}}", "Ray's cluster"),
     ("2026-01-02 03:31:43,509\tINFO worker.py:2038 -- Started a local Ray instance.", "trainer's process imports verl"),
     ("\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m           'train_batch_size': 16,", "trainer's process imports verl"),
     ("\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:2026-01-02 03:32:05,094:Total training steps: 1", "workers start"),
     ("\x1b[36m(WorkerDict pid=10)\x1b[0m INFO: Platform override from VERL_PLATFORM: cpu", "workers load the model"),
     (
         "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:x:actor and ref model engine initialized",
-        "starting the reward workers",
+        "the reward workers",
     ),
     ("\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:x:reward loop manager initialized", "vLLM's servers start"),
     ("\x1b[36m(vLLMHttpServer pid=11)\x1b[0m ['serve',", "vLLM's engines start"),
@@ -32,7 +32,7 @@ STARTING = [
     ("(TaskRunnerV1 pid=9) INFO:x:all initialize finished, ready to fit", "vLLM takes over the trainer's weights"),
 ]
 FIRST_STEP = "the first step: rollout of 16 prompts, then the update"
-AGENTS = "\x1b[36m(RhymeAgentLoopWorker pid=13)\x1b[0m Using dataset class: RLHFDataset"
+AGENTS = "\x1b[36m(AgentLoopWorkerTQ pid=13)\x1b[0m Using dataset class: RLHFDataset"
 LOGGER = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m Creating file logger at /run/metrics.jsonl"
 TRAINING = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m Training Progress:   0%|          | 0/1 [00:00<?, ?it/s]"
 IMPORTING = "agent loop workers start and import verl"
