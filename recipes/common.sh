@@ -7,20 +7,17 @@
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
 #                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train
 #   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
-#   RUN_DIR=runs/RECIPE/RHYME    logs and metrics.jsonl; on storage that all nodes share
-#   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here
+#   RUN_DIR=runs/RECIPE/RHYME-ENGINE-MODE   logs and metrics.jsonl; on storage that all nodes share
+#   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
+#                                run.json in it says that they are another run's
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
 #   SEED=1                       order of the data and sampling
-#   DRY_RUN=1                    print the resolved config and the memory estimate, and stop
+#   DRY_RUN=1                    print the resolved config and the memory estimate, and stop; status 1 if the config
+#                                cannot work, whatever the machine
 #   SMOKE=1                      two steps of the recipe on this machine's CPU, with a tiny model of the recipe's family,
 #                                puzzles for data and small sizes: does everything it names work together?
 #   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
 #   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv
-
-_refuse() {
-  echo "$RECIPE: $*" >&2
-  exit 2
-}
 
 _absolute() { # Ray's workers have another working directory; lists, URLs and names on a hub stay
   case "$1" in
@@ -30,23 +27,35 @@ _absolute() { # Ray's workers have another working directory; lists, URLs and na
 }
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=recipes/settings.sh
+source "$ROOT/recipes/settings.sh"
+# shellcheck disable=SC2034  # read by settings.sh
+NAME=$RECIPE
 RHYME=${RHYME:-histospec}
+ENGINE=${ENGINE:-megatron}
+MODE=${MODE:-sync}
 SMOKE=${SMOKE:-0}
+check_rhyme
+one_of ENGINE megatron fsdp
+one_of MODE sync colocate_async separate_async
+_run=$RHYME-$ENGINE-$MODE
+if [ "$RHYME" = sorted ]; then
+  _run=$RHYME-$ENGINE-$(sorted_name)
+  MODE=rhyme_sorted
+fi
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
-  RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke}
+  RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke-$_run}
   MODEL_PATH=$RUN_DIR/model REWARD=examples/tiny_world/reward.py
   DATA_DIR=$RUN_DIR/data TRAIN_FILE=$RUN_DIR/data/train.parquet VAL_FILE=$RUN_DIR/data/test.parquet
   RHYME_EXTRA=${RHYME_EXTRA:-cpu}
 fi
-ENGINE=${ENGINE:-megatron}
-MODE=${MODE:-sync}
 PP=${PP:-1}
 SP=${SP:-1}
 DATA_DIR=$(_absolute "${DATA_DIR:-$ROOT/data}")
 TRAIN_FILE=$(_absolute "${TRAIN_FILE:-$DATA_DIR/$TRAIN_NAME}")
 VAL_FILE=$(_absolute "${VAL_FILE:-$DATA_DIR/$VAL_NAME}")
-RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$RHYME}")
+RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$_run}")
 CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}
 SEED=${SEED:-1}
@@ -68,15 +77,7 @@ _args=(
 case "$RHYME" in
   off) ;;
   histospec) _args+=("+rhyme=histospec") ;;
-  sorted)
-    # shellcheck source=recipes/sorted.sh
-    source "$ROOT/recipes/sorted.sh"
-    resolve_sorted "$RECIPE" || exit
-    MODE=rhyme_sorted
-    _args+=("${SORTED_ARGS[@]}")
-    ;;
-  histopipe | stream | full) _refuse "RHYME=$RHYME does not exist yet; use histospec, sorted or off" ;;
-  *) _refuse "RHYME=$RHYME is unknown; use histospec, sorted or off" ;;
+  sorted) _args+=("${SORTED_ARGS[@]}") ;;
 esac
 case "$ENGINE" in
   megatron)
@@ -86,7 +87,6 @@ case "$ENGINE" in
     )
     ;;
   fsdp) _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP") ;;
-  *) _refuse "ENGINE=$ENGINE is unknown; use megatron or fsdp" ;;
 esac
 if [ "$SMOKE" = 1 ]; then
   _args+=(+platform=cpu +smoke=tiny "${SMOKE_ARGS[@]}")
@@ -97,17 +97,13 @@ if [ "$SMOKE" = 1 ]; then
   _args+=("$_offload.param_offload=false" "$_offload.optimizer_offload=false")
 fi
 _args+=("trainer.v1.trainer_mode=$MODE")
-case "$MODE" in
-  sync | colocate_async | rhyme_sorted) ;;
-  separate_async)
-    _args+=(
-      "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
-      "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
-      actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
-    )
-    ;;
-  *) _refuse "MODE=$MODE is unknown; use sync, colocate_async or separate_async" ;;
-esac
+if [ "$MODE" = separate_async ]; then
+  _args+=(
+    "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
+    "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
+    actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
+  )
+fi
 
 launch() { # launch [hydra overrides]
   local args=("${_args[@]}" "$@")
@@ -137,6 +133,13 @@ launch() { # launch [hydra overrides]
       return 1
     }
   fi
+  local status=0
+  verl-rhyme claim -- "${args[@]}" || status=$?
+  case "$status" in
+    0) ;;
+    3) return 0 ;; # already finished, as it says
+    *) return "$status" ;;
+  esac
   mkdir -p "$RUN_DIR"
   python -m verl.trainer.main_ppo "${args[@]}" 2>&1 | tee -a "$RUN_DIR/train.log"
   echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \

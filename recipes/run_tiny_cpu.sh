@@ -3,32 +3,66 @@
 #   RHYME=histospec|sorted|off   drafting on (default), the sorted pipeline with drafting, or stock verl
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted (docs/sorted.md)
 #   COMPARE=1               both arms with one seed, then the comparison
-#   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop
-#   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1   RUN_DIR=runs/tiny_cpu
-#   MODE=sync|colocate_async|separate_async
+#   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
+#   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
+#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async
+#   SKIP_BOOTSTRAP=1        use the Python environment that is active
+#   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-qwen2-fsdp-partial
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
+# Started again with more EPOCHS it resumes. A RUN_DIR of another arm, model, engine, mode, seed or of other puzzles is
+# refused: checkpoints/run.json in it says whose it is.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=requirements/bootstrap.sh
-RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
-
 RHYME=${RHYME:-histospec}
 COMPARE=${COMPARE:-0}
 DRY_RUN=${DRY_RUN:-0}
+ENGINE=${ENGINE:-fsdp}
 MODE=${MODE:-sync}
 MODEL=${MODEL:-qwen2}
 EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
 PEOPLE=${PEOPLE:-2 3}
 SEED=${SEED:-1}
-RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu}")
+BATCH=16
+
+# shellcheck source=recipes/settings.sh
+source "$ROOT/recipes/settings.sh"
+NAME=run_tiny_cpu
+for override in "$@"; do
+  case "$override" in
+    model_engine=dp) ENGINE=fsdp ;;
+    model_engine=*) ENGINE=${override#*=} ;;
+    data.train_batch_size=*) BATCH=${override#*=} ;;
+  esac
+done
+check_rhyme
+one_of ENGINE fsdp megatron
+# a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
+[ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
+one_of COMPARE 0 1
+one_of DRY_RUN 0 1
+number EPOCHS 1
+number PROMPTS "$BATCH" "a batch of data.train_batch_size"
+number SEED 0
+[[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
 
 export TINY_WORLD="$ROOT/examples/tiny_world"
+model_name=$(basename "$MODEL")
 [ -d "$TINY_WORLD/models/$MODEL" ] && MODEL="$TINY_WORLD/models/$MODEL"
-[ -e "$MODEL/config.json" ] || { echo "run_tiny_cpu: MODEL=$MODEL is neither qwen2, llama nor a model folder" >&2; exit 2; }
+[ -e "$MODEL/config.json" ] || refuse "MODEL=$MODEL is neither qwen2, llama nor a model folder"
 export MODEL
+arm=$RHYME mode=$MODE
+[ "$RHYME" = sorted ] && mode=$(sorted_name)
+[ "$COMPARE" = 1 ] && arm=compare
+RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$mode}")
 
+if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
+  # shellcheck source=requirements/bootstrap.sh
+  RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
+fi
+# the progress lines read verl's log
+export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
 
@@ -36,22 +70,18 @@ run() { # run ARM DIRECTORY [overrides]
   local arm=$1
   export ARM=$1 RUN_DIR=$2 DATA=$2/data
   shift 2
-  local group=() batch=16
+  local group=()
   case "$arm" in
     off) ;;
     histospec) group=("+rhyme=histospec" "actor_rollout_ref.rollout.custom.rhyme.poll_interval=null") ;;
     sorted)
-      # shellcheck source=recipes/sorted.sh
-      source "$ROOT/recipes/sorted.sh"
-      resolve_sorted run_tiny_cpu || exit
       group=(
         "${SORTED_ARGS[@]}" actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05
         trainer.v1.sampler.custom_sampler.path=null
       )
       ;;
-    histopipe|stream|full) echo "run_tiny_cpu: RHYME=$arm does not exist yet; use histospec, sorted or off" >&2; exit 2 ;;
-    *) echo "run_tiny_cpu: RHYME=$arm is unknown; use histospec, sorted or off" >&2; exit 2 ;;
   esac
+  [ "$ENGINE" = fsdp ] || group+=("model_engine=$ENGINE") # again in "$@", it is the same
   local mode=("trainer.v1.trainer_mode=$MODE")
   [ "$arm" = sorted ] && mode=()
   [ "$MODE" = sync ] || mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
@@ -61,25 +91,30 @@ run() { # run ARM DIRECTORY [overrides]
     actor_rollout_ref.rollout.checkpoint_engine.backend=shm trainer.v1.separate_async.parameter_sync_step=1
     ray_kwargs.ray_init.num_gpus=2
   )
-  for override in "$@"; do
-    case "$override" in data.train_batch_size=*) batch=${override#*=} ;; esac
-  done
   local command=(
     python -m verl.trainer.main_ppo --config-path "$ROOT/recipes/config" --config-name tiny_cpu
     "${group[@]}" "${mode[@]}" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED"
     "actor_rollout_ref.rollout.seed=$SEED" "hydra.run.dir=$RUN_DIR/hydra" "$@"
   )
+  local puzzles=(--note "puzzles=$PROMPTS of $PEOPLE people")
   if [ "$DRY_RUN" = 1 ]; then
-    verl-rhyme preflight --dry-run -- "${command[@]:3}"
+    verl-rhyme preflight --dry-run "${puzzles[@]}" -- "${command[@]:3}"
     return
   fi
-  mkdir -p "$RUN_DIR"
-  # shellcheck disable=SC2086  # PEOPLE is a list
-  [ -e "$DATA/train.parquet" ] ||
-    python -m examples.tiny_world.data --out "$DATA" --train "$PROMPTS" --test 64 --people $PEOPLE --seed "$SEED"
-  export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
-  python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
-    --total-steps $((EPOCHS * (PROMPTS / batch))) -- "${command[@]}"
+  local status=0
+  verl-rhyme claim --check "${puzzles[@]}" -- "${command[@]:3}" || status=$?
+  case "$status" in
+    0)
+      # shellcheck disable=SC2086  # PEOPLE is a list
+      [ -e "$DATA/train.parquet" ] ||
+        python -m examples.tiny_world.data --out "$DATA" --train "$PROMPTS" --test 64 --people $PEOPLE --seed "$SEED"
+      export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
+      python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
+        --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- "${command[@]}"
+      ;;
+    3) ;; # already finished: its summary is shown
+    *) return "$status" ;;
+  esac
   python -m verl_rhyme.observability.report "$RUN_DIR" --arm "$arm"
 }
 
@@ -88,7 +123,8 @@ if [ "$COMPARE" = 1 ]; then
   TOP=$RUN_DIR
   run off "$TOP/off" "$@"
   run histospec "$TOP/histospec" "$@"
-  [ "$DRY_RUN" = 1 ] || python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --out "$TOP"
+  [ "$DRY_RUN" = 1 ] ||
+    python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --arm histospec --out "$TOP"
 else
   run "$RHYME" "$RUN_DIR" "$@"
 fi

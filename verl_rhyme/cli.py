@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
 
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")
+]
+_Notes = Annotated[
+    list[str] | None, typer.Option("--note", metavar="NAME=VALUE", help="What else makes this run another than others.")
+]
+
+#: Exit status of ``verl-rhyme claim`` for a run that has nothing left to do.
+FINISHED = 3
+
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -69,19 +79,22 @@ def doctor(
 
 @app.command()
 def preflight(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")
-    ] = None,
+    arguments: _Arguments = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print the resolved config, and as YAML comments the estimate and findings."),
     ] = False,
+    note: _Notes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a run before it starts: config, data, model, GPUs, memory, disk; exit 1 if anything fails.
 
-    A dry run needs neither GPU, data nor model, and exits 1 only if the config does not compose.
+    A dry run needs neither GPU, data nor model: what this machine lacks is a warning there. It exits 1 if the config
+    would stop the run anywhere, or if its folder holds another run's checkpoints.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     from verl_rhyme.config import ConfigError
     from verl_rhyme.preflight.compose import compose
 
@@ -93,17 +106,16 @@ def preflight(
             config = compose(arguments or [])
             from verl_rhyme.preflight.checks import examine as examine_run
 
-            found = examine_run(config, dry_run=dry_run)
-    except (ConfigError, ValueError) as error:
+            found = examine_run(config, dry_run=dry_run, notes=_pairs(note))
+    except (ConfigError, ValueError, OmegaConfBaseException) as error:
+        told = str(error).partition("\n    full_key:")[0]  # of a mandatory value that is missing
         if as_json:
-            print(json.dumps({"version": __version__, "ok": False, "error": str(error)}, indent=2))
-        print(f"verl-rhyme preflight: {error}", file=sys.stderr)
+            print(json.dumps({"version": __version__, "ok": False, "error": told}, indent=2))
+        print(f"verl-rhyme preflight: {told}", file=sys.stderr)
         raise typer.Exit(1) from error
-    from omegaconf import OmegaConf
-
     from verl_rhyme.preflight.estimate import lines
 
-    told = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
+    estimated = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
     if as_json:
         report = {
             "version": __version__,
@@ -116,17 +128,74 @@ def preflight(
         print(json.dumps(report, indent=2))
     elif dry_run:
         print(OmegaConf.to_yaml(config), end="")
-        for line in told:
+        for line in estimated:
             print(f"# {line}")
         for check in found.checks:
             remedy = f" -> {check.remedy}" if check.remedy else ""
             print(f"# {check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " "))
     else:
-        for line in told:
+        for line in estimated:
             print(line)
         _print(found.checks)
-    if found.failed and not dry_run:
+    if found.failed:
+        if dry_run and not as_json:
+            print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(found.checks)), file=sys.stderr)
         raise typer.Exit(1)
+
+
+@app.command()
+def claim(
+    arguments: _Arguments = None,
+    check: Annotated[bool, typer.Option("--check", help="Look for what fails a dry run first.")] = False,
+    note: _Notes = None,
+) -> None:
+    """Mark a run's checkpoint folder as its own, before it starts; the run scripts call it.
+
+    Exits 1, and says why, if the folder is another run's or cannot be written, and 3 if the run is finished.
+    """
+    from verl_rhyme import run_folder
+    from verl_rhyme.config import ConfigError
+    from verl_rhyme.preflight.checks import examine
+    from verl_rhyme.preflight.compose import compose
+
+    try:
+        with _silenced():
+            config = compose(arguments or [])
+            checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
+        failed = _failures(checks)
+        if failed:
+            print("\n".join(f"verl-rhyme: {line}" for line in failed), file=sys.stderr)
+            raise typer.Exit(1)
+        run_folder.claim(config, _pairs(note))
+    except run_folder.ForeignFolder as error:
+        print(f"verl-rhyme: {error} -> {run_folder.REMEDY}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except ConfigError as error:
+        print(f"verl-rhyme: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        where = run_folder.folder(config)
+        print(f"verl-rhyme: cannot write to {where} ({error.strerror}): choose another RUN_DIR", file=sys.stderr)
+        raise typer.Exit(1) from error
+    folder = run_folder.folder(config)
+    step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
+    if step is not None and total is not None and step >= total:
+        print(
+            f"already finished: {step} steps, {folder}; to go on raise EPOCHS (trainer.total_epochs), to begin anew "
+            "choose another RUN_DIR"
+        )
+        raise typer.Exit(FINISHED)
+    if step is not None:
+        print(f"resuming after step {step}" + (f" of {total}" if total else ""))
+
+
+def _failures(checks: list[Check]) -> list[str]:
+    return [f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "fail"]
+
+
+def _pairs(notes: list[str] | None) -> dict[str, str]:
+    pairs = [note.partition("=") for note in notes or []]
+    return {name: value for name, _, value in pairs}
 
 
 def _print(checks: list[Check]) -> None:

@@ -494,10 +494,11 @@ class TestScript:
     def test_checks_then_trains_with_the_same_arguments(self, recipe):
         result, calls = start(recipe, "trainer.total_epochs=3")
         assert result.returncode == 0, result.stderr
-        preflight, training = calls
+        preflight, claim, training = calls
         assert preflight[:3] == ["verl-rhyme", "preflight", "--"]
+        assert claim[:3] == ["verl-rhyme", "claim", "--"]
         assert training[:3] == ["python", "-m", "verl.trainer.main_ppo"]
-        assert preflight[3:] == training[3:]
+        assert preflight[3:] == claim[3:] == training[3:]
         assert training[-1] == "trainer.total_epochs=3"
         assert "trained" in result.stdout
         assert "timing_s/gen" in result.stdout.splitlines()[-1]
@@ -507,9 +508,23 @@ class TestScript:
         assert result.returncode == 1
         assert "SKIP_PREFLIGHT=1" in result.stderr
         assert [call[0] for call in calls] == ["verl-rhyme"]
-        result, calls = start(recipe, verl_rhyme="exit 1", SKIP_PREFLIGHT="1")
+        result, calls = start(recipe, verl_rhyme='[ "$1" = claim ]', SKIP_PREFLIGHT="1")
         assert result.returncode == 0
-        assert [call[0] for call in calls] == ["python"]
+        assert [call[:2] for call in calls] == [["verl-rhyme", "claim"], ["python", "-m"]]
+
+    @pytest.mark.parametrize(("claimed", "status"), [(1, 1), (3, 0)])
+    def test_a_foreign_folder_and_a_finished_run_are_not_trained_in(self, recipe, claimed, status):
+        result, calls = start(recipe, verl_rhyme=f'[ "$1" != claim ] || exit {claimed}')
+        assert result.returncode == status
+        assert [call[1] for call in calls] == ["preflight", "claim"]
+
+    def test_each_kind_of_run_has_a_folder_of_its_own(self, recipe):
+        runs = [{"RHYME": "off"}, {}, {"ENGINE": "fsdp"}, {"MODE": "colocate_async"}, {"SMOKE": "1"}]
+        runs += [{"RHYME": "sorted", **more} for more in ({}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "1"})]
+        calls = [start(recipe, DRY_RUN="1", RUN_DIR="", **run)[1][0] for run in runs]
+        folders = {word for call in calls for word in call if word.startswith("trainer.default_local_dir=")}
+        assert len(folders) == len(runs)
+        assert f"trainer.default_local_dir={ROOT}/runs/{recipe}/histospec-megatron-sync/checkpoints" in folders
 
     def test_variables(self, recipe, tmp_path):
         result, calls = start(

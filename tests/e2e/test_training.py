@@ -8,7 +8,7 @@ import pytest
 import whole_run
 from whole_run import SLOW, finish, kill_all, steps_of, wait_for_step
 
-from verl_rhyme.observability import events
+from verl_rhyme.observability import events, phases
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
 #: 16 prompts x 4 samples, two steps an epoch.
@@ -78,6 +78,15 @@ def test_trains_drafts_and_reports(trained):
     assert str(run_dir / "summary.json") in output.replace("\n", "")
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"step {LAST_STEP}/{LAST_STEP}" in output
+
+
+def test_the_log_says_what_a_start_waits_for(trained):
+    run_dir, output = trained
+    log = (run_dir / "train.log").read_text(errors="replace").splitlines()
+    for pattern, phase in phases.MARKS:
+        assert any(map(pattern.search, log)), phase
+    assert "starting: " in output
+    assert "resuming after step " in output
 
 
 def test_every_request_and_stage_is_logged(trained):

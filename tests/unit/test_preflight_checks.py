@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+from verl_rhyme import doctor
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
 from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
@@ -85,7 +86,16 @@ def test_a_good_run_is_quiet(world):
     assert found.plan.replicas == 4
     names = {check.name for check in found.checks}
     assert names >= {"rhyme", "parallel sizes", "batches", "rollout", "data.train_files", "data.val_files", "model"}
-    assert names >= {"reward function", "GPUs", "GPU memory", "KV cache", "host memory", "checkpoints", "history store"}
+    assert names >= {
+        "run folder",
+        "reward function",
+        "GPUs",
+        "GPU memory",
+        "KV cache",
+        "host memory",
+        "checkpoints",
+        "history store",
+    }
 
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -278,6 +288,8 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
     ("arguments", "words"),
     [
         (["nonsense=1"], "nonsense"),
+        (["trainer.save_frq=1"], "did you mean trainer.save_freq"),
+        (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
         (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),
         (["--bogus", "x=1"], "bogus"),
@@ -290,17 +302,44 @@ def test_what_does_not_compose_says_why(arguments, words):
         compose(arguments)
 
 
-def test_the_dry_run_is_yaml_whatever_is_missing_here():
-    found = CliRunner().invoke(
-        app, ["preflight", "--dry-run", "--", "+rhyme=histospec", "actor_rollout_ref.rollout.name=vllm"]
-    )
+MICRO = [f"{A}.ppo_micro_batch_size_per_gpu=4", f"{R}.log_prob_micro_batch_size_per_gpu=4"]
+
+
+def dry_run(*overrides):
+    return CliRunner().invoke(app, ["preflight", "--dry-run", "--", "+rhyme=histospec", f"{R}.name=vllm", *overrides])
+
+
+def test_the_dry_run_is_yaml_whatever_is_missing_here(monkeypatch):
+    bare = Machine(gpus=0, gpu_bytes=1 << 30, gpu_source="assumed", host_bytes=1 << 30, host_free=1 << 20)
+    monkeypatch.setattr(checks, "look", lambda: bare)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
+    found = dry_run(*MICRO, "algorithm.adv_estimator=grpo")
     assert found.exit_code == 0, found.output
     printed = OmegaConf.create(found.stdout)
     assert printed.actor_rollout_ref.rollout.custom.rhyme.drafting.enable is True
-    assert "# warn: data.train_files: no file" in found.stdout
-    broken = CliRunner().invoke(app, ["preflight", "--dry-run", "--", "nonsense=1"])
+    for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
+        assert f"# warn: {missing}" in found.stdout
+    unset = dry_run(f"{R}.name=???")
+    assert (unset.exit_code, unset.stderr) == (1, f"verl-rhyme preflight: Missing mandatory value: {R}.name\n")
+    broken = dry_run("nonsense=1")
     assert broken.exit_code == 1
     assert "Key 'nonsense' is not in struct" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (f"+{R}.custom.rhyme.drafting.max_token=4", "rhyme: unknown key"),
+        (f"{A}.ppo_mini_batch_size=100", "batches: "),
+        (f"{R}.tensor_model_parallel_size=3", "parallel sizes: "),
+    ],
+)
+def test_the_dry_run_fails_where_the_run_would(override, told):
+    found = dry_run(*MICRO, "algorithm.adv_estimator=grpo", override)
+    assert found.exit_code == 1
+    assert found.stderr.startswith(f"verl-rhyme preflight: {told}")
+    assert " -> " in found.stderr
+    assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
 
 
 def test_json(world):

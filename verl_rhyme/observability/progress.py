@@ -23,13 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import metrics, steps
 from .errors import last_error
+from .phases import Phases
 from .supervise import Supervised
 
 LOGGER_VARIABLE = "VERL_FILE_LOGGER_PATH"
 POLL_S = 0.2
 
-#: Without a terminal a silent stretch of this many seconds is broken by one line.
-HEARTBEAT_S = 30.0
+#: Without a terminal a silent stretch of this many seconds is broken by one line: while the run starts, and later.
+STARTING_HEARTBEAT_S, HEARTBEAT_S = 10.0, 30.0
 
 
 def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None) -> str:
@@ -145,12 +146,25 @@ class Display:
             text += f" | about {_duration(left)} left"
         self.line(text)
 
-    def tick(self) -> None:
-        """Say that the run is alive, when it has not been heard of for long."""
-        quiet = time.monotonic() - self._spoke
-        if self._bar is None and quiet >= HEARTBEAT_S:
-            doing = f"in step {self._step + 1}" if self._step else "still starting"
-            self.line(f"{doing}, {_duration(time.monotonic() - self._began)} since the start")
+    @property
+    def starting(self) -> bool:
+        """No step of the training is finished."""
+        return not self._step
+
+    def tick(self, phase: str) -> None:
+        """Say what a run waits for that has not been heard of for long.
+
+        Args:
+            phase: Of :class:`~verl_rhyme.observability.phases.Phases`; for a run that is starting.
+        """
+        if self._bar and self._task is not None:
+            if self.starting:
+                self._bar.update(self._task, description=phase)
+            return
+        now = time.monotonic()
+        if now - self._spoke >= (STARTING_HEARTBEAT_S if self.starting else HEARTBEAT_S):
+            doing = f"starting: {phase}" if self.starting else f"in step {self._step + 1}: rollout, then the update"
+            self.line(f"{doing}, {_duration(now - self._began)} since the start")
 
     def _seconds_left(self, step: int) -> float | None:
         """From the steps since the first one seen, which pays for all warming up."""
@@ -180,6 +194,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     except OSError as error:
         console.print(f"cannot start {command[0]}: {error.strerror}", markup=False, highlight=False)
         return 127
+    phases = Phases(log, log_begin)
     with child, Display(console, total_steps) as display:
         display.line(f"starting verl, Ray and vLLM (about a minute); log: {log}")
         if aside:
@@ -190,7 +205,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
             if child.notice:
                 display.line(child.notice)
                 child.notice = None
-            display.tick()
+            display.tick(phases.poll() if display.starting else "")
         for step, data in follower.poll():
             display.step(step, data)
     status = child.status
@@ -209,6 +224,8 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
+    if seconds < 600:
+        return f"{seconds / 60:.1f} min"
     return f"{seconds / 60:.0f} min"
 
 

@@ -2,15 +2,16 @@
 
 :mod:`~verl_rhyme.preflight.config_checks` look at the config alone, :mod:`~verl_rhyme.preflight.machine_checks` compare
 it with what is here. A dry run may happen on another machine than the run, so there the latter warn where they would
-fail.
+fail; so do versions. Another run's checkpoints in this run's folder are no lack of this machine, and fail there, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_rhyme import doctor
+from verl_rhyme import doctor, run_folder
 from verl_rhyme.doctor import FAIL, WARN, Check
 from verl_rhyme.preflight import config_checks, history_room, machine_checks
 from verl_rhyme.preflight.estimate import Estimate, estimate
@@ -40,13 +41,16 @@ class Preflight:
         return sum(check.status == FAIL for check in self.checks)
 
 
-def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Preflight:
+def examine(
+    config: Any, dry_run: bool = False, with_doctor: bool = True, notes: Mapping[str, str] | None = None
+) -> Preflight:
     """All checks of a resolved config on this machine.
 
     Args:
         config: From :func:`verl_rhyme.preflight.compose.compose`.
         dry_run: What only this machine lacks warns instead of failing, and the doctor looks at versions only.
         with_doctor: Look at Python, packages, plugin and patches at all; about 20 s unless ``dry_run``.
+        notes: Of :func:`verl_rhyme.run_folder.describe`.
 
     Raises:
         ValueError: ``GPU_MEMORY_GB`` is no number.
@@ -68,13 +72,17 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
     there += history_room.check(config)
-    if dry_run:
-        there = [replace(check, status=WARN) if check.status == FAIL else check for check in there]
     checks = doctor.versions() if dry_run else doctor.examine(machine_checks.history_dir(config)) if with_doctor else []
+    if dry_run:
+        checks, there = (
+            [replace(check, status=WARN) if check.status == FAIL else check for check in part]
+            for part in (checks, there)
+        )
     checks += config_checks.rhyme(config)
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
     checks += config_checks.rollout(config, plan)
+    checks += run_folder.check(config, notes)
     checks += there
     if not found and model:
         known = ", ".join(ENGINES)

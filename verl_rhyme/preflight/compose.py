@@ -7,9 +7,13 @@ takes no ``--config-dir`` and reads a relative ``--config-path`` from the caller
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.util
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra._internal.hydra import Hydra
@@ -40,7 +44,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         The whole tree without hydra's own node; no interpolation is left in it.
 
     Raises:
-        ConfigError: It does not compose or not resolve; the message is hydra's.
+        ConfigError: It does not compose or not resolve; the message is hydra's, in one line, with the nearest key.
     """
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse would end the process
@@ -59,22 +63,64 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
         state[0].clear()
         hydra = Hydra.create_main_hydra2(main.stem, search)
-        config = hydra.compose_config(
-            config_name=args.config_name or _CONFIG_NAME,
-            overrides=args.overrides,
-            run_mode=RunMode.RUN,
-            with_log_configuration=False,
-        )
+        name = args.config_name or _CONFIG_NAME
+        with _packages_of_verl():
+            try:
+                config = hydra.compose_config(name, args.overrides, RunMode.RUN, with_log_configuration=False)
+            except HydraException as error:
+                raise ConfigError(_told(error, hydra, name, args.overrides)) from error
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
         return config
     except (HydraException, OmegaConfBaseException) as error:
-        cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-        raise ConfigError(f"{error}{cause}") from error
+        raise ConfigError(_one_line(error)) from error
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
+
+
+def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
+    """The error in one line; of an unknown key, the nearest that there is."""
+    text = _one_line(error)
+    key = getattr(error.__cause__, "full_key", None)
+    wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[=@]", override)]
+    if not (key and wrong):
+        return text
+    parent, _, leaf = str(key).rpartition(".")
+    try:
+        rest = [override for override in overrides if override not in wrong]
+        config = hydra.compose_config(name, rest, RunMode.RUN, with_log_configuration=False)
+        known = OmegaConf.select(config, parent) if parent else config
+        near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
+    except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
+        near = []
+    return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}?" if near else text
+
+
+def _one_line(error: BaseException) -> str:
+    cause = error.__cause__
+    texts = [str(error), *([str(cause)] if isinstance(cause, OmegaConfBaseException) else [])]
+    lines = [line.strip().rstrip(".;") for text in texts for line in text.splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    return "; ".join(dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type"))))
+
+
+@contextlib.contextmanager
+def _packages_of_verl() -> Iterator[None]:
+    """Let hydra find ``pkg://verl.trainer.config`` without running verl, whose import takes seconds."""
+    added = []
+    for name in ("verl", "verl.trainer", "verl.trainer.config"):
+        # the parents stand in sys.modules by now, so that nothing is imported to find the spec
+        if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            added.append(name)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 def _verl() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from verl_rhyme.observability import metrics as m
+from verl_rhyme.observability import progress
 from verl_rhyme.observability.errors import SHOWN_LINES, last_error
 from verl_rhyme.observability.progress import MetricsFollower, step_line
 from verl_rhyme.observability.supervise import session_processes
@@ -50,6 +53,28 @@ def test_step_line_leaves_out_what_is_missing() -> None:
     )
     cold = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
     assert step_line(3, cold) == "step 3"
+
+
+def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # a second at each look
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    with progress.Display(Console(file=out, width=200), 8) as display:
+        for second in range(60):
+            display.tick("starting Ray" if second < 30 else "vLLM's engines start")
+        display.step(0, {})  # validation before training
+        assert display.starting
+        display.step(1, {})
+        assert not display.starting
+        for _ in range(60):
+            display.tick("")
+    lines = out.getvalue().splitlines()
+    waiting = [line for line in lines if " since the start" in line]
+    starting = [line for line in waiting if line.startswith("starting: ")]
+    assert starting[0].startswith("starting: starting Ray, 1")
+    assert starting[-1].startswith("starting: vLLM's engines start, ")
+    assert all(line.startswith("in step 2: rollout, then the update, ") for line in waiting[len(starting) :])
+    assert len(starting) > 2 * (len(waiting) - len(starting)) > 0
 
 
 def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""README's commands for the run scripts, one after another in one checkout, in the order in which they stand there.
+
+The scripts, their folders, verl's configuration and the reports are real. Training is a stand-in that leaves what a
+training leaves, unless RHYME_SLOW=1: then each really trains for an epoch or two.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLOW = bool(os.environ.get("RHYME_SLOW"))
+
+#: Of README's recipes for GPUs only what SMOKE=1 cuts down runs here.
+COMMANDS = [
+    command
+    for line in (ROOT / "README.md").read_text().splitlines()
+    if (command := line.partition("#")[0].strip())
+    and line.startswith("    ")
+    and re.search(r"\bbash recipes/run_", command)
+    and ("run_tiny_cpu" in command or "SMOKE=1" in command)
+]
+
+#: Takes the place of ``python``; only what trains, and what makes the puzzles, is not the real one.
+PYTHON = f"""#!{sys.executable}
+import json, os, pathlib, sys
+module = sys.argv[2] if sys.argv[1:2] == ["-m"] else ""
+if module in ("examples.tiny_world.data", "examples.tiny_world.untie"):
+    sys.exit()
+if module not in ("verl_rhyme.observability.progress", "verl.trainer.main_ppo"):
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+from verl_rhyme.preflight.compose import compose
+arguments = sys.argv[sys.argv.index("verl.trainer.main_ppo") + 1 :]
+config = compose(arguments)
+folder = pathlib.Path(config.trainer.default_local_dir)
+steps = config.trainer.total_training_steps or 4 * config.trainer.total_epochs
+found = folder / "latest_checkpointed_iteration.txt"
+begin = int(found.read_text()) if found.exists() else 0
+print("TRAINED", json.dumps([str(folder), begin, steps]))
+(folder / f"global_step_{{steps}}").mkdir(parents=True)
+found.write_text(str(steps))
+run = folder.parent
+with open(run / "metrics.jsonl", "w") as file:
+    for step in range(begin + 1, steps + 1):
+        data = {{"training/epoch": (step - 1) // 4, "critic/score/mean": 0.5, "timing_s/gen": 1.0}}
+        file.write(json.dumps({{"step": step, "data": data}}) + "\\n")
+"""
+
+
+def test_readme_has_the_commands():
+    assert len([command for command in COMMANDS if "run_tiny_cpu" in command]) >= 8
+    assert any("SMOKE=1" in command for command in COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A checkout whose ``runs/`` is empty, and whose ``python`` does not train."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("recipes", "examples", "requirements"):
+        (folder / name).symlink_to(ROOT / name)
+    programs = folder / "programs"
+    programs.mkdir()
+    if not SLOW:
+        (programs / "python").write_text(PYTHON)
+        (programs / "python").chmod(0o755)
+    return folder
+
+
+def start(checkout, command, **variables):
+    environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "SKIP_PREFLIGHT": "1", "PROMPTS": "16", **variables}
+    for name in ("RHYME", "MODE", "MODEL", "ENGINE", "RUN_DIR", "DRY_RUN", "COMPARE", "SMOKE"):
+        environment.pop(name, None)
+    environment |= {"PATH": f"{checkout / 'programs'}:{environment['PATH']}", **variables}
+    if SLOW:
+        environment["EPOCHS"] = "1"
+        command = re.sub(r"EPOCHS=\d+", "EPOCHS=2", command)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1200
+    )
+
+
+def trainings(result):
+    """(checkpoint folder, first step, last step) of each training that the command started."""
+    return [json.loads(line.removeprefix("TRAINED ")) for line in result.stdout.splitlines() if "TRAINED " in line]
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.timeout(10_000 if SLOW else 600)
+@pytest.mark.xdist_group("readme")
+def test_they_work_one_after_another(checkout):
+    seen = {}
+    for command in COMMANDS:
+        before = tree(checkout / "runs") if "DRY_RUN" in command else None
+        result = start(checkout, command)
+        assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        assert "already finished" not in result.stdout, command
+        if before is not None:
+            assert tree(checkout / "runs") == before
+            continue
+        if not SLOW:
+            found = trainings(result)
+            assert len(found) == (2 if "COMPARE=1" in command else 1), command
+            for folder, begin, _ in found:
+                assert begin == 0, f"{command} goes on from the run of {seen.get(folder)}"
+                assert folder not in seen
+                seen[folder] = command
+        if "run_tiny_cpu" in command:
+            summaries = [line for line in result.stdout.replace("\n/", "\n /").split() if line.endswith("summary.json")]
+            summary = json.loads(Path(summaries[-1]).read_text())
+            arm = next((name for name in ("off", "sorted") if f"RHYME={name}" in command), "histospec")
+            assert list(summary.get("arms", [summary["arm"]] if "arm" in summary else [])) == (
+                ["off", "histospec"] if "COMPARE=1" in command else [arm]
+            )
+
+
+@pytest.mark.skipif(SLOW, reason="begins where the stand-in ended")
+@pytest.mark.xdist_group("readme")
+def test_again_further_and_elsewhere(checkout):
+    first = COMMANDS[0]
+    folder = checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
+    if not folder.exists():
+        assert start(checkout, first).returncode == 0
+    (folder / "summary.json").unlink()
+    # The data's file, from which the steps are counted, is a stand-in, too.
+    again = start(checkout, f"{first} trainer.total_training_steps=20")
+    assert again.returncode == 0
+    assert "already finished: 20 steps" in again.stdout
+    assert not trainings(again)
+    assert json.loads((folder / "summary.json").read_text())["arm"] == "histospec"
+    further = start(checkout, f"{first} trainer.total_training_steps=24")
+    assert trainings(further) == [[str(folder / "checkpoints"), 20, 24]]
+    assert "resuming after step 20 of 24" in further.stdout
+    before = tree(folder)
+    for settings, told in (
+        ({"RHYME": "off"}, "arm histospec there, off here"),
+        ({"MODEL": "llama"}, "model models/qwen2 there, models/llama here"),
+        ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron here"),
+        ({"MODE": "colocate_async"}, "mode sync there, colocate_async here"),
+        ({"SEED": "2"}, "seed 1 there, 2 here"),
+        ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people here"),
+    ):
+        for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
+            refused = start(checkout, first, RUN_DIR=str(folder), DRY_RUN=dry_run, **settings)
+            assert refused.returncode == 1
+            assert told in refused.stderr
+            assert "set another folder (RUN_DIR=" in refused.stderr
+            assert len(refused.stderr.splitlines()) == 1
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted or off"),
+        ("RHYME=sorted SORTED_MODE=on", "SORTED_MODE=on is unknown; use on_policy or partial"),
+        ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
+        ("MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
+        ("ENGINE=foo", "ENGINE=foo is unknown; use fsdp or megatron"),
+        ("EPOCHS=0", "EPOCHS=0 is below 1"),
+        ("EPOCHS=x", "EPOCHS=x is no whole number"),
+        ("PROMPTS=3", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
+        ("PEOPLE=abc", "PEOPLE='abc' is no list of numbers"),
+        ("SEED=-1", "SEED=-1 is no whole number"),
+        ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use 0 or 1"),
+        ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
+        ("trainer.save_frq=2", "trainer.save_frq=2: there is no such key; did you mean trainer.save_freq?"),
+        ("DRY_RUN=1 trainer.save_frq=2", "did you mean trainer.save_freq?"),
+        ("data.train_batch_size=10", "data.train_batch_size=10 is no multiple of ppo_mini_batch_size=16"),
+    ],
+)
+def test_a_wrong_input_is_one_line(tmp_path, settings, told):
+    environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path / "run")}
+    words = settings.split()
+    environment |= dict(word.split("=", 1) for word in words if word.split("=")[0].isupper())
+    overrides = [word for word in words if not word.split("=")[0].isupper()]
+    script = ROOT / "recipes" / "run_tiny_cpu.sh"
+    result = subprocess.run(["bash", script, *overrides], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode in (1, 2)
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "nothing was written"

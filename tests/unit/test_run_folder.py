@@ -1,0 +1,201 @@
+"""A folder of checkpoints is resumed by the run that made them, and refused to any other."""
+
+import copy
+import functools
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_rhyme import run_folder
+from verl_rhyme.cli import FINISHED, app
+from verl_rhyme.preflight.compose import compose
+
+R = "actor_rollout_ref.rollout"
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"intermediate_size": 96, "vocab_size": 128}
+
+
+@pytest.fixture
+def world(tmp_path):
+    """The arguments of a run of 10 prompts in batches of 4 for 3 epochs: 6 steps."""
+    for name in ("qwen2", "llama"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text(json.dumps({"model_type": name, **SHAPE}))
+    pq.write_table(pa.table({"prompt": ["a"] * 10}), tmp_path / "train.parquet")
+    return [
+        f"actor_rollout_ref.model.path={tmp_path}/models/qwen2",
+        f"data.train_files={tmp_path}/train.parquet",
+        f"trainer.default_local_dir={tmp_path}/run/checkpoints",
+        f"{R}.name=vllm",
+        "data.train_batch_size=4",
+        "data.seed=1",
+        "trainer.total_epochs=3",
+    ]
+
+
+def checkpoint(folder, step):
+    (folder / f"global_step_{step}" / "actor").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+RUNS = {
+    "off": [],
+    "histospec": ["+rhyme=histospec"],
+    "no drafts": ["+rhyme=histospec", f"{R}.custom.rhyme.drafting.enable=false"],
+    "sorted": ["+rhyme=sorted"],
+    "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"],
+    "mode": ["trainer.v1.trainer_mode=colocate_async"],
+    "engine": ["model_engine=megatron"],
+    "GPUs": ["trainer.n_gpus_per_node=4"],
+    "seed": ["data.seed=2"],
+}
+
+
+@functools.cache
+def composed(name):
+    return compose(["trainer.default_local_dir=x", f"{R}.name=vllm", "data.seed=1", *RUNS[name]])
+
+
+def run_in(folder, name):
+    config = copy.deepcopy(composed(name))
+    config.trainer.default_local_dir = str(folder)
+    return config
+
+
+@pytest.mark.parametrize("other", RUNS)
+@pytest.mark.parametrize("first", ["off", "histospec", "sorted"])
+def test_a_folder_is_one_runs(tmp_path, first, other):
+    folder = tmp_path / "checkpoints"
+    config, second = run_in(folder, first), run_in(folder, other)
+    run_folder.claim(config)
+    checkpoint(folder, 2)
+    before = contents(folder)
+    run_folder.claim(config)
+    assert [check.status for check in run_folder.check(config)] == ["ok"]
+    if first == other:
+        run_folder.claim(second)
+    else:
+        with pytest.raises(run_folder.ForeignFolder, match=f"^{folder} belongs to another run: .* there, .* here"):
+            run_folder.claim(second)
+        [check] = run_folder.check(second)
+        assert check.status == "fail"
+        assert "RUN_DIR" in check.remedy
+    assert contents(folder) == before
+
+
+def test_models_data_and_notes_differ_too(world, tmp_path):
+    run_folder.claim(compose(world), {"puzzles": "64"})
+    for wrong, part in (
+        ([f"actor_rollout_ref.model.path={tmp_path}/models/llama"], "model models/qwen2 there, models/llama here"),
+        ([f"data.train_files=[{tmp_path}/other.parquet]"], "data train.parquet there, other.parquet here"),
+    ):
+        assert part in run_folder.refusal(compose([*world, *wrong]), {"puzzles": "64"})
+    assert "puzzles 64 there, 16 here" in run_folder.refusal(compose(world), {"puzzles": "16"})
+
+
+def test_what_may_change_from_start_to_start(tmp_path):
+    config = run_in(tmp_path, "histospec")
+    run_folder.claim(config)
+    config.trainer.total_epochs += 4
+    config.trainer.save_freq = 2
+    config.actor_rollout_ref.actor.optim.lr = 1e-4
+    config.actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens = 3
+    assert run_folder.refusal(config) is None
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_checkpoints_without_a_marker_tell_of_themselves(world, tmp_path, engine):
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint(folder, 4)
+    actor = folder / "global_step_4" / "actor"
+    if engine == "fsdp2":
+        (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
+    else:
+        (actor / "dist_ckpt").mkdir()
+    (actor / "huggingface").mkdir()
+    (actor / "huggingface" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
+    arguments = {"fsdp2": "actor_rollout_ref.actor.strategy=fsdp2", "megatron": "model_engine=megatron"}
+    own = compose([*world, arguments.pop(engine)])
+    foreign = compose([*world, *arguments.values()])
+    assert run_folder.refusal(own) is None
+    assert f"engine {engine} there" in run_folder.refusal(foreign)
+    llama = compose([*world, f"actor_rollout_ref.model.path={tmp_path}/models/llama"])
+    assert "architecture qwen2 2 x 64 there, llama 2 x 64 here" in run_folder.refusal(llama)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "\xff"])
+def test_a_damaged_marker_is_not_overwritten(tmp_path, damage):
+    marker = tmp_path / "run.json"
+    config = run_in(tmp_path, "off")
+    marker.write_text(damage)
+    with pytest.raises(run_folder.ForeignFolder, match=r"run\.json cannot be read"):
+        run_folder.claim(config)
+    assert [check.status for check in run_folder.check(config)] == ["fail"]
+    assert marker.read_text() == damage
+
+
+def test_steps(world, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    assert run_folder.latest_step(folder) is None
+    checkpoint(folder, 4)
+    assert run_folder.latest_step(folder) == 4
+    (folder / "latest_checkpointed_iteration.txt").write_text("6")
+    assert run_folder.latest_step(folder) is None, "verl begins anew where the folder is missing"
+    assert run_folder.total_steps(compose(world)) == 6
+    assert run_folder.total_steps(compose([*world, "data.train_max_samples=8", "trainer.total_epochs=5"])) == 10
+    assert run_folder.total_steps(compose([*world, "trainer.total_training_steps=7"])) == 7
+    assert run_folder.total_steps(compose([*world, "data.train_files=/nowhere.parquet"])) is None
+
+
+def claim(*arguments):
+    return CliRunner().invoke(app, ["claim", "--note", "puzzles=10", "--", *arguments])
+
+
+def test_the_command_begins_resumes_and_ends(world, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    assert (claim(*world).exit_code, claim(*world).output) == (0, "")
+    assert json.loads((folder / "run.json").read_text())["puzzles"] == "10"
+    checkpoint(folder, 4)
+    found = claim(*world)
+    assert (found.exit_code, found.output) == (0, "resuming after step 4 of 6\n")
+    checkpoint(folder, 6)
+    found = claim(*world)
+    assert found.exit_code == FINISHED
+    assert found.output.startswith("already finished: 6 steps, ")
+    assert "raise EPOCHS" in found.output
+    assert claim(*world, "trainer.total_epochs=4").exit_code == 0
+
+
+def test_the_command_refuses_in_one_line(world, tmp_path):
+    claim(*world)
+    file = tmp_path / "file"
+    file.write_text("")
+    for wrong, told in (
+        (["data.seed=2"], "seed 1 there, 2 here"),
+        (["trainer.totl_epochs=2"], "did you mean trainer.total_epochs?"),
+        ([f"+{R}.custom.rhyme.drafting.max_token=2"], "drafting.max_tokens?"),
+        ([f"trainer.default_local_dir={file}/run"], f"cannot write to {file}/run (Not a directory)"),
+    ):
+        found = claim(*world, *wrong)
+        assert found.exit_code == 1
+        assert told in found.stderr
+        assert len(found.stderr.splitlines()) == 1
+
+
+def test_check_fails_what_fails_a_dry_run(world):
+    batch = [f"{R}.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
+    one = [f"{R}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1", "algorithm.adv_estimator=grpo"]
+    for mini, code in ((4, 0), (3, 1)):
+        arguments = [*world, *batch, *one, f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+        claimed = CliRunner().invoke(app, ["claim", "--check", "--", *arguments])
+        dry = CliRunner().invoke(app, ["preflight", "--dry-run", "--", *arguments])
+        assert (claimed.exit_code, dry.exit_code) == (code, code), claimed.output + dry.stderr
+        assert OmegaConf.create(dry.stdout).trainer.total_epochs == 3
