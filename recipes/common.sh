@@ -15,7 +15,7 @@
 #   SMOKE=1                      two steps of the recipe on this machine's CPU, with a tiny model of the recipe's family,
 #                                puzzles for data and small sizes: does everything it names work together?
 #   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
-#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv
+#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv-gpu (SMOKE=1: .venv-cpu)
 
 _refuse() {
   echo "$RECIPE: $*" >&2
@@ -80,12 +80,16 @@ case "$RHYME" in
 esac
 case "$ENGINE" in
   megatron)
+    RHYME_BUILD=${RHYME_BUILD:-transformer-engine}
     _args+=(
       "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP"
       "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP"
     )
     ;;
-  fsdp) _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP") ;;
+  fsdp)
+    RHYME_BUILD=${RHYME_BUILD:-flash-attn}
+    _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP")
+    ;;
   *) _refuse "ENGINE=$ENGINE is unknown; use megatron or fsdp" ;;
 esac
 if [ "$SMOKE" = 1 ]; then
@@ -112,6 +116,7 @@ esac
 launch() { # launch [hydra overrides]
   local args=("${_args[@]}" "$@")
   if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
+    [ "${DRY_RUN:-0}" != 1 ] || RHYME_BUILD=0
     # shellcheck source=requirements/bootstrap.sh
     source "$ROOT/requirements/bootstrap.sh"
   fi
