@@ -80,14 +80,13 @@ case "$RHYME" in
 esac
 case "$ENGINE" in
   megatron)
-    RHYME_BUILD=${RHYME_BUILD:-transformer-engine}
     _args+=(
       "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP"
       "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP"
     )
     ;;
   fsdp)
-    RHYME_BUILD=${RHYME_BUILD:-flash-attn}
+    RHYME_BUILD=${RHYME_BUILD:-flash-attn} # Megatron needs Transformer Engine as well, the default
     _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP")
     ;;
   *) _refuse "ENGINE=$ENGINE is unknown; use megatron or fsdp" ;;

@@ -1,4 +1,4 @@
-"""The set-up of both environments: the real scripts in a fresh folder; ``uv``, which would load 11 GB, is a stand-in."""
+"""The set-up of both environments: the real scripts in a fresh folder. ``uv``, which loads 11 GB, has a stand-in."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
         *machine_checks.datasets(config),
         *model_check,
         *machine_checks.reward_function(config, load=with_doctor and not dry_run),
+        *machine_checks.engine(config, plan, load=with_doctor and not dry_run),
         *machine_checks.gpus(plan, machine),
     ]
     if found:
@@ -69,7 +70,11 @@ def examine(config: Any, dry_run: bool = False, with_doctor: bool = True) -> Pre
     there += machine_checks.disk(config, found)
     if dry_run:
         there = [replace(check, status=WARN) if check.status == FAIL else check for check in there]
-    checks = doctor.versions() if dry_run else doctor.examine(machine_checks.history_dir(config)) if with_doctor else []
+    checks: list[Check] = []
+    if dry_run:
+        checks += doctor.versions()
+    elif with_doctor:
+        checks += doctor.examine(machine_checks.history_dir(config), engines=False)
     checks += config_checks.rhyme(config)
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
