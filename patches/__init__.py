@@ -19,6 +19,7 @@ from . import (
     vllm_cpu_expand,
     vllm_cpu_keep_weight,
     vllm_cpu_recovered_tokens,
+    vllm_undrafted_graphs,
 )
 from .core import Patch, PatchRefusedError, State, Status, apply, apply_on_import, status
 
@@ -60,6 +61,7 @@ VLLM: tuple[Patch, ...] = (
     vllm_cpu_recovered_tokens.PATCH,
     vllm_cpu_expand.PATCH,
     vllm_cpu_keep_weight.PATCH,
+    vllm_undrafted_graphs.PATCH,
 )
 
 ALL: tuple[Patch, ...] = VERL + MEGATRON + VLLM

@@ -17,7 +17,7 @@
 #   SMOKE=1                      two steps of the recipe on this machine's CPU, with a tiny model of the recipe's family,
 #                                puzzles for data and small sizes: does everything it names work together?
 #   SKIP_PREFLIGHT=1             start without the checks of `verl-rhyme preflight`
-#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv
+#   SKIP_BOOTSTRAP=1             use the Python environment that is active instead of making .venv-gpu (SMOKE=1: .venv-cpu)
 
 _absolute() { # Ray's workers have another working directory; lists, URLs and names on a hub stay
   case "$1" in
@@ -86,7 +86,10 @@ case "$ENGINE" in
       "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP"
     )
     ;;
-  fsdp) _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP") ;;
+  fsdp)
+    RHYME_BUILD=${RHYME_BUILD:-flash-attn} # Megatron needs Transformer Engine as well, the default
+    _args+=("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=$SP")
+    ;;
 esac
 if [ "$SMOKE" = 1 ]; then
   _args+=(+platform=cpu +smoke=tiny "${SMOKE_ARGS[@]}")
@@ -108,6 +111,7 @@ fi
 launch() { # launch [hydra overrides]
   local args=("${_args[@]}" "$@")
   if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
+    [ "${DRY_RUN:-0}" != 1 ] || RHYME_BUILD=0
     # shellcheck source=requirements/bootstrap.sh
     source "$ROOT/requirements/bootstrap.sh"
   fi

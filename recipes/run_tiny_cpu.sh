@@ -59,7 +59,7 @@ RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$
 
 if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
   # shellcheck source=requirements/bootstrap.sh
-  RHYME_EXTRA=${RHYME_EXTRA:-cpu} source "$ROOT/requirements/bootstrap.sh"
+  RHYME_EXTRA=cpu source "$ROOT/requirements/bootstrap.sh"
 fi
 # the progress lines read verl's log
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}

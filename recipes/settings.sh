@@ -27,14 +27,14 @@ check_rhyme() { # RHYME and, for sorted, SORTED_MODE, SORTED_COUPLED and MODE; l
   esac
   one_of RHYME histospec sorted off
   [ "$RHYME" = sorted ] || return 0
-  local rhyme=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
+  local tree=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
   SORTED_MODE=${SORTED_MODE:-on_policy} SORTED_COUPLED=${SORTED_COUPLED:-0}
   one_of SORTED_MODE on_policy partial
   one_of SORTED_COUPLED 0 1
   [ "${MODE:-sync}" = sync ] ||
     refuse "MODE=$MODE and RHYME=sorted exclude each other: sorted is a trainer mode of its own"
   # shellcheck disable=SC2034  # read by whoever sources this
-  SORTED_ARGS=("+rhyme=sorted" "$rhyme.sorting.mode=$SORTED_MODE" "$rhyme.sampling.coupled=${coupled[SORTED_COUPLED]}")
+  SORTED_ARGS=("+rhyme=sorted" "$tree.sorting.mode=$SORTED_MODE" "$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
 }
 
 sorted_name() { # of SORTED_MODE and SORTED_COUPLED, for a run's folder

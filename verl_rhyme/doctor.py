@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from verl_rhyme import patches
+from verl_rhyme import engine_packages, patches
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
@@ -44,7 +44,7 @@ COMPANIONS = {
 MEMORY_BYTES = 8 << 30
 DISK_BYTES = 1 << 30
 
-_INSTALL = "run `bash tests/run.sh` or `bash recipes/run_tiny_cpu.sh` once, which make .venv from the lock"
+_INSTALL = "run `source requirements/bootstrap.sh`, which makes .venv-cpu or .venv-gpu from its lock"
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,12 @@ class Check:
         return dataclasses.asdict(self)
 
 
-def examine(history_dir: str | None = None) -> list[Check]:
+def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
     """All checks, in the order in which a failure would explain the later ones; takes about 20 s, mostly imports.
 
     Args:
         history_dir: The folder of ``history.dir``; ``None`` takes its default.
+        engines: Tell which training engines can be imported; the preflight looks at the chosen one instead.
     """
     history = Path(history_dir or Path(tempfile.gettempdir(), "verl_rhyme"))
     steps: dict[str, Callable[[], Iterator[Check]]] = {
@@ -80,6 +81,8 @@ def examine(history_dir: str | None = None) -> list[Check]:
         "shared memory": _shared_memory,
         "memory": _memory,
     }
+    if engines and not vllm_runs_on_cpu():
+        steps["training engines"] = _engines
     return [check for name, step in steps.items() for check in _guarded(name, step)]
 
 
@@ -232,6 +235,21 @@ def _plugin_failures() -> Iterator[Check]:
         yield Check("plugin", FAIL, failure, 'see the traceback: python -c "import verl.trainer.ppo.v1"')
     if not plugin.FAILURES:
         yield Check("plugin", OK, f"all {len(plugin.REGISTRATIONS)} registrations went through")
+
+
+def _engines() -> Iterator[Check]:
+    """Either may be chosen, so what one lacks is a warning; for a run that chooses it the preflight fails."""
+    needs = {
+        "Megatron": engine_packages.MEGATRON_ENGINE,
+        "FSDP": (engine_packages.FSDP_ATTENTION,),
+    }
+    for engine, packages in needs.items():
+        missing = engine_packages.missing(packages)
+        for package, error in missing:
+            detail = f"{package.module} cannot be imported ({error}): {package.used_for}"
+            yield Check(f"{engine} engine", WARN, detail, package.remedy)
+        if not missing:
+            yield Check(f"{engine} engine", OK, "all it needs can be imported")
 
 
 def _history_disk(folder: Path) -> Iterator[Check]:

@@ -83,7 +83,26 @@ def _check_rollout(config: Any) -> None:
             "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
             f"{CONFIG_PATH}.drafting.enable=false"
         )
+    check_data_parallel(config, rhyme.drafting.enable, rhyme.sampling.coupled)
     check_sorting(config, rhyme.sorting.mode)
+
+
+def check_data_parallel(config: Any, drafting: bool, coupled: bool) -> None:
+    """Refuse several vLLM engines in one replica; the preflight asks, too.
+
+    vLLM answers a question to all workers with the first engine's answer (``DPLBAsyncMPClient.call_utility_async``):
+    that another one runs without our proposer or sampler would go unseen, and its counts would be lost.
+
+    Raises:
+        ConfigError: See the message.
+    """
+    size = int(config.actor_rollout_ref.rollout.get("data_parallel_size", 1))
+    if size > 1 and (drafting or coupled):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.data_parallel_size={size} does not work with drafting: vLLM lets us see the "
+            "first of its engines only. Set it to 1: verl then makes that many times the replicas of the same GPUs; "
+            f"or set {CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)"
+        )
 
 
 def _trainer_mode(config: Any) -> str:

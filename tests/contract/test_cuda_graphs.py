@@ -1,23 +1,99 @@
-"""Why drafting asks for piecewise graphs: what vLLM does to capture sizes for the sake of full ones."""
+"""Which graphs vLLM makes of our settings, and which step runs in which: vLLM's own dispatcher, no GPU needed."""
+
+from types import SimpleNamespace
 
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from verl_rhyme.patches.vllm_undrafted_graphs import PATCH
 from verl_rhyme.workers.vllm.cuda_graphs import settings
+from verl_rhyme.workers.vllm.proposer import HistoryProposer
+
+ROWS, LONGEST = 256, 32
+ORIGINAL = getattr(
+    GPUModelRunner._check_and_update_cudagraph_mode, "__wrapped__", GPUModelRunner._check_and_update_cudagraph_mode
+)
 
 
-def test_full_graphs_round_sizes_to_the_longest_draft():
-    config = CompilationConfig(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 64], max_cudagraph_capture_size=64)
-    config.adjust_cudagraph_sizes_for_spec_decode(33, tensor_parallel_size=1)
-    assert config.cudagraph_capture_sizes == [33], "vLLM pads no longer: full graphs may suit drafting now"
+def started(update, drafter=HistoryProposer):
+    """As much of a model runner as resolves modes and dispatches steps, after ``update`` has resolved them."""
+    compilation = CompilationConfig(
+        **settings(None, False, ROWS, 8192), mode=3, splitting_ops=list(CompilationConfig._attention_ops)
+    )
+    compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        num_speculative_tokens=LONGEST,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=ROWS),
+    )
+    runner = SimpleNamespace(
+        vllm_config=config,
+        compilation_config=compilation,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        kv_cache_config=None,
+        max_num_reqs=ROWS,
+        speculative_config=None,
+        drafter=object.__new__(drafter),
+        uniform_decode_query_len=1 + LONGEST,
+        cudagraph_dispatcher=CudagraphDispatcher(config),
+    )
+    update(runner, [], [])
+    return runner
 
 
-@pytest.mark.parametrize(("mode", "rounds"), [("FULL_AND_PIECEWISE", True), ("PIECEWISE", False)])
-def test_only_modes_with_full_decoding_do(mode, rounds):
-    assert (CUDAGraphMode[mode].decode_mode() == CUDAGraphMode.FULL) == rounds
+def dispatched(runner, tokens_of_rows):
+    """(mode, padded tokens) of a step, as ``_determine_batch_execution_and_padding`` asks for it."""
+    longest, total = max(tokens_of_rows), sum(tokens_of_rows)
+    uniform = GPUModelRunner._is_uniform_decode(longest, runner.uniform_decode_query_len, total, len(tokens_of_rows))
+    mode, step = runner.cudagraph_dispatcher.dispatch(total, uniform_decode=uniform)
+    return mode, step.num_tokens
+
+
+def test_without_the_patch_full_graphs_are_for_the_longest_draft_and_sizes_are_rounded_to_it():
+    runner = started(ORIGINAL)
+    assert all(size % (1 + LONGEST) == 0 for size in runner.compilation_config.cudagraph_capture_sizes)
+    assert dispatched(runner, [1] * 8) == (CUDAGraphMode.PIECEWISE, 33)
+    assert dispatched(runner, [2, 1, 32]) == (CUDAGraphMode.PIECEWISE, 66)
+
+
+def test_with_it_steps_without_drafts_keep_full_graphs_and_ragged_ones_are_piecewise():
+    runner = started(PATCH.replace(ORIGINAL))
+    for rows in (1, 8, 100, ROWS):
+        mode, tokens = dispatched(runner, [1] * rows)
+        assert mode == CUDAGraphMode.FULL
+        assert rows <= tokens < rows + 16
+    assert dispatched(runner, [2, 1, 32]) == (CUDAGraphMode.PIECEWISE, 40)
+    assert dispatched(runner, [1 + LONGEST] * 8) == (CUDAGraphMode.PIECEWISE, 272)
+    assert dispatched(runner, [4] * ROWS) == (CUDAGraphMode.PIECEWISE, 1024)
+    assert runner.compilation_config.cudagraph_capture_sizes[0] == 1
+
+
+def test_another_proposer_stays_as_it_is():
+    class Other:
+        pass
+
+    assert started(PATCH.replace(ORIGINAL), Other).uniform_decode_query_len == 1 + LONGEST
+
+
+def test_the_runner_reads_the_length_where_the_patch_sets_it():
+    """Anything that read it before the modes are resolved would not see the change."""
+    import inspect
+
+    lines = [
+        line.strip() for line in inspect.getsource(GPUModelRunner.__init__).splitlines() if "uniform_decode" in line
+    ]
+    assert lines == ["self.uniform_decode_query_len = 1 + self.num_spec_tokens"]
+
+
+@pytest.mark.parametrize(("mode", "full"), [("FULL_AND_PIECEWISE", True), ("PIECEWISE", False)])
+def test_only_modes_with_full_decoding_do(mode, full):
+    assert (CUDAGraphMode[mode].decode_mode() == CUDAGraphMode.FULL) == full
 
 
 def test_vllm_takes_our_settings():
     config = CompilationConfig(**settings(None, False, 256, 8192))
-    assert config.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    assert config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
     assert config.cudagraph_capture_sizes[-1] == 1024

@@ -59,7 +59,6 @@ RECIPES = {
         "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 4096, "penalty_factor": 1.0, "log": False},
         "reward.custom_reward_function.path": None,
         f"{ACTOR}.ppo_mini_batch_size": 32,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": 22528,
         f"{ACTOR}.clip_ratio_low": 0.2,
         f"{ACTOR}.clip_ratio_high": 0.28,
         f"{ACTOR}.clip_ratio_c": 10.0,
@@ -69,6 +68,8 @@ RECIPES = {
         f"{ROLLOUT}.n": 16,
         f"{ROLLOUT}.tensor_model_parallel_size": 4,
         f"{ROLLOUT}.gpu_memory_utilization": 0.8,
+        f"{ROLLOUT}.max_num_batched_tokens": 22528,
+        f"{ROLLOUT}.enable_chunked_prefill": True,
         f"{ROLLOUT}.val_kwargs.top_p": 0.7,
         f"{ROLLOUT}.val_kwargs.n": 32,
         "trainer.nnodes": 16,
@@ -125,7 +126,6 @@ RECIPES = {
         f"{ROLLOUT}.n": 1,
         f"{ROLLOUT}.tensor_model_parallel_size": 4,
         "critic.ppo_mini_batch_size": 128,
-        "critic.ppo_infer_max_token_len_per_gpu": 16384,
         "critic.cliprange_value": 0.5,
         "critic.optim.lr": 1e-5,
         "critic.model.path": str(MODEL),
@@ -136,6 +136,14 @@ RECIPES = {
 }
 #: TP and SP of actor, reference and critic.
 SPLIT = {"qwen32b_dapo": (8, 8), "llama8b_logic": (2, 1), "qwen3_8b_grpo": (2, 1), "qwen32b_ppo_math": (8, 8)}
+#: Tokens of a micro-batch, of an update and of log-probs: on Megatron of the GPUs of a TP group together, on FSDP of
+#: one GPU (verl multiplies it by SP).
+TOKENS = {
+    "qwen32b_dapo": {"megatron": (45056, 67584), "fsdp": (22528, 22528)},
+    "llama8b_logic": {"megatron": (16384, 16384), "fsdp": (16384, 16384)},
+    "qwen3_8b_grpo": {"megatron": (16384, 16384), "fsdp": (16384, 16384)},
+    "qwen32b_ppo_math": {"megatron": (32768, 32768), "fsdp": (16384, 16384)},
+}
 #: Samples of one update: what "mini batch" means in the papers.
 UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
 
@@ -226,6 +234,19 @@ def test_resolved_values(case):
     recipe, rhyme, engine, config = case
     assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
     assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if rhyme == "sorted" else "sync")
+    update, log_prob = TOKENS[recipe][engine]
+    tokens = {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": update,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": update,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": log_prob,
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+    }
+    if recipe == "qwen32b_ppo_math":
+        tokens["critic.ppo_infer_max_token_len_per_gpu"] = update
+    assert differing(config, tokens) == {}
+    optimizer = {f"{ACTOR}.optim.betas": [0.9, 0.999]}
+    optimizer[f"{ACTOR}.optim.lr_{'decay_style' if engine == 'megatron' else 'scheduler_type'}"] = "constant"
+    assert differing(config, optimizer) == {}
     tensor, ulysses = SPLIT[recipe]
     if engine == "megatron":
         expected = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "megatron"}
@@ -408,13 +429,16 @@ def stock(engine):
 
 
 @pytest.mark.parametrize(
-    "file", sorted(CONFIGS.glob("backend/*.yaml")) + [CONFIGS / f"{name}.yaml" for name in ["base", *RECIPES]]
+    "file",
+    sorted(CONFIGS.glob("backend/*.yaml"))
+    + sorted(CONFIGS.glob("qwen32b_*_engine/*.yaml"))
+    + [CONFIGS / f"{name}.yaml" for name in ["base", *RECIPES]],
 )
 def test_every_key_we_set_is_one_that_verl_reads(file):
     tree = OmegaConf.to_container(OmegaConf.load(file))
     tree.pop("hydra", None)
-    tree.pop("defaults")
-    for engine in [file.stem] if file.parent.name == "backend" else ENGINES:
+    tree.pop("defaults", None)
+    for engine in [file.stem] if file.stem in ENGINES else ENGINES:
         known = set(leaves(OmegaConf.to_container(stock(engine))))
         unknown = [key for key in leaves(tree) if key not in known and not key.startswith(ADDED)]
         # a dict that verl declares empty, or by an interpolation, holds what it likes

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.seam_check import Seam, check
 from verl_rhyme.seams import SEAMS
 
 # The doctor in a process of its own; the code before it may break something.
 DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"
+
+# verl's platform must be that of the installed vLLM: it finds a GPU by itself, and the CPU when told.
+PLATFORM = "cpu" if vllm_runs_on_cpu() else ""
 
 BREAKAGES = {
     "removed": (
@@ -35,7 +39,7 @@ BREAKAGES = {
 def run_doctor(before: str = "", arguments: tuple[str, ...] = ("doctor", "--json"), **env: str) -> Any:
     return subprocess.run(
         [sys.executable, "-c", DOCTOR.format(before=before, arguments=list(arguments))],
-        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **env},
+        env={**os.environ, "VERL_PLATFORM": PLATFORM, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **env},
         capture_output=True,
         text=True,
         timeout=300,

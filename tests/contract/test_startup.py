@@ -66,6 +66,7 @@ def test_hub_and_remote_files_are_not_looked_for(tmp_path):
     [
         ({"name": "sglang"}, ["sglang", "vllm"]),
         ({"disaggregation": {"enabled": True}}, ["disaggregation"]),
+        ({"data_parallel_size": 2}, ["rollout.data_parallel_size=2", "Set it to 1", "replicas"]),
         (
             {"engine_kwargs": {"vllm": {"speculative_config": {"method": "ngram"}}}},
             ["speculative_config", "drafting.enable"],
@@ -134,3 +135,24 @@ def test_a_mode_of_ours_without_rhyme(tmp_path):
     tree = sorted_config(tmp_path)
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
     assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in error(tree)
+
+
+def test_data_parallel_rollout_is_refused_only_where_it_hides_something(tmp_path):
+    startup.check(config(tmp_path, data_parallel_size=1))
+    startup.check(config(tmp_path, data_parallel_size=2, custom={"rhyme": {"drafting": {"enable": False}}}))
+    startup.check(config(tmp_path, data_parallel_size=2, custom={"rhyme": {"enable": False}}))
+
+
+def test_vllm_still_answers_with_its_first_engine_only():
+    """Why data-parallel rollout is refused; if this fails, it may work now."""
+    import asyncio
+
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    class Engines:
+        core_engines = ("first", "second")
+
+        async def _call_utility_async(self, method, *args, engine):
+            return engine
+
+    assert asyncio.run(DPLBAsyncMPClient.call_utility_async(Engines(), "collective_rpc")) == "first"

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_rhyme import doctor
+from verl_rhyme import doctor, engine_packages
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
 from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
@@ -33,6 +33,7 @@ HERE = Machine(gpus=8, gpu_bytes=80 << 30, gpu_source="nvidia-smi", host_bytes=5
 def this_machine(monkeypatch):
     monkeypatch.setattr(checks, "look", lambda: HERE)
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
+    monkeypatch.setattr(engine_packages, "_installed", lambda module: True)
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{R}.name=sglang"], "rhyme", "set actor_rollout_ref.rollout.name=vllm"),
         (["trainer.use_v1=false"], "rhyme", "use_v1"),
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
+        ([f"{R}.data_parallel_size=2"], "rhyme", "data_parallel_size=2 does not work with drafting"),
         ([f"+{R}.engine_kwargs.vllm.speculative_config.method=ngram"], "rhyme", "speculative_config"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
@@ -348,3 +350,14 @@ def test_json(world):
     assert report["ok"]
     assert report["config"]["data"]["train_batch_size"] == 64
     assert report["estimate"]["phases"]["update"]["total"] > 1 << 30
+
+
+def test_a_training_engine_that_lacks_something_stops_the_run(world, monkeypatch):
+    monkeypatch.setattr(engine_packages, "_installed", lambda module: module != "transformer_engine.pytorch")
+    megatron = [MEGATRON, f"{A}.megatron.vanilla_mbridge=true"]
+    found = preflight(world, *megatron)
+    assert found.failed
+    assert "bash requirements/build.sh transformer-engine" in complaints(found)[("training engine", "fail")]
+    found = preflight(world, *megatron, dry_run=True)
+    assert ("training engine", "warn") in complaints(found), "a dry run may happen on another machine"
+    assert ("training engine", "fail") not in complaints(preflight(world))

@@ -65,6 +65,7 @@ def examine(
         *machine_checks.datasets(config),
         *model_check,
         *machine_checks.reward_function(config, load=with_doctor and not dry_run),
+        *machine_checks.engine(config, plan, load=with_doctor and not dry_run),
         *machine_checks.gpus(plan, machine),
     ]
     if found:
@@ -72,7 +73,11 @@ def examine(
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
     there += history_room.check(config)
-    checks = doctor.versions() if dry_run else doctor.examine(machine_checks.history_dir(config)) if with_doctor else []
+    checks: list[Check] = []
+    if dry_run:
+        checks = doctor.versions()
+    elif with_doctor:
+        checks = doctor.examine(machine_checks.history_dir(config), engines=False)
     if dry_run:
         checks, there = (
             [replace(check, status=WARN) if check.status == FAIL else check for check in part]

@@ -41,10 +41,14 @@ def rhyme(config: Any) -> Iterator[Check]:
         problems.append((f"{_R}.disaggregation.enabled=true", "drop it: rhyme does not work with it"))
     if tree.drafting.enable and ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("speculative_config"):
         problems.append(("engine_kwargs.vllm.speculative_config beside drafting", "drop it or drafting.enable"))
-    try:
-        startup.check_sorting(config, tree.sorting.mode)
-    except ConfigError as error:
-        problems.append((str(error), "as the message says"))
+    for refused in (
+        lambda: startup.check_data_parallel(config, tree.drafting.enable, tree.sampling.coupled),
+        lambda: startup.check_sorting(config, tree.sorting.mode),
+    ):
+        try:
+            refused()
+        except ConfigError as error:
+            problems.append((str(error), "as the message says"))
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
     if not problems:

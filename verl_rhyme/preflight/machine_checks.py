@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config as rhyme_config
+from verl_rhyme import engine_packages
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
@@ -124,6 +125,40 @@ def reward_function(config: Any, load: bool) -> Iterator[Check]:
             yield Check(name, FAIL, f"{path}: {function} cannot be loaded: {error}", f"mend the file, or {key}")
             return
     yield Check(name, OK, path)
+
+
+def engine(config: Any, plan: Plan, load: bool) -> Iterator[Check]:
+    """What the chosen training engine imports on a GPU can be imported.
+
+    Args:
+        config: The resolved config.
+        plan: What verl makes of it.
+        load: Import it, in a process of its own (some 15 s); else look whether it is installed.
+    """
+    name = "training engine"
+    packages = _engine_packages(config, plan)
+    if plan.device == "cpu" or not packages:
+        return
+    missing = engine_packages.missing(packages, load)
+    for package, error in missing:
+        yield Check(name, FAIL, f"{package.module}: {error}; used for: {package.used_for}", package.remedy)
+    if not missing:
+        yield Check(name, OK, f"{plan.strategy}: {', '.join(package.module for package in packages)}")
+
+
+def _engine_packages(config: Any, plan: Plan) -> list[engine_packages.Package]:
+    ref = config.actor_rollout_ref
+    if plan.strategy == "megatron":
+        megatron = ref.actor.megatron
+        bridge = engine_packages.MBRIDGE if megatron.get("vanilla_mbridge") else engine_packages.MEGATRON_BRIDGE
+        found = [engine_packages.MEGATRON, bridge, engine_packages.TRANSFORMER_ENGINE]
+        if (megatron.get("override_transformer_config") or {}).get("attention_backend") == "flash":
+            found.append(engine_packages.MEGATRON_ATTENTION)
+        return found
+    attention = (ref.model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+    if plan.strategy in ("fsdp", "fsdp2") and attention == "flash_attention_2":
+        return [engine_packages.FSDP_ATTENTION]
+    return []
 
 
 def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:

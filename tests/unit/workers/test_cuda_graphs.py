@@ -20,9 +20,9 @@ def test_sizes_reach_what_a_wide_batch_verifies_and_no_further(rows, tokens):
 
 
 def test_what_the_user_chose_stays():
-    assert settings(None, False, 64, 8192)["cudagraph_mode"] == "PIECEWISE"
-    assert settings({"cudagraph_mode": "NONE"}, False, 64, 8192)["cudagraph_mode"] == "NONE"
+    assert settings(None, False, 64, 8192)["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert settings({"cudagraph_mode": "PIECEWISE"}, False, 64, 8192)["cudagraph_mode"] == "PIECEWISE"
     chosen = settings(json.dumps({"cudagraph_capture_sizes": [8], "level": 3}), False, 64, 8192)
-    assert chosen == {"cudagraph_capture_sizes": [8], "level": 3, "cudagraph_mode": "PIECEWISE"}
+    assert chosen == {"cudagraph_capture_sizes": [8], "level": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
     assert "cudagraph_capture_sizes" not in settings(None, True, 64, 8192)
     assert "cudagraph_capture_sizes" not in settings({"max_cudagraph_capture_size": 64}, False, 64, 8192)

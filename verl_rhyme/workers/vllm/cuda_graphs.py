@@ -1,10 +1,11 @@
 """CUDA graphs for steps whose rows hold different numbers of tokens.
 
-verl asks vLLM for ``FULL_AND_PIECEWISE``. With speculation a full graph fits a step only where every row drafted the
-same, longest number of tokens, which ragged drafts never do; and for its sake vLLM rounds all capture sizes up to
-multiples of that number plus one (33, 66, ...), so that every step would be padded that far. Piecewise graphs need
-the sum of tokens only. vLLM also stops capturing at 512 tokens, which a wide batch with drafts exceeds: larger steps
-would run without a graph.
+verl asks vLLM for ``FULL_AND_PIECEWISE``. With speculation vLLM's full graphs are for steps where every row drafted the
+same, longest number of tokens, which ragged drafts never do; and for their sake it rounds all capture sizes up to
+multiples of that number plus one (33, 66, ...), so that every step would be padded that far. The patch
+``vllm_undrafted_graphs`` lets an engine of ours make them for steps without drafts instead: those run as stock vLLM's
+do, ragged ones in piecewise graphs, which need the sum of tokens only. vLLM also stops capturing at 512 tokens, which
+a wide batch with drafts exceeds: larger steps would run without a graph.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def settings(chosen: Any, sizes_chosen: bool, max_num_seqs: int, max_num_batched
         max_num_seqs, max_num_batched_tokens: See :func:`capture_sizes`.
     """
     config = dict(json.loads(chosen) if isinstance(chosen, str) else chosen or {})
-    config.setdefault("cudagraph_mode", "PIECEWISE")
+    config.setdefault("cudagraph_mode", "FULL_AND_PIECEWISE")
     sizes_chosen = sizes_chosen or "max_cudagraph_capture_size" in config or "cudagraph_capture_sizes" in config
     if not sizes_chosen:
         config["cudagraph_capture_sizes"] = capture_sizes(max_num_seqs, max_num_batched_tokens)

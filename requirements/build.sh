@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# Builds into .venv-gpu what the training engines import and no index has as a wheel for this torch and CUDA; versions
+# and hashes are in NAME.lock.
+#   bash requirements/build.sh                      both
+#   bash requirements/build.sh transformer-engine   what Megatron needs
+#   bash requirements/build.sh flash-attn           what FSDP needs
+#   --unless-tried                                  not what failed here before (for bootstrap.sh)
+#   CUDA_ARCHS="90"   compute capabilities (default: those of this machine's GPUs, or 80 and 90 where there is none)
+#   MAX_JOBS          compilers at once (default: one a core, and 8 GiB of memory for each)
+# nvcc and CUDA's headers come from .venv-gpu itself; a C++ compiler and Python's headers must be there. What was compiled
+# stays in .venv-gpu/build until a package is done: started again, it goes on where it was.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv="$root/.venv-gpu" python="$root/.venv-gpu/bin/python"
+
+tell() { echo "verl-rhyme: $*"; }
+refuse() {
+  tell "$*" >&2
+  echo "  What to do instead: docs/recipes.md, Start." >&2
+  exit 1
+}
+
+packages=() unless_tried=0
+for name in "$@"; do
+  case "$name" in
+    --unless-tried) unless_tried=1 ;;
+    transformer-engine | flash-attn) packages+=("$name") ;;
+    *) refuse "cannot build '$name'; give transformer-engine or flash-attn, or nothing for both" ;;
+  esac
+done
+[ ${#packages[@]} -gt 0 ] || packages=(transformer-engine flash-attn)
+[ -e "$venv/.verl-rhyme" ] || refuse "no finished .venv-gpu; first: RHYME_EXTRA=gpu RHYME_BUILD=0 source requirements/bootstrap.sh"
+
+wanted() { { cat "$root/requirements/$1.lock"; grep -A 1 '^torch==' "$root/requirements/gpu.lock"; } | sha256sum | cut -c1-16; }
+built() { [ "$(cat "$venv/.$1" 2>/dev/null)" = "$(wanted "$1")" ]; }
+failed() { [ "$(cat "$venv/.$1.failed" 2>/dev/null)" = "$(wanted "$1")" ]; }
+
+missing=()
+for name in "${packages[@]}"; do
+  if built "$name"; then continue; fi
+  if [ $unless_tried = 1 ] && failed "$name"; then
+    tell "$name could not be built here before; to try again: bash requirements/build.sh $name" >&2
+    continue
+  fi
+  missing+=("$name")
+done
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+exec 9>"$venv/.build.lock" # one build at a time
+flock -n 9 || { tell "another process is building; waiting for it"; flock 9; }
+
+# ---- the compilers' environment ----
+
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cuda="$site/nvidia/cu13"
+[ -x "$cuda/bin/nvcc" ] || refuse "no nvcc in .venv-gpu ($cuda/bin)"
+c++ --version >/dev/null 2>&1 || refuse "no C++ compiler; on Debian and Ubuntu: apt-get install g++"
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+[ -f "$headers/Python.h" ] || refuse "no $headers/Python.h; on Debian and Ubuntu: apt-get install python3-dev"
+
+capabilities() { # one a line, such as 90
+  if [ -n "${CUDA_ARCHS:-}" ]; then
+    tr ' ;,' '\n' <<<"$CUDA_ARCHS"
+  elif nvidia-smi -L >/dev/null 2>&1; then
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d '. '
+  else
+    printf '80\n90\n'
+  fi
+}
+joined() { sort -un | paste -sd ';'; }
+jobs() {
+  local cores memory
+  cores=$(nproc) memory=$(awk '/MemAvailable/ {print int($2 / 8388608)}' /proc/meminfo)
+  echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
+}
+# the linker looks for libNAME.so, the packages have libNAME.so.13
+mkdir -p "$venv/build/lib"
+for library in "$cuda"/lib/*.so.* "$site"/nvidia/{cudnn,nccl}/lib/*.so.*; do
+  stem=${library##*/}
+  ln -sf "$library" "$venv/build/lib/${stem%%.so.*}.so"
+done
+export CUDA_HOME=$cuda CUDACXX=$cuda/bin/nvcc PATH="$cuda/bin:$venv/bin:$PATH" VIRTUAL_ENV=$venv
+export CPLUS_INCLUDE_PATH=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
+export LIBRARY_PATH=$venv/build/lib MAX_JOBS=${MAX_JOBS:-$(jobs)} NVCC_THREADS=1
+# Transformer Engine
+export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
+NVTE_CUDA_ARCHS=$(capabilities | joined)
+# flash-attn: one kernel for all of 8.x; no prebuilt wheel from elsewhere, whose hash nobody knows
+export FLASH_ATTENTION_FORCE_BUILD=TRUE
+FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/' | joined)
+export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
+
+# ---- one package ----
+
+declare -A source=([transformer-engine]=transformer-engine-torch [flash-attn]=flash-attn)
+declare -A told=([transformer-engine]="7.5 minutes on two cores for one architecture" [flash-attn]="minutes on many cores, hours on few")
+
+build() { # build NAME: its sources and its wheels, each checked against its hash
+  local folder="$venv/build/$1" lock="$root/requirements/$1.lock" from=${source[$1]} uv
+  uv=$(command -v uv)
+  mkdir -p "$folder"
+  awk -v name="$from==" 'index($0, name) == 1 {found = 1} found {print; if (!/\\$/) exit}' "$lock" > "$folder/source.lock"
+  if [ ! -e "$folder/unpacked" ]; then
+    rm -rf "$folder/source" && mkdir "$folder/source"
+    "$python" -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
+      --require-hashes -r "$folder/source.lock" -d "$folder"
+    tar -xzf "$folder"/*.tar.gz -C "$folder/source" --strip-components 1
+    touch "$folder/unpacked"
+  fi
+  rm -rf "$folder/wheel"
+  "$python" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation "$folder/source" -w "$folder/wheel"
+  grep -vxFf "$folder/source.lock" "$lock" > "$folder/wheels.lock" || true
+  if [ -s "$folder/wheels.lock" ]; then
+    "$uv" pip install -q --python "$venv" --no-deps --require-hashes --reinstall -r "$folder/wheels.lock"
+  fi
+  "$uv" pip install -q --python "$venv" --no-deps --reinstall "$folder"/wheel/*.whl
+  wanted "$1" > "$venv/.$1"
+  rm -rf "$folder" "$venv/.$1.failed"
+}
+
+status=0
+for name in "${missing[@]}"; do
+  if built "$name"; then continue; fi # by the process we waited for
+  log="$venv/build/$name.log"
+  tell "building $name for $(capabilities | joined) with $MAX_JOBS compilers (${told[$name]}; RHYME_BUILD=0 leaves it out)."
+  tell "its log: $log"
+  set +e # a condition would turn it off inside as well
+  (set -e; build "$name") >"$log" 2>&1 </dev/null
+  set -e
+  if built "$name"; then
+    tell "$name is built"
+  else
+    wanted "$name" > "$venv/.$name.failed"
+    tail -n 5 "$log" >&2
+    tell "$name could not be built, see $log; or take verl's image: docs/recipes.md, Start" >&2
+    status=1
+  fi
+done
+exit $status

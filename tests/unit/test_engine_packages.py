@@ -1,0 +1,96 @@
+"""What a training engine imports is looked at before the run; nothing is asked on a CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme import engine_packages as packages
+from verl_rhyme.preflight import machine_checks
+from verl_rhyme.preflight.plan import Plan
+
+
+def plan(strategy: str, device: str = "cuda") -> Plan:
+    found = object.__new__(Plan)
+    for name, value in (("strategy", strategy), ("device", device)):
+        object.__setattr__(found, name, value)
+    return found
+
+
+def config(vanilla_mbridge: bool = True, attention: str = "flash", implementation: str | None = None):
+    model = {} if implementation is None else {"override_config": {"attn_implementation": implementation}}
+    megatron = {
+        "vanilla_mbridge": vanilla_mbridge,
+        "override_transformer_config": {"attention_backend": attention},
+    }
+    return OmegaConf.create({"actor_rollout_ref": {"actor": {"megatron": megatron}, "model": model}})
+
+
+def asked(config, strategy: str) -> list[str]:
+    return [package.module for package in machine_checks._engine_packages(config, plan(strategy))]
+
+
+def test_what_each_engine_needs() -> None:
+    megatron = ["megatron.core", "mbridge", "transformer_engine.pytorch", "flash_attn"]
+    assert asked(config(), "megatron") == megatron
+    assert asked(config(attention="fused"), "megatron") == megatron[:3]
+    assert asked(config(vanilla_mbridge=False), "megatron")[1] == "megatron.bridge"
+    assert asked(config(), "fsdp2") == asked(config(), "fsdp") == ["flash_attn"]
+    assert asked(config(implementation="sdpa"), "fsdp2") == []
+    assert asked(config(), "torchtitan") == []
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Packages of our own, found by a process that is started; torch is the first it imports, and takes seconds."""
+    (tmp_path / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    for name in ("transformer_engine/pytorch", "flash_attn", "mbridge"):
+        (tmp_path / f"{name}.py").write_text("import torch\n")
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").touch()
+    yield tmp_path
+    for name in ("transformer_engine", "transformer_engine.pytorch", "flash_attn", "mbridge", "megatron"):
+        sys.modules.pop(name, None)
+
+
+def statuses(load: bool) -> list[tuple[str, str]]:
+    found = machine_checks.engine(config(), plan("megatron"), load)
+    return [(check.status, check.detail + " " + check.remedy) for check in found]
+
+
+def test_all_there(modules: Path) -> None:
+    [(status, detail)] = statuses(load=True)
+    assert status == "ok"
+    assert "transformer_engine.pytorch" in detail
+
+
+def test_built_against_another_torch(modules: Path) -> None:
+    (modules / "transformer_engine/pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    [(status, told)] = statuses(load=True)
+    assert status == "fail"
+    assert "transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10" in told
+    assert "bash requirements/build.sh transformer-engine" in told
+    assert packages.IMAGE in told
+
+
+def test_one_that_ends_the_process(modules: Path) -> None:
+    (modules / "flash_attn.py").write_text("import os; os.abort()\n")
+    assert {status for status, _ in statuses(load=True)} == {"fail"}
+
+
+def test_a_dry_run_imports_nothing(modules: Path) -> None:
+    (modules / "transformer_engine/pytorch.py").write_text("raise SystemExit('imported')\n")
+    assert [status for status, _ in statuses(load=False)] == ["ok"]
+    (modules / "flash_attn.py").unlink()
+    [(status, told)] = statuses(load=False)
+    assert status == "fail"
+    assert "flash_attn: not installed" in told
+
+
+def test_a_cpu_run_asks_for_nothing() -> None:
+    assert list(machine_checks.engine(config(), plan("megatron", device="cpu"), load=True)) == []

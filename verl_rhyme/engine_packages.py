@@ -1,0 +1,89 @@
+"""What a training engine imports on a GPU, beyond verl's own dependencies, and how to get it.
+
+Two of the packages are built from source against one torch and one CUDA: that they are installed says little, so they
+are imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: verl's own image for vLLM 0.24.0 (its docker/README.md), which has all of it.
+IMAGE = "verlai/verl:vllm024.latest"
+
+_ELSEWHERE = f", or take {IMAGE}: docs/recipes.md, Start"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One import: the ``module``, what it is ``used_for``, and the command that brings it, ``remedy``."""
+
+    module: str
+    used_for: str
+    remedy: str
+
+
+MEGATRON = Package("megatron.core", "Megatron", "pip install megatron-core==0.16.1")
+MBRIDGE = Package("mbridge", "Megatron's weights (vanilla_mbridge=true)", "pip install mbridge==0.15.1")
+MEGATRON_BRIDGE = Package(
+    "megatron.bridge",
+    "Megatron's weights (vanilla_mbridge=false)",
+    "set actor_rollout_ref.actor.megatron.vanilla_mbridge=true, or install Megatron-Bridge",
+)
+TRANSFORMER_ENGINE = Package(
+    "transformer_engine.pytorch", "Megatron's layers", f"bash requirements/build.sh transformer-engine{_ELSEWHERE}"
+)
+MEGATRON_ATTENTION = Package(
+    "flash_attn",
+    "Megatron's attention (attention_backend=flash, verl's default)",
+    "bash requirements/build.sh flash-attn, or cuDNN's attention: "
+    f"++actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=fused{_ELSEWHERE}",
+)
+FSDP_ATTENTION = Package(
+    "flash_attn",
+    "FSDP's attention (attn_implementation=flash_attention_2, verl's default)",
+    f"bash requirements/build.sh flash-attn{_ELSEWHERE}",
+)
+#: What verl's Megatron engine needs as verl and the recipes configure it.
+MEGATRON_ENGINE = (MEGATRON, MBRIDGE, TRANSFORMER_ENGINE, MEGATRON_ATTENTION)
+
+
+def missing(packages: Iterable[Package], load: bool = True) -> list[tuple[Package, str]]:
+    """Those that cannot be imported, and why.
+
+    Args:
+        packages: Imported in this order, in one process of its own, after torch.
+        load: ``False`` looks only whether they are installed, which takes no time.
+    """
+    packages = list(packages)
+    if not load:
+        return [(package, "not installed") for package in packages if not _installed(package.module)]
+    code = (
+        "import importlib, json, sys\n"
+        "errors = {}\n"
+        "for name in ['torch', *sys.argv[1:]]:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except BaseException as error:\n"
+        "        errors[name] = f'{type(error).__name__}: {error}'\n"
+        "print(json.dumps(errors))\n"
+    )
+    command = [sys.executable, "-c", code, *(package.module for package in packages)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:  # a library took the process down
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return [(package, f"the import ended the process: {last}") for package in packages]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    return [(package, errors[package.module]) for package in packages if package.module in errors]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
