@@ -175,7 +175,7 @@ def test_silent_entries_stay_silent_in_every_state():
 
 @pytest.mark.parametrize(
     ("kind", "setting"),
-    [*(("true", setting) for setting in SETTINGS), ("adversarial", "T=1"), ("adversarial", "top-p")],
+    [*(("true", setting) for setting in SETTINGS), ("adversarial", "T=1"), ("adversarial", "top-k")],
 )
 def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, prompt, law))
@@ -219,7 +219,7 @@ def test_added_entries_decode_to_nothing(engine, prompt):
     tokens, text = output.outputs[0].token_ids, output.outputs[0].text
     words = [token for token in tokens if token < WORDS]
     assert len(words) < len(tokens)
-    assert text == engine.get_tokenizer().decode(words, skip_special_tokens=True)
+    assert text.split() == engine.get_tokenizer().decode(words, skip_special_tokens=True).split()
 
 
 @pytest.mark.parametrize("kind", ["true", "adversarial"])

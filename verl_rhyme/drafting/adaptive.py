@@ -177,9 +177,13 @@ class AdaptiveDrafter:
             reach,
             planned,
         )
-        weigh = self._config.weigh_cost and self.cost.ready and self._steps % EXPLORE_EVERY
-        cost = self.cost.coefficients if weigh else None
-        granted = grant(reach, planned, done.budget, cost, self._weights(ids, done.lengths))
+        weigh, weights = self._config.weigh_cost and self.cost.ready, self._weights(ids, done.lengths)
+        granted = grant(reach, planned, done.budget, self.cost.coefficients if weigh else None, weights)
+        if weigh and self._steps % EXPLORE_EVERY == 0:
+            weigh = False
+            # Of several sizes: what drafting costs at all is then told from what a token costs.
+            more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
+            granted = grant(reach, planned, min(done.budget, int(granted.sum()) + more), None, weights)
         found = ~regrown
         if weigh and planned[found].any():
             self._refused = 0 if granted[found].any() else self._refused + 1

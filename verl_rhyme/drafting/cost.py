@@ -20,7 +20,7 @@ from numba import njit
 _FEATURES = 4
 #: Steps between two fits.
 REFIT_EVERY = 32
-#: Every so many steps all planned tokens are granted, so that the cost of drafting stays known where it does not pay.
+#: Every so many steps more is granted than pays, up to a token a row, so that the cost of drafting stays known.
 EXPLORE_EVERY = 128
 
 

@@ -231,6 +231,20 @@ def test_rests_while_drafting_does_not_pay_and_wakes_when_it_does(monkeypatch):
     assert np.mean(granted[-200:]) > 0.9
 
 
+def test_an_experiment_is_no_larger_than_one_draft_or_a_token_a_row():
+    """What drafting costs is tried out even where nothing pays, but not with all that a wide batch could draft."""
+    text = np.random.default_rng(0).permutation(1500)
+    drafter = make({KEY: history(text)})
+    for drafted in [0, 400] * 32:
+        drafter.cost.observe(8, drafted, 0.01 * (1 + drafted))
+    engine = Engine(drafter)
+    requests = [f"r{i}" for i in range(8)]
+    for request in requests:
+        engine.start(request, text[:1])
+    granted = [engine.step(dict.fromkeys(requests, text[i : i + 1])) for i in range(1, 400)]
+    assert [n for drafts in granted if (n := sum(map(len, drafts.values())))] == [16, 8, 32]
+
+
 def hostile(rng, vocabulary):
     """Histories nobody should have written: repetition, ids beyond the vocabulary, emptiness."""
     kind = rng.integers(5)
