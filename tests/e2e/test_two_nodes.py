@@ -187,9 +187,9 @@ def test_a_second_run_in_one_folder_is_refused_and_deletes_nothing(one_node, tmp
     folder = tmp_path / "history"
     first = started(folder)
     first.append(trajectories(4), step=1)
-    with pytest.raises(HistoryError, match=r"another process writes .*history\.dir"):
-        started(folder)
     second = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
+    with pytest.raises(HistoryError, match=r"another process writes .*history\.dir"):
+        second.ready()
     second.close()
     assert on_each_node(folder, prompt_key([2]))[one_node] == 1
     assert first.append(trajectories(4, epoch=1), step=2)["responses"] == 8
@@ -252,6 +252,9 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
 
     class Finished(PPOTrainer):
         def fit(self, agent_loop_manager):
+            pass
+
+        def on_sample_end(self):
             pass
 
     class Trainer(RhymeTrainerMixin, Finished):
