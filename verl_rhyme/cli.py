@@ -181,8 +181,8 @@ def claim(
     step, total = run_folder.latest_step(folder), run_folder.total_steps(config)
     if step is not None and total is not None and step >= total:
         print(
-            f"already finished: {step} steps, {folder}; to go on raise EPOCHS (trainer.total_epochs), to begin anew "
-            "choose another RUN_DIR"
+            f"already finished: {step} of {total} steps, {folder}; to go on raise EPOCHS (trainer.total_epochs), "
+            "to begin anew choose another RUN_DIR"
         )
         raise typer.Exit(FINISHED)
     if step is not None:

@@ -140,7 +140,8 @@ def _owner(checkpoints: Path) -> dict[str, str]:
             found["training GPUs"] = str(saved.get("world_size"))
         elif any((actor / name).is_dir() for name in ("dist_ckpt", "model")):
             found["engine"] = "megatron"
-        found |= _architecture(actor / "huggingface" / "config.json")
+        for saved_model in (actor / "huggingface", actor / "model" / "huggingface"):  # FSDP's, Megatron's
+            found |= _architecture(saved_model / "config.json")
     return found
 
 

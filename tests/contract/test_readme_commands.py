@@ -132,7 +132,7 @@ def test_again_further_and_elsewhere(checkout):
     # The data's file, from which the steps are counted, is a stand-in, too.
     again = start(checkout, f"{first} trainer.total_training_steps=20")
     assert again.returncode == 0
-    assert "already finished: 20 steps" in again.stdout
+    assert "already finished: 20 of 20 steps" in again.stdout
     assert not trainings(again)
     assert json.loads((folder / "summary.json").read_text())["arm"] == "histospec"
     further = start(checkout, f"{first} trainer.total_training_steps=24")

@@ -118,16 +118,16 @@ def test_checkpoints_without_a_marker_tell_of_themselves(world, tmp_path, engine
     actor = folder / "global_step_4" / "actor"
     if engine == "fsdp2":
         (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
-    else:
-        (actor / "dist_ckpt").mkdir()
-    (actor / "huggingface").mkdir()
-    (actor / "huggingface" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
+    saved_model = actor / ("huggingface" if engine == "fsdp2" else "model/huggingface")
+    saved_model.mkdir(parents=True)
+    (saved_model / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
     arguments = {"fsdp2": "actor_rollout_ref.actor.strategy=fsdp2", "megatron": "model_engine=megatron"}
-    own = compose([*world, arguments.pop(engine)])
+    own_engine = arguments.pop(engine)
+    own = compose([*world, own_engine])
     foreign = compose([*world, *arguments.values()])
     assert run_folder.refusal(own) is None
     assert f"engine {engine} there" in run_folder.refusal(foreign)
-    llama = compose([*world, f"actor_rollout_ref.model.path={tmp_path}/models/llama"])
+    llama = compose([*world, own_engine, f"actor_rollout_ref.model.path={tmp_path}/models/llama"])
     assert "architecture qwen2 2 x 64 there, llama 2 x 64 here" in run_folder.refusal(llama)
 
 
@@ -169,7 +169,7 @@ def test_the_command_begins_resumes_and_ends(world, tmp_path):
     checkpoint(folder, 6)
     found = claim(*world)
     assert found.exit_code == FINISHED
-    assert found.output.startswith("already finished: 6 steps, ")
+    assert found.output.startswith("already finished: 6 of 6 steps, ")
     assert "raise EPOCHS" in found.output
     assert claim(*world, "trainer.total_epochs=4").exit_code == 0
 
