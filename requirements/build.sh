@@ -83,6 +83,8 @@ done
 export CUDA_HOME=$cuda CUDACXX=$cuda/bin/nvcc PATH="$cuda/bin:$venv/bin:$PATH" VIRTUAL_ENV=$venv
 export CPLUS_INCLUDE_PATH=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
 export LIBRARY_PATH=$venv/build/lib MAX_JOBS=${MAX_JOBS:-$(jobs)} NVCC_THREADS=1
+# nvcc 13.2 with the headers of torch's CUDA 13.0: CUDA allows it within 13, its C++ headers ask to be told
+export NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}"
 # Transformer Engine
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
 NVTE_CUDA_ARCHS=$(capabilities | joined)
