@@ -88,9 +88,9 @@ export NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_F
 # Transformer Engine
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
 NVTE_CUDA_ARCHS=$(capabilities | joined)
-# flash-attn: one kernel for all of 8.x; no prebuilt wheel from elsewhere, whose hash nobody knows
+# flash-attn: one build for all of 8.x, 10.x and 12.x; no prebuilt wheel from elsewhere, whose hash nobody knows
 export FLASH_ATTENTION_FORCE_BUILD=TRUE
-FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/' | joined)
+FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/; s/^10.$/100/; s/^12.$/120/' | joined)
 export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
 
 # ---- one package ----
