@@ -83,12 +83,14 @@ done
 export CUDA_HOME=$cuda CUDACXX=$cuda/bin/nvcc PATH="$cuda/bin:$venv/bin:$PATH" VIRTUAL_ENV=$venv
 export CPLUS_INCLUDE_PATH=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
 export LIBRARY_PATH=$venv/build/lib MAX_JOBS=${MAX_JOBS:-$(jobs)} NVCC_THREADS=1
+# nvcc 13.2 with the headers of torch's CUDA 13.0: CUDA allows it within 13, its C++ headers ask to be told
+export NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}"
 # Transformer Engine
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
 NVTE_CUDA_ARCHS=$(capabilities | joined)
-# flash-attn: one kernel for all of 8.x; no prebuilt wheel from elsewhere, whose hash nobody knows
+# flash-attn: one build for all of 8.x, 10.x and 12.x; no prebuilt wheel from elsewhere, whose hash nobody knows
 export FLASH_ATTENTION_FORCE_BUILD=TRUE
-FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/' | joined)
+FLASH_ATTN_CUDA_ARCHS=$(capabilities | sed 's/^8.$/80/; s/^10.$/100/; s/^12.$/120/' | joined)
 export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
 
 # ---- one package ----

@@ -148,6 +148,7 @@ def behave() -> dict[str, Any]:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
+        import vllm.v1.worker.gpu_model_runner  # noqa: F401 - as vLLM's workers do
     result = {
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},
         "recover": attempt(lambda: recover(False)),
