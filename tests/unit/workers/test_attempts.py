@@ -18,7 +18,8 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.reports, self.broken = run, {}, False
-        self._sorting, self._redraft, self._seed, self._attempts = SortingConfig(mode="partial"), False, 0, {}
+        self._sorting, self._coupled, self._redraft = SortingConfig(mode="partial"), False, False
+        self._seed, self._attempts = 0, {}
         self._reports = self  # type: ignore[assignment]
 
     async def send(self, key, fields, tag):
