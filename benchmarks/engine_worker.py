@@ -148,7 +148,9 @@ class ReplayWorker(RhymeWorkerMethods):
         drafter = getattr(runner, "drafter", None)
         runner.draft_seconds = 0.0
         if drafter is not None:
-            if hasattr(drafter, "attach"):
+            if hasattr(drafter, "attach"):  # ours: with the sampler that goes with it
+                refused = self.install_sampler()
+                assert not refused, refused
                 drafter.attach(runner)
             propose = drafter.propose
 

