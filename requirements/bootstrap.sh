@@ -31,12 +31,12 @@ _up_to_date() { [ -x "$_venv/bin/python" ] && [ "$(cat "$_venv/.verl-rhyme" 2>/d
 _install() {
   local python uv own=() again=()
   python=$(_find_python) || _fail "needs Python 3.10, 3.11 or 3.12 (found: $(python3 --version 2>&1 || echo none)); install one or set PYTHON=/path/to/python3.11"
-  # An installer that was killed leaves packages that look whole and are not.
+  # The lock goes over what build.sh installed, which keeps its wheels. An installer that was killed leaves packages that look whole and are not.
   if [ -e "$_venv/.unfinished" ]; then
     echo "verl-rhyme: .venv-$_extra is half made; completing it"
     again=(--reinstall)
   fi
-  { mkdir -p "$_venv" && rm -f "$_venv/.verl-rhyme" && touch "$_venv/.unfinished"; } || _fail "cannot write to $_venv"
+  { mkdir -p "$_venv" && rm -f "$_venv"/.verl-rhyme "$_venv"/.transformer-engine "$_venv"/.flash-attn && touch "$_venv/.unfinished"; } || _fail "cannot write to $_venv"
   if ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$_venv" || _fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
     touch "$_venv/.unfinished"

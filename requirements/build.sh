@@ -8,7 +8,7 @@
 #   CUDA_ARCHS="90"   compute capabilities (default: those of this machine's GPUs, or 80 and 90 where there is none)
 #   MAX_JOBS          compilers at once (default: one a core, and 8 GiB of memory for each)
 # nvcc and CUDA's headers come from .venv-gpu itself; a C++ compiler and Python's headers must be there. What was compiled
-# stays in .venv-gpu/build until a package is done: started again, it goes on where it was.
+# stays in .venv-gpu/build: started again, it goes on where it was. A package that cannot be imported is not built.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -87,6 +87,8 @@ export LIBRARY_PATH=$venv/build/lib MAX_JOBS=${MAX_JOBS:-$(jobs)} NVCC_THREADS=1
 export NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}"
 # Transformer Engine
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
+# the sources lie in our checkout: Transformer Engine would put our commit into its version, and refuse to be imported
+export NVTE_NO_LOCAL_VERSION=1 GIT_CEILING_DIRECTORIES=$venv/build
 NVTE_CUDA_ARCHS=$(capabilities | joined)
 # flash-attn: one build for all of 8.x, 10.x and 12.x; no prebuilt wheel from elsewhere, whose hash nobody knows
 export FLASH_ATTENTION_FORCE_BUILD=TRUE
@@ -96,29 +98,36 @@ export NVTE_CUDA_ARCHS FLASH_ATTN_CUDA_ARCHS
 # ---- one package ----
 
 declare -A source=([transformer-engine]=transformer-engine-torch [flash-attn]=flash-attn)
+declare -A module=([transformer-engine]=transformer_engine.pytorch [flash-attn]=flash_attn)
 declare -A told=([transformer-engine]="7.5 minutes on two cores for one architecture" [flash-attn]="minutes on many cores, hours on few")
 
-build() { # build NAME: its sources and its wheels, each checked against its hash
-  local folder="$venv/build/$1" lock="$root/requirements/$1.lock" from=${source[$1]} uv
+build() { # build NAME: its sources and its wheels, each checked against its hash; a wheel made before is used again
+  local folder lock="$root/requirements/$1.lock" from=${source[$1]} uv
+  folder="$venv/build/$1-$(wanted "$1")"
   uv=$(command -v uv)
   mkdir -p "$folder"
   awk -v name="$from==" 'index($0, name) == 1 {found = 1} found {print; if (!/\\$/) exit}' "$lock" > "$folder/source.lock"
-  if [ ! -e "$folder/unpacked" ]; then
-    rm -rf "$folder/source" && mkdir "$folder/source"
-    "$python" -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
-      --require-hashes -r "$folder/source.lock" -d "$folder"
-    tar -xzf "$folder"/*.tar.gz -C "$folder/source" --strip-components 1
-    touch "$folder/unpacked"
+  if [ ! -e "$folder/wheel/done" ]; then
+    if [ ! -e "$folder/unpacked" ]; then
+      rm -rf "$folder/source" && mkdir "$folder/source"
+      "$python" -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
+        --require-hashes -r "$folder/source.lock" -d "$folder"
+      tar -xzf "$folder"/*.tar.gz -C "$folder/source" --strip-components 1
+      touch "$folder/unpacked"
+    fi
+    rm -rf "$folder/wheel"
+    "$python" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation "$folder/source" -w "$folder/wheel"
+    touch "$folder/wheel/done"
+    rm -rf "$folder/source" "$folder/unpacked" "$folder"/*.tar.gz
   fi
-  rm -rf "$folder/wheel"
-  "$python" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation "$folder/source" -w "$folder/wheel"
   grep -vxFf "$folder/source.lock" "$lock" > "$folder/wheels.lock" || true
   if [ -s "$folder/wheels.lock" ]; then
     "$uv" pip install -q --python "$venv" --no-deps --require-hashes --reinstall -r "$folder/wheels.lock"
   fi
   "$uv" pip install -q --python "$venv" --no-deps --reinstall "$folder"/wheel/*.whl
+  (cd / && "$python" -c "import torch, ${module[$1]}") # that it was built does not say that it loads
   wanted "$1" > "$venv/.$1"
-  rm -rf "$folder" "$venv/.$1.failed"
+  rm -f "$venv/.$1.failed"
 }
 
 status=0

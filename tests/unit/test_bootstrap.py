@@ -261,14 +261,32 @@ class TestBuild:
         )
         assert "killed half-way" in self.script(checkout, "transformer-engine").stderr
         assert [call.split()[:2] for call in checkout.calls()] == [["pip", "download"], ["pip", "wheel"]]
-        done = self.script(checkout, "transformer-engine")
-        assert done.returncode == 0, done.stderr
+        refused = self.script(checkout, "transformer-engine")
+        assert "No module named 'torch'" in refused.stderr, (
+            "what was built and cannot be imported is not taken for built"
+        )
+        assert refused.returncode == 1
         wheel, hashed, own = checkout.calls()
         assert wheel.startswith("pip wheel")
         assert "--require-hashes" in hashed
         assert own.endswith("/wheel/a.whl")
+        (nvcc / "torch.py").touch()
+        (nvcc / "transformer_engine").mkdir()
+        (nvcc / "transformer_engine/pytorch.py").touch()
+        done = self.script(checkout, "transformer-engine")
+        assert done.returncode == 0, done.stderr
+        assert len(checkout.calls()) == 2, "its wheel is there; only installed"
         assert self.script(checkout, "transformer-engine").stdout == ""
         assert checkout.calls() == []
+
+    def test_the_lock_installed_anew_calls_for_it_again(self, checkout: Checkout) -> None:
+        checkout.run("gpu")
+        stamp = checkout.root / ".venv-gpu/.transformer-engine"
+        stamp.write_text("built")
+        with (checkout.root / "requirements/gpu.lock").open("a") as lock:
+            lock.write("# changed\n")
+        checkout.run("gpu")
+        assert not stamp.exists(), "the lock brought its own cuBLAS back"
 
     def test_an_unknown_package(self, checkout: Checkout) -> None:
         told = self.script(checkout, "apex")
