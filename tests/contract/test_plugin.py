@@ -199,3 +199,15 @@ assert not issubclass(server({"rhyme": {"enable": False}}), RhymeHttpServer)
 assert issubclass(server({"rhyme": {}}), RhymeHttpServer)
 """
     python(code)
+
+
+def test_our_warnings_are_heard_where_vllm_is_imported():
+    code = """
+import logging
+import verl_rhyme.workers.vllm.server
+from verl_rhyme.observability.audible import keep_audible
+for _ in range(2):
+    keep_audible()
+logging.getLogger("verl_rhyme.trainer.sorted_buffer").warning("sample %d is lost", 7)
+"""
+    assert python(code).stderr.count("sample 7 is lost") == 1

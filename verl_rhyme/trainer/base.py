@@ -17,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme import config as rhyme_config
+from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
@@ -67,6 +68,7 @@ class RhymeTrainerMixin(PPOTrainer):
         if self._rhyme is None:
             super().__init__(config)
             return
+        keep_audible()
         rhyme = self._rhyme
         run_dir = Path(config.trainer.default_local_dir).absolute()
         if rhyme.history.dir is None:

@@ -20,6 +20,7 @@ from verl.utils.ray_utils import auto_await
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme import config as rhyme_config
+from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter, sample_of
@@ -89,6 +90,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        keep_audible()
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = rhyme_config.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
