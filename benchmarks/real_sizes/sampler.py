@@ -140,6 +140,7 @@ def main(
 ) -> None:
     """Measure all arms at all settings, and print a line for each."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it writes to standard output
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
