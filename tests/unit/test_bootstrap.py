@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -269,6 +270,45 @@ class TestBuild:
         assert own.endswith("/wheel/a.whl")
         assert self.script(checkout, "transformer-engine").stdout == ""
         assert checkout.calls() == []
+
+    def test_what_was_begun_with_another_lock_is_begun_anew(self, checkout: Checkout, nvcc: Path) -> None:
+        folder = checkout.root / ".venv-gpu/build/flash-attn"
+        assert "no compiler today" in self.script(checkout, "flash-attn").stderr
+        (folder / "unpacked").touch()
+        (folder / "source/compiled").touch()
+        self.script(checkout, "flash-attn")
+        assert (folder / "source/compiled").exists(), "of the same lock: it goes on where it was"
+        with (checkout.root / "requirements/flash-attn.lock").open("a") as lock:
+            lock.write("# another version\n")
+        self.script(checkout, "flash-attn")
+        assert not (folder / "unpacked").exists()
+        assert not (folder / "source/compiled").exists()
+
+    def test_an_interrupt_ends_it_and_is_no_failed_build(self, checkout: Checkout, nvcc: Path) -> None:
+        began = checkout.root / "began"
+        (nvcc / "pip/__main__.py").write_text(
+            "import sys, time\n"
+            f"open({str(began)!r}, 'a').write('x')\n"
+            "try:\n"
+            "    time.sleep(60)\n"
+            "except KeyboardInterrupt:\n"
+            "    sys.exit(1)\n"  # as pip does
+        )
+        process = subprocess.Popen(
+            ["bash", str(checkout.root / "requirements/build.sh")],
+            env={"HOME": os.environ["HOME"], "PATH": f"{checkout.bin}:/usr/bin:/bin"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        deadline = time.monotonic() + 30
+        while not began.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT, "so that a script which called it ends, too"
+        assert began.read_text() == "x", "the second package was begun"
+        assert not list((checkout.root / ".venv-gpu").glob(".*.failed"))
 
     def test_an_unknown_package(self, checkout: Checkout) -> None:
         told = self.script(checkout, "apex")
