@@ -174,6 +174,26 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) ->
     assert subprocess.run([python, "-c", ""]).returncode == 0
 
 
+def test_a_copied_checkout_does_not_run_the_code_of_the_first(checkout: Checkout) -> None:
+    checkout.run("cpu")
+    checkout.calls()
+    first = checkout.root
+    checkout.root = first.with_name("link")
+    checkout.root.symlink_to(first)
+    assert checkout.run("cpu")[0] == 0
+    assert checkout.calls() == [], "another name of the same folder"
+    checkout.root = first.with_name("copy")
+    shutil.copytree(first, checkout.root, symlinks=True)
+    code, _, err = checkout.run("cpu")
+    assert code == 0
+    assert f"was made for {first}" in err
+    lock, own = checkout.calls()
+    assert "--reinstall" in lock
+    assert own.endswith(f"-e {checkout.root}")
+    checkout.run("cpu")
+    assert checkout.calls() == []
+
+
 def test_two_at_once_make_it_once(checkout: Checkout) -> None:
     checkout.answer("sleep 1")
     first = checkout.start("cpu")
