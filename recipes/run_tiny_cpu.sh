@@ -42,9 +42,12 @@ one_of ENGINE fsdp megatron
 [ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
 one_of COMPARE 0 1
 one_of DRY_RUN 0 1
+[ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
+[[ "$BATCH" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "data.train_batch_size=$BATCH is no number of prompts"
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
+EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) # with zeros in front bash takes them for octal
 [[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
 
 export TINY_WORLD="$ROOT/examples/tiny_world"

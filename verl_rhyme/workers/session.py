@@ -8,7 +8,7 @@ cut; on-policy it begins anew, and the turns of the attempt before are what its 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
@@ -80,7 +80,8 @@ class Turn:
     stop_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Shares its lists: thousands of attempts are reported at once, and ``asdict`` copies token by token."""
+        return dict(vars(self))
 
 
 @dataclass

@@ -194,3 +194,26 @@ def test_sessions_of_concurrent_tasks_are_their_own():
 
     assert asyncio.run(run()) == list(range(20))
     assert sessions.current() is None
+
+
+class Tokens(list):
+    """A text that notices when it is looked through."""
+
+    read = False
+
+    def __iter__(self):
+        self.read = True
+        return super().__iter__()
+
+
+def test_what_travels_is_not_copied_token_by_token():
+    """A thousand attempts of a worker end together, 8000 tokens each: copies would hold its event loop for 10 s."""
+    tokens, log_probs = Tokens([5, 6]), Tokens([-0.1, -0.2])
+    turn = Turn("key", tokens, log_probs, 3, 3, False, "aborted")
+    assert Turn(**turn.to_dict()) == turn
+    meta = RequestMeta(key="key", sample=2, previous=tokens)
+    for _ in range(3):  # agent loop, session, attempt
+        meta = RequestMeta.of(meta.put({"temperature": 1.0}))
+    assert meta == RequestMeta(key="key", sample=2, previous=tokens)
+    assert not tokens.read
+    assert not log_probs.read
