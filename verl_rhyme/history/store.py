@@ -281,6 +281,10 @@ class HistoryStore:
                 else:
                     shed += room.entry(key).units - epochs
                     history = self._old(txn, key).latest(epochs)
+                    if not len(history):  # damaged
+                        gone.add(key)
+                        self._evict(txn, key)
+                        continue
                     self._put(txn, key, history.encode(), history, room.entry(key).epoch)
         for key in changed:
             txn.put(key, msgpack.packb(room.entry(key)), db=self._env.seen)
@@ -408,10 +412,12 @@ class HistoryStore:
                     epochs = excess.get(key, entry.units)
                     if epochs:
                         value = old.get(key, b"")
-                        if epochs < entry.units:
-                            history = PromptHistory.decode(value).latest(epochs)
+                        if epochs < entry.units and len(history := self._old(old, key).latest(epochs)):
                             value = history.encode()
                             entry = _entry(value, history, entry.epoch)
+                        elif epochs < entry.units:  # damaged
+                            value = b""
+                    if epochs and value:
                         new.put(key, value, db=opened.prompts)
                     else:
                         entry = Entry(entry.epoch, entry.size)
