@@ -421,9 +421,7 @@ class HistoryStore:
         self._replace(opened, folder)
         return {key for key, epochs in excess.items() if epochs == 0}
 
-    def _copy(
-        self, old: Any, new: Any, opened: Environment, key: bytes, entry: Entry, excess: dict[bytes, int]
-    ) -> int:
+    def _copy(self, old: Any, new: Any, opened: Environment, key: bytes, entry: Entry, excess: dict[bytes, int]) -> int:
         """One prompt, with what it may keep. Returns its bytes."""
         epochs = excess.get(key, entry.units)
         value = old.get(key, b"") if epochs else b""
