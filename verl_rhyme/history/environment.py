@@ -382,9 +382,12 @@ def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
 
 
 def remove_dead(base: Path, keep: Path) -> None:
-    """Delete the folders below ``base`` whose writer was killed: those whose lock can be had, but for ``keep``."""
+    """Delete the folders below ``base`` whose writer was killed: those whose lock can be had, but for ``keep``.
+
+    A folder that no writer of ours signed is somebody else's.
+    """
     for file in base.glob(f"*/{_OWNER}"):
-        if file.parent != keep:
+        if file.parent != keep and (file.parent / _LOCK).exists() and Owner.of(file.parent) is not None:
             with suppress(HistoryError, OSError):
                 disclaim(file.parent, lock_writer(file.parent, timeout=0), delete=True)
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Part of the present bytes that is kept, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
+#: Bytes that a rewrite commits at a time: LMDB holds in memory what is not committed.
+_COMMIT_BYTES = 256 << 20
 #: Seconds to wait for a writer that is just ending, or a reader that is just checking.
 _LOCK_TIMEOUT_S = 10.0
 _META_FILE = "meta.json"
@@ -281,6 +283,10 @@ class HistoryStore:
                 else:
                     shed += room.entry(key).units - epochs
                     history = self._old(txn, key).latest(epochs)
+                    if not len(history):  # damaged
+                        gone.add(key)
+                        self._evict(txn, key)
+                        continue
                     self._put(txn, key, history.encode(), history, room.entry(key).epoch)
         for key in changed:
             txn.put(key, msgpack.packb(room.entry(key)), db=self._env.seen)
@@ -399,29 +405,36 @@ class HistoryStore:
         excess = room.excess(bound)
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
+        entries = list(room.entries())
         try:
-            with (
-                self._env.env.begin(db=self._env.prompts, buffers=True) as old,
-                opened.env.begin(write=True) as new,
-            ):
-                for key, entry in room.entries():
-                    epochs = excess.get(key, entry.units)
-                    if epochs:
-                        value = old.get(key, b"")
-                        if epochs < entry.units:
-                            history = PromptHistory.decode(value).latest(epochs)
-                            value = history.encode()
-                            entry = _entry(value, history, entry.epoch)
-                        new.put(key, value, db=opened.prompts)
-                    else:
-                        entry = Entry(entry.epoch, entry.size)
-                    new.put(key, msgpack.packb(entry), db=opened.seen)
+            with self._env.env.begin(db=self._env.prompts, buffers=True) as old:
+                while entries:  # nobody sees it before it is whole
+                    with opened.env.begin(write=True) as new:
+                        written = 0
+                        while entries and written < _COMMIT_BYTES:
+                            written += self._copy(old, new, opened, *entries.pop(), excess)
+            environment.fill_up(folder, opened.env)
         except BaseException:
             environment.release(opened)
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._replace(opened, folder)
         return {key for key, epochs in excess.items() if epochs == 0}
+
+    def _copy(self, old: Any, new: Any, opened: Environment, key: bytes, entry: Entry, excess: dict[bytes, int]) -> int:
+        """One prompt, with what it may keep. Returns its bytes."""
+        epochs = excess.get(key, entry.units)
+        value = old.get(key, b"") if epochs else b""
+        if epochs < entry.units and value:
+            history = self._old(old, key).latest(epochs)
+            value = history.encode() if len(history) else b""  # damaged
+            entry = _entry(value, history, entry.epoch) if value else entry
+        if value:
+            new.put(key, value, db=opened.prompts)
+        else:
+            entry = Entry(entry.epoch, entry.size)
+        new.put(key, msgpack.packb(entry), db=opened.seen)
+        return entry.bytes
 
     def _warn(self, message: str) -> None:
         kind = message.lstrip("0123456789 ")[:32]

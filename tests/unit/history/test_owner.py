@@ -137,3 +137,13 @@ def test_who_waited_for_a_folder_that_was_deleted_does_not_hold_a_ghost(tmp_path
     with open_store(folder), pytest.raises(HistoryError):
         open_store(folder, "third")
     os.close(held)
+
+
+@pytest.mark.parametrize("text", ['{"name": "somebody"}', "not json", "[]"])
+def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
+    """``history.dir`` may be a folder that holds other things."""
+    other = tmp_path / "project"
+    other.mkdir()
+    (other / "owner.json").write_text(text)
+    environment.remove_dead(tmp_path, keep=tmp_path / "node")
+    assert [file.name for file in other.iterdir()] == ["owner.json"]

@@ -4,6 +4,8 @@ import gc
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import lmdb
 import numpy as np
@@ -274,6 +276,41 @@ def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
             assert stats.dropped == 0
             assert all(responses(reader.get(key(i))) == [[step] * 7000] for i in range(10))
             assert file_bytes(tmp_path / "h") <= 1 << 20
+
+
+_REWRITE = """
+import sys
+import numpy as np
+from verl_rhyme.history import store as module
+from verl_rhyme.history.record import Trajectory
+
+def anonymous():
+    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+module._COMMIT_BYTES = 16 << 20
+with module.HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
+    for i in range(24):
+        tokens = np.arange(900_000, dtype=np.int32)
+        store.append([Trajectory(i.to_bytes(16, "big"), tokens, 1.0, 0, 0, 0)], step=i)
+    before, most, packed = anonymous(), 0, module.msgpack.packb
+    def watch(value):
+        global most
+        most = max(most, anonymous())
+        return packed(value)
+    module.msgpack.packb = watch
+    store._rewrite(1 << 40)
+    assert store.stats()["prompts"] == 24 and store.stats()["bytes"] > 180 << 20
+print(most - before)
+"""
+
+
+def test_a_rewrite_holds_little_of_the_store_in_memory(tmp_path):
+    """LMDB holds what a transaction wrote until it commits; a store may be larger than the memory."""
+    result = subprocess.run(
+        [sys.executable, "-c", _REWRITE, str(tmp_path / "h")], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert int(result.stdout) < 80  # MiB, of 185
 
 
 def test_a_step_larger_than_the_bound_keeps_what_fits(tmp_path, reader, caplog):

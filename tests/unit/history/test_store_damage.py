@@ -332,3 +332,23 @@ def test_a_reader_works_in_a_forked_child(tmp_path):
         store.append([trajectory(1, [6], epoch=1)], step=2)  # the parent's environment was left alone
         assert reader.get(key(1)).tokens.tolist() == [-1, 5, -1, 6, -1]
         reader.close()
+
+
+@pytest.mark.parametrize("bound", [1 << 20, 8 << 20], ids=["at the start", "at an append"])
+def test_damaged_values_go_when_room_is_made(tmp_path, bound):
+    with open_store(tmp_path / "h") as store:
+        for epoch in (0, 1):
+            store.append([trajectory(i, range(8000), epoch) for i in range(30)], step=epoch)
+        env = store._env
+        for i in range(30):
+            with env.env.begin(write=True, db=env.prompts) as txn:
+                value = bytearray(txn.get(key(i)))
+                value[-1] ^= 1
+                txn.put(key(i), bytes(value))
+    with open_store(tmp_path / "h", bound) as store:
+        for step in range(2, 6):
+            new = [trajectory(i, range(8000), 2) for i in range(30 * step, 30 * step + 30)]
+            assert store.append(new, step).dropped == 0
+        stats = store.stats()
+        assert 0 < stats["bytes"] <= 0.7 * bound
+        assert sum(HistoryReader(tmp_path / "h", NAMESPACE).get(key(i)) is not None for i in range(30, 180)) > 0

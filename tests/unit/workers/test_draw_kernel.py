@@ -82,3 +82,35 @@ def test_it_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["_draw", "_combine", "_rank"]
+
+
+def test_batches_of_any_width_need_no_further_compilation(monkeypatch):
+    """It would take seconds, on each rank, while requests wait."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    from verl_rhyme.workers.vllm import draw_kernel
+
+    compiled = {}
+
+    def recorder(kernel):
+        bind = create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32)))
+
+        class Recorder:
+            def __getitem__(self, grid):
+                return lambda *args, **named: compiled.setdefault(kernel.__name__, set()).add(
+                    str(bind(*args, **named)[1])
+                )
+
+        return Recorder()
+
+    for name in ("_draw", "_combine", "_rank"):
+        monkeypatch.setattr(draw_kernel, name, recorder(getattr(draw_kernel, name)))
+    for rows in (1, 2, 3, 15, 16, 17, 63, 64, 255, 256, 257, 1023, 1024, 1025):
+        logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never touched
+        keys, positions, bits = torch.zeros((3, rows), dtype=torch.int64)
+        tokens, *_ = draw_kernel.draw(logits, keys, positions, bits.float())
+        draw_kernel.ranks(logits, tokens)
+    assert {name: len(found) for name, found in compiled.items()} == {"_draw": 1, "_combine": 1, "_rank": 1}

@@ -1,5 +1,7 @@
 """What the sampler decides about drafts, and which runners it leaves alone. The law is tested in tests/e2e."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,27 @@ def test_whatever_is_drafted_the_output_is_a_beginning_of_what_was_drawn():
         for line, drawn, draft in zip(found.tolist(), tokens, drafts, strict=True):
             kept = next((i for i, (a, b) in enumerate(zip(drawn, draft, strict=False)) if a != b), len(draft)) + 1
             assert line == [*drawn[:kept].tolist(), *[-1] * (len(line) - kept)]
+
+
+def test_a_gpu_works_on_enough_rows_at_a_time():
+    """Of fewer than 8 rows vLLM masks top-k and top-p by sorting them; and each part costs dozens of launches."""
+
+    class Logits:
+        shape, device = (1280, 151_936), torch.device("cuda")
+
+    plain = SimpleNamespace(
+        no_penalties=True,
+        bad_words_token_ids={},
+        allowed_token_ids_mask=None,
+        logitsprocs=SimpleNamespace(non_argmax_invariant=[]),
+    )
+    counts = np.full(256, 5)
+    for metadata in (plain, SimpleNamespace(**{**vars(plain), "no_penalties": False})):
+        parts = list(sampler._chunks(Logits, counts, metadata))
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == 1280
+        assert len(parts) <= 16
+        assert all(8 <= part.stop - part.start <= 128 for part in parts)
 
 
 def test_a_runner_whose_positions_are_unknown_is_left_alone():

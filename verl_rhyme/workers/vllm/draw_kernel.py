@@ -15,6 +15,12 @@ _BLOCK = 2048
 #: Programs that fill a GPU.
 _PROGRAMS = 1024
 
+#: Arrays that hold little of each row.
+_SMALL = (
+    *("keys", "positions", "temperatures", "scores", "tokens", "chosen", "highest", "sums"),
+    *("out_tokens", "out_logits", "out_logprobs", "ranks"),
+)
+
 _UNIT = tl.constexpr(2.0**-32)
 
 
@@ -28,7 +34,8 @@ def _gumbel(word):
     return -tl.log(tl.where(u < 1 / 32, near, -tl.log(complement)))
 
 
-@triton.jit
+# Compiled once for each model: not anew for one part, or where an array begins at an odd place, while requests wait.
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=_SMALL)
 def _draw(
     logits,  # float [N, V]
     stride,
@@ -91,7 +98,7 @@ def _draw(
     tl.store(sums + out, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=_SMALL)
 def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logits, out_logprobs, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -111,7 +118,7 @@ def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logit
     tl.store(out_logprobs + row, logit - reference - tl.log(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _rank(logits, stride, tokens, vocabulary, part_size, ranks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -159,8 +166,9 @@ def draw(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     found, logprobs = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
     _combine[(rows,)](
-        scores, where, chosen, highest, sums, parts, tokens, found, logprobs, PARTS=triton.next_power_of_2(parts)
-    )
+        scores, where, chosen, highest, sums, parts, tokens, found, logprobs,
+        PARTS=triton.next_power_of_2(-(-vocabulary // _BLOCK)),
+    )  # fmt: skip
     return tokens, found, logprobs
 
 

@@ -47,8 +47,9 @@ from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.vllm import draw
 from verl_rhyme.workers.vllm.draw import Rows
 
-#: Bytes of float32 logits that are worked on at a time; what is made of them takes a few times as many.
-CHUNK_BYTES = 4 << 20
+#: Bytes of float32 logits that are worked on at a time, in a CPU's caches or in enough rows to fill a GPU; what is made
+#: of them takes a few times as many.
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 class BatchNoise:
@@ -251,7 +252,7 @@ def _foreign(metadata: SamplingMetadata) -> bool:
 def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
     """Rows to work on together: a few, whole requests where vLLM's processors want them."""
     rows, vocabulary = logits.shape
-    most = max(1, CHUNK_BYTES // (4 * vocabulary))
+    most = max(1, CHUNK_BYTES[logits.device.type] // (4 * vocabulary))
     if not _positional(metadata):
         yield from (slice(first, min(first + most, rows)) for first in range(0, rows, most))
         return
