@@ -107,9 +107,7 @@ build() { # build NAME: its sources and its wheels, each checked against its has
   local folder lock="$root/requirements/$1.lock" from=${source[$1]} uv
   folder="$venv/build/$1-$(wanted "$1")"
   uv=$(command -v uv)
-  if [ "$(cat "$folder/begun" 2>/dev/null)" != "$(wanted "$1")" ]; then rm -rf "$folder"; fi # of another version or torch
   mkdir -p "$folder"
-  wanted "$1" > "$folder/begun"
   awk -v name="$from==" 'index($0, name) == 1 {found = 1} found {print; if (!/\\$/) exit}' "$lock" > "$folder/source.lock"
   if [ ! -e "$folder/wheel/done" ]; then
     if [ ! -e "$folder/unpacked" ]; then

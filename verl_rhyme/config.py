@@ -342,12 +342,12 @@ def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tree with keys of earlier versions under their new names."""
     for old, new in RENAMED.items():
         (group, key), (new_group, new_key) = old.split("."), new.split(".")
-        inside = tree.get(group)
-        if not isinstance(inside, Mapping) or key not in inside:
+        inside, beside = tree.get(group), tree.get(new_group) or {}
+        if not isinstance(inside, Mapping) or not isinstance(beside, Mapping) or key not in inside:
             continue
         logger.warning("%s.%s is now called %s.%s", CONFIG_PATH, old, CONFIG_PATH, new)
         tree = {**tree, group: {name: value for name, value in inside.items() if name != key}}
-        tree = {**tree, new_group: {**(tree.get(new_group) or {}), new_key: inside[key]}}
+        tree = {**tree, new_group: {**beside, new_key: inside[key]}}
     return tree
 
 

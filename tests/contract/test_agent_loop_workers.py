@@ -16,6 +16,8 @@ class Worker:
     """Takes prompts by number; told to, it dies or blocks its event loop as a careless tool does."""
 
     def __init__(self, mood="well"):
+        if mood == "starts late":
+            time.sleep(8)
         self.mood, self.taken = mood, []
 
     async def generate_sequences(self, chunk):
@@ -35,7 +37,7 @@ class Worker:
 class Manager(SessionAgentLoopManager):
     def __init__(self, moods, patience_s):
         self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
-        self._asked, self._asked_at, self._patience_s = {}, 0.0, patience_s
+        self._ready, self._asked, self._asked_at, self._patience_s = [], {}, 0.0, patience_s
 
     async def _init_agent_loop_workers(self):
         self.agent_loop_workers = [Worker.remote()]
@@ -67,6 +69,13 @@ def test_prompts_of_a_worker_that_is_gone_go_to_others(cluster, moods):
     manager.generate_sequences(PROMPTS)
     assert running(manager) == ALL
     assert len(manager.agent_loop_workers) == max(1, moods.count("well"))
+
+
+def test_a_worker_that_still_starts_is_waited_for(cluster):
+    manager = Manager(("well", "starts late"), patience_s=5.0)
+    manager.generate_sequences(PROMPTS)
+    assert running(manager) == ALL
+    assert len(manager.agent_loop_workers) == 2
 
 
 def test_a_worker_that_died_has_no_attempts_any_more(cluster):

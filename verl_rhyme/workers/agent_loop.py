@@ -201,11 +201,13 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         rhyme = rhyme_config.from_rollout(self.rollout_config)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
+        self._ready: list[Any] = []  # workers that have started
         self._asked: dict[Any, Any] = {}  # answer to come -> worker
         self._asked_at = 0.0
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Hand prompts with their :data:`STARTS` to the workers, without waiting for what becomes of them."""
+        self._await_start()
         chunks = prompts.chunk(len(self.agent_loop_workers))
         sent = [
             (worker, chunk, worker.generate_sequences.remote(chunk))
@@ -217,6 +219,18 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 self._give_up(worker, error)
                 self.generate_sequences(chunk)
+
+    def _await_start(self) -> None:
+        """Imports from a cold shared filesystem may take longer than a worker that runs may be silent."""
+        for worker in [worker for worker in self.agent_loop_workers if worker not in self._ready]:
+            try:
+                ray.get(worker.__ray_ready__.remote())
+            except ray.exceptions.RayActorError as error:
+                if len(self.agent_loop_workers) == 1:
+                    raise  # none can start
+                self._give_up(worker, error)
+            else:
+                self._ready.append(worker)
 
     def attempts(self) -> set[str] | None:
         """Names of the attempts that run in any worker; ``None`` as long as not all have answered. Does not wait."""

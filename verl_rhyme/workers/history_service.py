@@ -255,7 +255,13 @@ class HistoryService:
         if self._here in self._writers:
             calls[self._here] = self._writers[self._here].restore.remote(str(folder))
         self._bytes = sum(path.stat().st_size for path in files)
-        answers = self._answers(calls, self._config.timeout + self._bytes / _COPY_RATE)
+        try:
+            answers = self._answers(calls, self._config.timeout + self._bytes / _COPY_RATE)
+        except HistoryError:
+            raise
+        except Exception:
+            logger.warning("the history could not be restored", exc_info=True)
+            answers = {}
         if self._here not in answers:
             logger.warning("the history in %s is not restored: drafting starts with an empty one", checkpoint)
         return answers.get(self._here)
@@ -300,7 +306,8 @@ class HistoryService:
         """Answers by node, of the writers that gave one in time; the others are replaced.
 
         Raises:
-            Exception: What a writer raised, after all were heard.
+            HistoryError: A folder is another run's, on any node.
+            Exception: What the writer of this node raised, after all were heard; other nodes go without their history.
         """
         if not calls:
             return {}
@@ -317,7 +324,11 @@ class HistoryService:
             except RayActorError as error:
                 self._fail(node, f"died: {str(error).splitlines()[0]}", lost)
             except Exception as error:
-                raised = error
+                # Ray's error is of the writer's own kind as well.
+                if node == self._here or isinstance(error, HistoryError):
+                    raised = error
+                else:
+                    logger.warning("the history of node %s: %s", node, error)
         if raised is not None:
             raise raised
         return answers

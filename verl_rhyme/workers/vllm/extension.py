@@ -21,8 +21,12 @@ class RhymeWorkerMethods:
         """Show the proposer its model runner; ``propose()`` alone sees token rows only.
 
         Returns:
-            Whether this worker has a proposer of ours.
+            Whether this worker has a proposer of ours, or needs none: of a pipeline's stages only the last one samples.
         """
+        from vllm.distributed.parallel_state import get_pp_group
+
+        if not get_pp_group().is_last_rank:
+            return True
         proposer = getattr(self.model_runner, "drafter", None)
         if not isinstance(proposer, HistoryProposer):
             return False

@@ -151,7 +151,7 @@ class Drawer:
         return Drawn(torch.cat([part.tokens for part in parts]), LogprobsTensors(*map(torch.cat, columns)))
 
     def _draw_some(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> Drawn:
-        raw = logits.float()
+        raw = logits.float().contiguous()
         law = self._law(raw, rows, metadata, requests)
         base = raw if self._mode.startswith("raw") else law
         wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
