@@ -16,6 +16,8 @@ class Worker:
     """Takes prompts by number; told to, it dies or blocks its event loop as a careless tool does."""
 
     def __init__(self, mood="well"):
+        import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
+
         if mood == "starts late":
             time.sleep(8)
         self.mood, self.taken = mood, []

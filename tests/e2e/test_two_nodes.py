@@ -17,6 +17,7 @@ from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests
 from verl_rhyme.trainer import recorder as recorder_module
+from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers.history_service import (
     HistoryService,
@@ -218,7 +219,7 @@ def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path,
     monkeypatch.setattr(recorder_module, "_fetch", lambda *args, **kwargs: [sample(t) for t in trajectories(4)])
     service = started(tmp_path / "history")
     events = EventLog(tmp_path / "events")
-    recorder = Recorder(service, events, slots=lambda: 4)
+    recorder = Recorder(service, events, lambda: 4, DraftCounts(dict))
     monkeypatch.setattr(service, "add_nodes", lambda: None)  # a node on which no writer starts again
     for step in (1, 2):
         recorder.start(None, step=step, part=step, epoch=0)
@@ -264,7 +265,7 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
     engine = ray.remote(Engine).options(num_cpus=0).remote()
     trainer = object.__new__(Trainer)
     trainer._history = started(tmp_path / "history")
-    trainer._recorder = Recorder(trainer._history, None, slots=lambda: 4)
+    trainer._recorder = Recorder(trainer._history, None, lambda: 4, DraftCounts(dict))
     os.kill(pid_of(trainer._history, one_node), signal.SIGKILL)
     trainer.fit(None)
     assert ray.get(engine.was_stopped.remote(), timeout=60)
