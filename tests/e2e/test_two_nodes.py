@@ -202,6 +202,7 @@ def sample(trajectory):
     now = time.time()
     row = dict.fromkeys(REQUESTS.names, 0) | {
         "uid": "u",
+        "id": f"request {trajectory.key.hex()}",
         "prompt_key": trajectory.key.hex(),
         "node": "n",
         "stop_reason": "completed",
@@ -240,6 +241,7 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+    from verl_rhyme.config import RhymeConfig
     from verl_rhyme.trainer.base import RhymeTrainerMixin
 
     class Engine:
@@ -265,6 +267,7 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
     engine = ray.remote(Engine).options(num_cpus=0).remote()
     trainer = object.__new__(Trainer)
     trainer._history = started(tmp_path / "history")
+    trainer._rhyme = RhymeConfig()
     trainer._recorder = Recorder(trainer._history, None, lambda: 4, DraftCounts(dict))
     os.kill(pid_of(trainer._history, one_node), signal.SIGKILL)
     trainer.fit(None)

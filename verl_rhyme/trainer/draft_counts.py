@@ -44,7 +44,7 @@ class DraftCounts:
             self._warn(repr(error))
         filled = []
         for record in records:
-            counts = self._counts.pop(record["id"], {})
+            counts = self._counts.pop(record.get("id", ""), {})
             filled.append({name: value for name, value in {**record, **counts}.items() if name != "id"})
         while len(self._counts) > _MAX_KEPT:
             self._counts.popitem(last=False)
