@@ -214,7 +214,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         missing = self._missing()  # before the look: who has told of the end by then is not lost
         self._look()
         sessions, stored = self.partitions[SESSIONS], self._trajectories()
-        failed = set()
+        failed, lost = set(), []
         for uid, number in self._in(*ON_THEIR_WAY):
             session = self._session(uid, number)
             tag = sessions.get(session, {})
@@ -227,14 +227,16 @@ class SortedReplayBuffer(ReplayBufferAsync):
             elif running and status == "generated":
                 self.controller.generate(uid, number, tag["tokens"], tag["first_version"])
             elif session in missing and session not in stored:
-                logger.warning("sample %d of prompt %s is lost, with its worker or with its report", number, uid)
                 self.controller.abandon(uid, number)
+                lost.append((uid, number))
                 continue
             if running and status in ("interrupted", "generated"):
                 self._ended.add((uid, number))
                 self._reports[uid, number] = session
             if status == "generated" and session in stored:
                 self.controller.finish(uid, number)
+        if lost:
+            logger.warning("%d samples were lost with their worker or report, and start again: %s", len(lost), lost[:8])
         self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
         if self.filter_groups_metric is not None:
             self._filter()
