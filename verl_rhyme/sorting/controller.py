@@ -43,7 +43,8 @@ class Rules:
         max_wait: Updates that may pass a prompt by; then the next harvest waits for it. ``None``: no bound but that of
             the group.
         max_versions: ``partial``: see the module.
-        stop_wait: Seconds for which stopped engines wait for attempts that are busy elsewhere.
+        stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
+            update batch's rewards.
     """
 
     batch_prompts: int
@@ -218,9 +219,20 @@ class SortedController:
         return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
 
     def settled(self, stopped_s: float) -> bool:
-        """The engines having been stopped for so many seconds, nothing is waited for any longer."""
-        on_their_way = any(True for state in ON_THEIR_WAY for _ in self.buffer.samples(state))
-        return not on_their_way or stopped_s >= self.rules.stop_wait
+        """The engines having been stopped for so many seconds, nothing is waited for any longer.
+
+        Until :attr:`Rules.stop_wait` these are: attempts that may still ask the engines for tokens, and rewards of what
+        is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is not
+        passed by for a longer one, or on-policy those that are slow to judge would be drawn again.
+        """
+        if stopped_s >= self.rules.stop_wait:
+            return True
+        if any(True for _ in self.buffer.samples("running")):
+            return False
+        if not self.enough():  # no reward makes it so
+            return True
+        batch = self._batch("generated", "finished")
+        return self.ready() and all(prompt.samples[number].state == "finished" for prompt, number in batch)
 
     def give_up(self) -> list[tuple[str, int]]:
         """Abandon what still runs though the engines are stopped; rewards may come later.
@@ -245,12 +257,7 @@ class SortedController:
         """
         if not self.ready():
             raise ValueError("there is nothing to harvest yet: ask ready() first")
-        units = sorted(self._units("finished"), key=self._precedence)
-        taken: list[tuple[Prompt, int]] = []
-        for prompt, numbers in units:
-            if len(taken) + len(numbers) <= self.rules.batch_samples or not taken:
-                taken += [(prompt, number) for number in numbers]
-        taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
+        taken = sorted(self._batch("finished"), key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
         batch = Harvest(
             samples=[(prompt.uid, number) for prompt, number in taken],
@@ -304,6 +311,14 @@ class SortedController:
         if self.rules.unit == "group":
             return [(prompt, list(range(len(prompt.samples)))) for prompt in self.buffer if prompt.complete(*states)]
         return [(prompt, [number]) for state in states for prompt, number, _ in self.buffer.samples(state)]
+
+    def _batch(self, *states: State) -> list[tuple[Prompt, int]]:
+        """The update batch, were it taken of what is in these states."""
+        batch: list[tuple[Prompt, int]] = []
+        for prompt, numbers in sorted(self._units(*states), key=self._precedence):
+            if len(batch) + len(numbers) <= self.rules.batch_samples or not batch:
+                batch += [(prompt, number) for number in numbers]
+        return batch
 
     def _suffices(self, units: list[tuple[Prompt, list[int]]]) -> bool:
         samples = sum(len(numbers) for _, numbers in units)

@@ -68,9 +68,7 @@ class World:
                     self.advance(sample, stop=self.random.random() < 0.8)
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
-            settled = all(self.state(sample) is None for sample in self.running + self.unrewarded)
-            assert controller.settled(self.rules.stop_wait)
-            assert controller.settled(0.0) == settled
+            self.check_settled()
             assert set(controller.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
             for sample in self.running:
                 assert self.state(sample) in ("pending", None)
@@ -84,6 +82,29 @@ class World:
         self.check(batch)
         self.version += 1
         return batch
+
+    def check_settled(self):
+        """Engines stand still for rewards as long as these may change the batch, and no longer."""
+        controller = self.controller
+        assert controller.settled(self.rules.stop_wait)
+        settled = controller.settled(0.0)
+        if any(self.state(sample) is not None for sample in self.running):
+            assert not settled
+            return
+        late = [sample for sample in self.unrewarded if self.state(sample) is not None]
+        if not late:
+            assert settled
+            return
+        rewarded = copy.deepcopy(controller)
+        for sample in late:
+            rewarded.finish(*sample)
+        batch = rewarded.harvest().samples if rewarded.ready() else []
+        if settled:
+            assert batch == (copy.deepcopy(controller).harvest().samples if controller.ready() else [])
+        elif controller.ready():
+            assert set(late) & set(batch), "waits for the reward of a sample that is not of the batch"
+        else:
+            assert batch, "waits for rewards that do not fill the batch"
 
     def fill(self, batches_left):
         while count := self.controller.loadable(batches_left):
@@ -376,6 +397,51 @@ def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
     assert len(built.dispatch()) == 4
     built.finish("p0", 1)
     assert built.ready()
+
+
+def test_a_full_batch_does_not_wait_for_rewards_of_others():
+    built = controller()
+    finish(built, "p0", 5, 5)
+    for number in range(2):
+        built.generate("p1", number, 9, 0)
+        built.interrupt("p2", number, 3, 0)
+    assert built.settled(0.0)
+    assert built.harvest().samples == [("p0", 0), ("p0", 1)]
+
+
+def test_a_shorter_response_is_not_passed_by_because_its_reward_is_slow():
+    built = controller()
+    finish(built, "p0", 9, 9)
+    for number in range(2):
+        built.generate("p1", number, 5, 0)
+        built.interrupt("p2", number, 3, 0)
+    assert built.ready()
+    assert not built.settled(29.0)
+    assert built.settled(30.0)
+    built.finish("p1", 0)
+    built.finish("p1", 1)
+    assert built.settled(0.0)
+    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+
+
+def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batch_is_full():
+    built = controller()
+    finish(built, "p0", 5, 5)
+    for number in range(2):
+        built.generate("p1", number, 9, 0)
+    built.interrupt("p2", 0, 3, 0)
+    assert not built.settled(29.0)
+    assert built.settled(30.0)
+
+
+def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
+    built = controller()
+    built.drop("p0")  # its reward failed after the stop
+    built.generate("p1", 0, 5, 0)
+    for uid, number in (("p1", 1), ("p2", 0), ("p2", 1)):
+        built.interrupt(uid, number, 3, 0)
+    assert built.settled(0.0)
+    assert not built.ready()
 
 
 def test_a_response_whose_reward_comes_after_the_update_is_made_anew_on_policy_and_kept_in_partial_mode():
