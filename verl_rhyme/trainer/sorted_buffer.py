@@ -161,7 +161,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        return self.controller.state_dict()
+        return {**self.controller.state_dict(), "reports": sorted(self._reports.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ledger and bring TransferQueue, restored before, into line with it."""
@@ -173,9 +173,10 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 self.controller.drop(prompt.uid)
         finished = {self._session(*sample) for sample in self._in("finished")}
         _clear(_TRAIN, [key for key in self.partitions[_TRAIN] if key.rpartition("_")[0] not in finished])
-        told = [
-            key for key, tag in self.partitions[SESSIONS].items() if tag.get("status") in ("interrupted", "generated")
-        ]
+        # What an abandoned attempt wrote before TransferQueue was saved is not among the reports that counted.
+        counted = set(state.get("reports", self.partitions[SESSIONS]))  # older states do not say
+        tags = {key: tag for key, tag in self.partitions[SESSIONS].items() if key in counted}
+        told = [key for key, tag in tags.items() if tag.get("status") in ("interrupted", "generated")]
         self._reports = {sample_of(key): key for key in sorted(told, key=lambda key: int(key.rpartition("_")[2]))}
         self._tidy(SESSIONS, PROMPTS)
 

@@ -1,5 +1,6 @@
 """What the buffer makes of TransferQueue's tags."""
 
+import json
 from collections import defaultdict
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from verl_rhyme.sorting.controller import Rules
 from verl_rhyme.trainer import sorted_buffer
 from verl_rhyme.trainer.sorted_buffer import SortedReplayBuffer
-from verl_rhyme.workers.session import SESSIONS, sample_of, session_key
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, sample_of, session_key
 
 
 class AgentLoops:
@@ -174,3 +175,46 @@ def test_what_an_abandoned_attempt_still_writes_is_nobodys():
     buffer._poll()
     assert states(buffer) == ["finished", "running"]
     assert set(buffer.tags[SESSIONS]) == {again, session_key("a", 1, attempt=1)}
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_after_a_resume_too_nobody_goes_on_from_what_an_abandoned_attempt_wrote(mode):
+    """In partial mode its tokens are of a version that the ledger knows nothing of."""
+    first = {"status": "interrupted", "tokens": 3, "first_version": 0}
+    buffer = Buffer({SESSIONS: {"a_0": first, "a_1": RUNNING}, "train": {}}, mode=mode)
+    buffer._poll()
+    buffer._fill()  # the first goes on from its own report
+    buffer._give_up()
+    again = session_key("a", 0, attempt=1)
+    state = json.loads(json.dumps(buffer.state_dict()))
+    late = {"status": "interrupted", "tokens": 9, "first_version": 0}
+    buffer.tags[SESSIONS] |= {again: late, "a_1": late}  # between the ledger's checkpoint and TransferQueue's
+    resumed = Buffer({**buffer.tags, PROMPTS: {"a": {}}}, mode=mode)
+    resumed.load_state_dict(state)
+    assert set(resumed.tags[SESSIONS]) == {"a_0"}
+    resumed._fill()
+    assert {start.session: start.kept for start in resumed._rollout.started} == {
+        session_key("a", 0, attempt=2): "a_0",
+        session_key("a", 1, attempt=1): None,
+    }
+
+
+def test_after_a_resume_what_had_told_its_end_is_still_gone_on_from():
+    buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": GENERATED}, "train": {"a_1_0": STORED}})
+    buffer._poll()
+    assert states(buffer) == ["generated", "finished"]
+    for state in (buffer.state_dict(), buffer.controller.state_dict()):  # the second: of before reports were in it
+        resumed = Buffer({**buffer.tags, PROMPTS: {"a": {}}})
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert states(resumed) == ["pending", "finished"]
+        assert resumed._reports == {("a", 0): "a_0", ("a", 1): "a_1"}
+
+
+def test_a_checkpointed_report_that_turned_into_a_failure_is_not_gone_on_from():
+    buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": RUNNING}, "train": {}})
+    buffer._poll()
+    state = buffer.state_dict()
+    resumed = Buffer({SESSIONS: {"a_0": {"status": "failed"}}, PROMPTS: {"a": {}}, "train": {}})
+    resumed.load_state_dict(state)
+    resumed._fill()
+    assert [start.kept for start in resumed._rollout.started] == [None, None]
