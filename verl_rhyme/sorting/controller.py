@@ -26,6 +26,8 @@ from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample, State
 
 #: Samples in these states belong to an attempt that somebody works on.
 ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
+#: However small an update batch is, so many failures are no accident.
+_HOPELESS = 16
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class SortedController:
         begin(version) -> stale samples             the policy is new
         loadable() -> load(uid, n) ...              until it says 0; also between the events below
         dispatch() -> samples to start
-        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) what is lost
+        generate(...), finish(...), drop(...) ...   until enough(); abandon(...) what is lost, fail(...) till hopeless()
         interrupt(...), finish(...) ...             once the engines were stopped, until settled()
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
@@ -122,6 +124,7 @@ class SortedController:
         self.version = 0
         self.step = StepCounts()
         self._owed = 0  # prompts to load in place of those that were dropped
+        self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
     # ---- loading ----
 
@@ -174,6 +177,8 @@ class SortedController:
         """A generated response has its reward."""
         if uid in self.buffer:
             self.buffer.finish(uid, number)
+            if self.buffer.prompt(uid).complete("finished", "trained"):
+                self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
         """A response was cut short after ``tokens``."""
@@ -197,12 +202,34 @@ class SortedController:
         self.step.abandoned += 1
 
     def drop(self, uid: str) -> None:
-        """A prompt failed or was filtered: another may be loaded in its place."""
+        """A prompt is lost or was filtered: another may be loaded in its place."""
         if uid in self.buffer:
             self.step.discarded_tokens += self.buffer.prompt(uid).tokens
             self.step.dropped += 1
             self.buffer.drop(uid)
             self._owed += 1
+
+    def fail(self, uid: str) -> None:
+        """A sample failed, and its prompt is dropped."""
+        if uid in self.buffer:
+            self._failed.add(self.buffer.prompt(uid).number)
+            self.drop(uid)
+
+    def hopeless(self) -> int:
+        """Prompts that were loaded one after another, as many as an update has, failed, and none got done meanwhile.
+
+        In the order of loading, for bad prompts may all fail before the first good one is done, or be all that is left
+        of a group.
+
+        Returns:
+            How many; 0 as long as it is not hopeless.
+        """
+        enough, run = max(self.rules.batch_prompts, _HOPELESS), 0
+        for number in sorted(self._failed):
+            run = run + 1 if number - 1 in self._failed else 1
+            if run == enough:
+                return run
+        return 0
 
     # ---- harvest ----
 
@@ -269,6 +296,7 @@ class SortedController:
             self.buffer.train(uid, number)
         for prompt in self.buffer:
             prompt.waited += 1
+        self._failed.clear()
         return batch
 
     def begin(self, version: int) -> list[tuple[str, int]]:

@@ -215,14 +215,15 @@ class SortedReplayBuffer(ReplayBufferAsync):
         missing = self._missing()  # before the look: who has told of the end by then is not lost
         self._look()
         sessions, stored = self.partitions[SESSIONS], self._trajectories()
-        failed, lost = set(), []
+        failed: dict[str, str] = {}
+        finished, lost = [], []
         for uid, number in self._in(*ON_THEIR_WAY):
             session = self._session(uid, number)
             tag = sessions.get(session, {})
             status = tag.get("status")
             running = self.controller.buffer.prompt(uid).samples[number].state == "running"
             if status == "failed":
-                failed.add(uid)
+                failed[uid] = f"sample {number} of prompt {uid}: {tag['error']}"
             elif running and status == "interrupted":
                 self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
             elif running and status == "generated":
@@ -235,10 +236,19 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 self._ended.add((uid, number))
                 self._reports[uid, number] = session
             if status == "generated" and session in stored:
-                self.controller.finish(uid, number)
+                finished.append((uid, number))
         if lost:
             logger.warning("%d samples were lost with their worker or report, and start again: %s", len(lost), lost[:8])
-        self._drop(failed, f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples")
+        self._drop(set(failed), failed=True)
+        for sample in finished:
+            self.controller.finish(*sample)
+        if failed and (count := self.controller.hopeless()):
+            raise RuntimeError(
+                f"rhyme_sorted: {count} prompts in a row failed, and none came to its end; the latest was "
+                f"{list(failed.values())[-1]}\nThe agent loop workers logged the traceback. Mend what raised this: the "
+                "reward function (reward.custom_reward_function), or the agent loop or tool "
+                "(actor_rollout_ref.rollout.agent, .multi_turn); the same command then goes on from the last checkpoint."
+            )
         if self.filter_groups_metric is not None:
             self._filter()
 
@@ -279,13 +289,14 @@ class SortedReplayBuffer(ReplayBufferAsync):
             _accumulate_eviction_metrics(self._failures, metrics, 0)
             self._drop(filtered)
 
-    def _drop(self, uids: set[str], counted_as: str | None = None) -> None:
+    def _drop(self, uids: set[str], failed: bool = False) -> None:
         if not uids:
             return
         for uid in uids:
-            self.controller.drop(uid)
+            (self.controller.fail if failed else self.controller.drop)(uid)
         self._tidy(SESSIONS, PROMPTS, _TRAIN)
-        if counted_as:
+        if failed:
+            counted_as = f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples"
             self._failures[counted_as] = self._failures.get(counted_as, 0) + len(uids)
 
     def _fill(self) -> None:

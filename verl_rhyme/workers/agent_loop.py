@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from typing import Any
 
 import ray
@@ -32,6 +33,8 @@ _REPORT_DELAY_S = 0.01
 #: Seconds that TransferQueue has to take a report, and between the tries.
 _REPORT_TIMEOUT_S = 30.0
 _REPORT_RETRIES_S = (0.5, 2.0, 8.0)
+#: The end of an error's text that is reported: a remote one has its traceback before its message.
+_ERROR_CHARS = 1000
 
 # AgentLoopWorkerTQ is a Ray actor class, and Ray forbids to inherit from those: take the plain class below it.
 _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
@@ -147,9 +150,10 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             )
         except Interrupted:
             await self._report(session, status="interrupted")
-        except Exception:
+        except Exception as error:
             logger.exception("sample %d of prompt %s failed; the prompt is replaced", number, uid)
-            await self._report(session, status="failed")
+            text = "".join(traceback.format_exception_only(error)).strip()
+            await self._report(session, status="failed", error=text[-_ERROR_CHARS:])
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
@@ -177,12 +181,12 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         session.kept = [Turn(**turn) for turn in turns]
         session.records = list(records) if session.partial else []
 
-    async def _report(self, session: Session, status: str) -> None:
+    async def _report(self, session: Session, status: str, **more: str) -> None:
         """The tag is what the trainer looks at again and again, the fields what it or the next attempt may ask for."""
         # What never reached the engine is nothing to tell of.
         records = [record for record in session.records if record["response_tokens"]]
         fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
-        tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version}
+        tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version, **more}
         await self._reports.send(session.name, fields, tag)
 
 

@@ -133,7 +133,7 @@ class World:
         self.unrewarded.remove(sample)
         if self.random.random() < self.mishaps:
             self.dropped.add(uid)
-            self.controller.drop(uid)
+            self.controller.fail(uid)
         else:
             self.controller.finish(uid, number)
 
@@ -263,6 +263,23 @@ def test_a_crash_at_any_event_resumes_from_the_checkpoint(rules, seed, crash_at,
     assert set(world.trained) == {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
+def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses):
+    class Hopeless(Exception):
+        pass
+
+    class Failing(World):
+        def fill(self, batches_left):
+            if self.controller.hopeless():
+                raise Hopeless
+            assert self.loads < 400
+            super().fill(batches_left)
+
+    with pytest.raises(Hopeless):
+        Failing(rules, seed, mishaps=1.0, losses=losses).step()
+
+
 def controller(**rules):
     built = SortedController(Rules(**{"batch_prompts": 1, "batch_samples": 2, "group_batches": 3, **rules}))
     built.begin(0)
@@ -340,6 +357,74 @@ def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
     built.load("p3", 2)
     assert built.loadable() == 0
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
+
+
+FAILURES = 16  # of a small batch
+
+
+def replaced(built, failing):
+    """Loads and starts what may be, and lets the prompts fail whose number ``failing`` holds."""
+    for _ in range(built.loadable()):
+        built.load(f"p{built.buffer.loaded}", 2)
+    built.dispatch()
+    for prompt in list(built.buffer):
+        if failing(prompt.number):
+            built.fail(prompt.uid)
+
+
+def test_it_is_hopeless_when_as_many_fail_one_after_another_as_an_update_batch_has():
+    for batch, failures in ((1, FAILURES), (20, 20)):
+        built = controller(batch_prompts=batch, batch_samples=2 * batch)
+        failed = 0
+        while not built.hopeless():
+            built.fail(next(iter(built.buffer)).uid)
+            failed += 1
+            replaced(built, lambda number: False)
+        assert failed == failures == built.hopeless()
+
+
+def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
+    built = controller()
+    for _ in range(2 * FAILURES):
+        replaced(built, lambda number: number != 7)
+    assert "p7" in built.buffer
+    assert built.hopeless()
+
+
+def test_while_others_come_to_their_end_it_is_not_hopeless():
+    built = controller(batch_prompts=20, batch_samples=40, group_batches=4)
+    for round in range(4):
+        replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
+        assert not built.hopeless(), round
+    built = controller()
+    for number in range(FAILURES - 1):
+        replaced(built, lambda failing, number=number: failing == number)
+    finish(built, f"p{FAILURES}", 5, 5)
+    built.fail(f"p{FAILURES - 1}")
+    assert not built.hopeless(), "one came to its end meanwhile"
+
+
+def test_samples_that_finish_in_prompts_that_fail_are_no_success():
+    built = controller()
+    for number in range(FAILURES):
+        finish(built, f"p{number}", 5)
+        assert not built.hopeless()
+        built.fail(f"p{number}")
+        replaced(built, lambda number: False)
+    assert built.hopeless()
+
+
+def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on():
+    built = controller(unit="trajectory")
+    for number in range(0, 3 * FAILURES, 2):
+        finish(built, f"p{number}", 5)
+        finish(built, f"p{number + 1}", 5)
+        built.harvest()
+        built.begin(0)
+        built.fail(f"p{number}")
+        built.fail(f"p{number + 1}")
+        replaced(built, lambda number: False)
+        assert not built.hopeless()
 
 
 def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():

@@ -218,3 +218,39 @@ def test_a_checkpointed_report_that_turned_into_a_failure_is_not_gone_on_from():
     resumed.load_state_dict(state)
     resumed._fill()
     assert [start.kept for start in resumed._rollout.started] == [None, None]
+
+
+def test_where_every_prompt_fails_an_error_says_what_the_last_failure_was():
+    buffer = Buffer({SESSIONS: {}, "train": {}}, group_batches=4)
+    loads = iter(range(1000))
+    buffer._rollout.load_prompts = lambda count: [(f"p{next(loads)}", 2) for _ in range(count)]
+
+    def look():
+        for uid, number in buffer._in("running"):
+            if number == 1:
+                error = f"ValueError: no such column {uid}"
+                buffer.tags[SESSIONS][buffer._session(uid, number)] = {"status": "failed", "error": error}
+        buffer._poll()
+        buffer._fill()
+        return True
+
+    with pytest.raises(
+        RuntimeError, match=r"16 prompts.* sample 1 of prompt p\d+: ValueError: no such column p"
+    ) as raised:
+        assert all(look() for _ in range(100))
+    assert "reward.custom_reward_function" in str(raised.value)
+    assert next(loads) < 64
+
+
+def test_a_prompt_that_came_to_its_end_in_the_same_look_as_failures_is_seen():
+    buffer = Buffer({SESSIONS: {}, "train": {}}, group_batches=4)
+    buffer._rollout.load_prompts = lambda count: []
+    for number in range(20):
+        buffer.controller.load(f"p{number}", 1)
+    buffer._fill()
+    for number in range(19):
+        buffer.tags[SESSIONS][f"p{number}_0"] = {"status": "failed", "error": "TimeoutError"}
+    buffer.tags[SESSIONS]["p19_0"] = GENERATED
+    buffer.tags["train"]["p19_0_0"] = STORED
+    buffer._poll()
+    assert {prompt.uid for prompt in buffer.controller.buffer} == {"a", "p19"}

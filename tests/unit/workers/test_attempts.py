@@ -126,3 +126,17 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     versions = [output.extra_fields for output in (stored[0] if several else stored)]
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
+
+
+async def test_a_failure_is_reported_with_the_end_of_its_text():
+    """A remote error has a long traceback before its message."""
+
+    async def run(worker, params, session_id, prompt):
+        raise RuntimeError("at some place\n" * 1000 + "KeyError: 'answer'")
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    tag = worker.reports["a_0"]
+    assert tag["status"] == "failed"
+    assert tag["error"].endswith("KeyError: 'answer'")
+    assert len(tag["error"]) <= 1000
