@@ -247,7 +247,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 f"rhyme_sorted: {count} prompts in a row failed, and none came to its end; the latest was "
                 f"{list(failed.values())[-1]}\nThe agent loop workers logged the traceback. Mend what raised this: the "
                 "reward function (reward.custom_reward_function), or the agent loop or tool "
-                "(actor_rollout_ref.rollout.agent, .multi_turn); the same command then goes on from the last checkpoint."
+                "(actor_rollout_ref.rollout.agent, .multi_turn); the same command goes on from the last checkpoint."
             )
         if self.filter_groups_metric is not None:
             self._filter()
