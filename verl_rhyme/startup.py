@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.version import Version
 
 from verl_rhyme import config as rhyme_config
-from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 
 #: The releases whose seams this version was built on; the doctor checks the same.
 SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
@@ -18,12 +19,18 @@ SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
 #: What a weight sync through /dev/shm needs at least.
 SHM_BYTES = 256 << 20
 
+#: What ``+rhyme=histospec`` and ``+rhyme=sorted`` set there.
+DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
+SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
+_MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+
 
 def check(config: Any) -> None:
     """Refuse, with how to mend it, what would fail later or be ignored in silence.
 
     Args:
-        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, nothing is checked.
+        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only that nothing of ours that
+            needs rhyme is left in it.
 
     Raises:
         ConfigError: See the message.
@@ -33,14 +40,15 @@ def check(config: Any) -> None:
             f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
             "(pip show verl-rhyme), or the group has another name (histospec, sorted)"
         )
-    mode = _trainer_mode(config)
-    if rhyme_config.from_verl(config) is None:
-        if mode.startswith("rhyme_"):
-            raise ConfigError(f"trainer.v1.trainer_mode={mode} needs {CONFIG_PATH}.enable=true (+rhyme=... sets both)")
+    rhyme = rhyme_config.from_verl(config)
+    if rhyme is None:
+        _check_without(config)
         return
     _check_versions()
     _check_plugin()
-    _check_rollout(config)
+    for told in refusals(config, rhyme):
+        raise ConfigError(told)
+    _check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
 
@@ -67,38 +75,46 @@ def _check_plugin() -> None:
         raise ConfigError(f"verl-rhyme could not be set up (see `verl-rhyme doctor`):\n  {listed}")
 
 
-def _check_rollout(config: Any) -> None:
+def _check_without(config: Any) -> None:
+    mode, manager = _trainer_mode(config), _agent_loop_manager(config)
+    if mode.startswith("rhyme_") or manager == SORTED_MANAGER:
+        what = f"trainer.v1.trainer_mode={mode}" if mode.startswith("rhyme_") else f"{_MANAGER}={manager}"
+        raise ConfigError(
+            f"{what} needs {CONFIG_PATH}.enable=true (+rhyme=... sets both); for stock verl drop +rhyme=sorted"
+        )
+
+
+def refusals(config: Any, rhyme: RhymeConfig) -> Iterator[str]:
+    """What rhyme excludes, and how to mend it, one line each; the preflight asks, too. Imports nothing."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
-        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name}: rhyme works with vllm only")
+        yield (
+            f"actor_rollout_ref.rollout.name={rollout.name}: rhyme works with vllm only; "
+            "set actor_rollout_ref.rollout.name=vllm"
+        )
     if rollout.get("disaggregation", {}).get("enabled", False):
-        raise ConfigError("rhyme does not work with actor_rollout_ref.rollout.disaggregation.enabled=true")
+        yield "rhyme does not work with actor_rollout_ref.rollout.disaggregation.enabled=true: drop it"
     if not config.trainer.get("use_v1", True):
-        raise ConfigError("rhyme needs verl's V1 trainer: drop trainer.use_v1=false")
+        yield "rhyme needs verl's V1 trainer: drop trainer.use_v1=false"
     engine_kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    rhyme = rhyme_config.from_verl(config)
-    assert rhyme is not None
     if rhyme.drafting.enable and engine_kwargs.get("speculative_config"):
-        raise ConfigError(
+        yield (
             "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
             f"{CONFIG_PATH}.drafting.enable=false"
         )
-    check_data_parallel(config, rhyme.drafting.enable, rhyme.sampling.coupled)
-    check_sorting(config, rhyme.sorting.mode)
+    yield from _data_parallel(config, rhyme)
+    yield from _sorting(config, rhyme.sorting.mode)
 
 
-def check_data_parallel(config: Any, drafting: bool, coupled: bool) -> None:
-    """Refuse several vLLM engines in one replica; the preflight asks, too.
+def _data_parallel(config: Any, rhyme: RhymeConfig) -> Iterator[str]:
+    """Several vLLM engines in one replica.
 
     vLLM answers a question to all workers with the first engine's answer (``DPLBAsyncMPClient.call_utility_async``):
     that another one runs without our proposer or sampler would go unseen, and its counts would be lost.
-
-    Raises:
-        ConfigError: See the message.
     """
     size = int(config.actor_rollout_ref.rollout.get("data_parallel_size", 1))
-    if size > 1 and (drafting or coupled):
-        raise ConfigError(
+    if size > 1 and (rhyme.drafting.enable or rhyme.sampling.coupled):
+        yield (
             f"actor_rollout_ref.rollout.data_parallel_size={size} does not work with drafting: vLLM lets us see the "
             "first of its engines only. Set it to 1: verl then makes that many times the replicas of the same GPUs; "
             f"or set {CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)"
@@ -111,15 +127,37 @@ def _trainer_mode(config: Any) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync"))
 
 
-def check_sorting(config: Any, sorting: str | None) -> None:
-    """What ``rhyme_sorted`` excludes; the preflight asks, too.
+def _agent_loop_manager(config: Any) -> str | None:
+    from omegaconf import OmegaConf
 
-    Raises:
-        ConfigError: See the message.
-    """
+    return OmegaConf.select(config, _MANAGER)
+
+
+def _check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
+    """A manager of somebody's own is one of ours with something added; its class is imported to see that."""
+    name = _agent_loop_manager(config)
+    needed = DRAFTING_MANAGER if rhyme.sorting.mode is None else SORTED_MANAGER
+    if name in (DRAFTING_MANAGER, SORTED_MANAGER, None):  # verl's own lacks the samples' numbers only
+        known = name == needed or rhyme.sorting.mode is None
+    else:
+        from verl.utils.import_utils import load_class_from_fqn
+
+        try:
+            known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
+        except Exception as error:
+            raise ConfigError(f"{_MANAGER}={name} cannot be imported: {error}") from error
+    if not known:
+        raise ConfigError(
+            f"{_MANAGER}={name or 'null'} does not derive from {needed}, which rhyme needs there: put that in the "
+            "place of verl's manager among its bases, or drop the override"
+        )
+
+
+def _sorting(config: Any, sorting: str | None) -> Iterator[str]:
+    """What ``rhyme_sorted`` excludes."""
     mode = _trainer_mode(config)
     if (mode == "rhyme_sorted") != (sorting is not None):
-        raise ConfigError(
+        yield (
             f"trainer.v1.trainer_mode={mode} contradicts {CONFIG_PATH}.sorting.mode={sorting}: +rhyme=sorted sets "
             "both; drop the override of one, or set sorting.mode=null for another trainer mode"
         )
@@ -127,23 +165,23 @@ def check_sorting(config: Any, sorting: str | None) -> None:
         return
     rollout = config.actor_rollout_ref.rollout
     if sorting == "partial" and rollout.get("enable_rollout_routing_replay", False):
-        raise ConfigError(
+        yield (
             f"{CONFIG_PATH}.sorting.mode=partial cannot replay the experts of a response that several policies made: "
             "set actor_rollout_ref.rollout.enable_rollout_routing_replay=false, or sorting.mode=on_policy"
         )
     if not rollout.get("calculate_log_probs", False) and sorting == "partial":
-        raise ConfigError(
+        yield (
             f"{CONFIG_PATH}.sorting.mode=partial needs the log-probabilities that tokens were made with: set "
             "actor_rollout_ref.rollout.calculate_log_probs=true"
         )
     sampler = config.trainer.v1.get("sampler") or {}
     if (sampler.get("custom_sampler") or {}).get("path"):
-        raise ConfigError(
+        yield (
             "trainer.v1.sampler.custom_sampler.path is ignored by rhyme_sorted, whose controller decides what is "
             "sampled: set it to null, or use another trainer mode"
         )
     if config.actor_rollout_ref.actor.get("shuffle", False):
-        raise ConfigError(
+        yield (
             "actor_rollout_ref.actor.shuffle=true undoes the order of rhyme_sorted: set it to false, and "
             f"{CONFIG_PATH}.sorting.order=0 for a shuffled batch"
         )

@@ -6,9 +6,24 @@ import time
 import pytest
 import ray
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from verl_rhyme.workers.agent_loop import SessionAgentLoopManager
+from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
+
+
+@pytest.mark.parametrize(
+    ("custom", "worker"),
+    [
+        ({"rhyme": {}}, RhymeAgentLoopWorker),
+        ({"rhyme": {"enable": False}}, AgentLoopWorkerTQ),
+        ({}, AgentLoopWorkerTQ),
+    ],
+)
+def test_without_rhyme_the_workers_are_verls(custom, worker):
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": custom}, "model": {}}})
+    assert RhymeAgentLoopManager(config, llm_client=None).agent_loop_workers_class is worker
 
 
 @ray.remote(num_cpus=0)

@@ -1,6 +1,7 @@
 """Bad input: one clear error before anything heavy starts."""
 
 import shutil
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -102,7 +103,9 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
 
 
 def sorted_config(tmp_path, mode="on_policy", **rollout):
-    tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, calculate_log_probs=True, **rollout)
+    agent = {"agent_loop_manager_class": "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"}
+    rollout = {"agent": agent, "calculate_log_probs": True, **rollout}
+    tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, **rollout)
     tree.trainer.v1.trainer_mode = "rhyme_sorted"
     return tree
 
@@ -134,7 +137,50 @@ def test_contradictions_of_the_sorted_mode(tmp_path, mode, change, words):
 def test_a_mode_of_ours_without_rhyme(tmp_path):
     tree = sorted_config(tmp_path)
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
-    assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in error(tree)
+    message = error(tree)
+    assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in message
+    assert "drop +rhyme=sorted" in message
+
+
+def test_the_sorted_group_without_rhyme_in_another_mode(tmp_path):
+    """Its agent loop manager would fail in a Ray worker."""
+    tree = sorted_config(tmp_path)
+    tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
+    tree.trainer.v1.trainer_mode = "sync"
+    assert "drop +rhyme=sorted" in error(tree)
+
+
+OWN_MANAGERS = """
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
+
+class Foreign(AgentLoopManagerTQ): ...
+class Drafting(RhymeAgentLoopManager): ...
+class Sorted(SessionAgentLoopManager): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "told"),
+    [
+        (config, "Drafting", None),
+        (config, "Foreign", "Foreign does not derive from verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"),
+        (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
+        (config, None, None),
+        (sorted_config, "Sorted", None),
+        (sorted_config, None, "agent_loop_manager_class=null does not derive from"),
+        (sorted_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
+    ],
+)
+def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, told):
+    (tmp_path / "own_managers.py").write_text(OWN_MANAGERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_managers", raising=False)
+    tree = build(tmp_path, agent={"agent_loop_manager_class": name and f"own_managers.{name}"})
+    if told is None:
+        startup.check(tree)
+    else:
+        assert told in error(tree)
 
 
 def test_data_parallel_rollout_is_refused_only_where_it_hides_something(tmp_path):

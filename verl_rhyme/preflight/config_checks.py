@@ -32,25 +32,9 @@ def rhyme(config: Any) -> Iterator[Check]:
     if tree is None:
         yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
         return
-    rollout, problems = config.actor_rollout_ref.rollout, []
-    if rollout.name != "vllm":
-        problems.append((f"{_R}.name={rollout.name}", f"set {_R}.name=vllm"))
-    if not config.trainer.get("use_v1", True):
-        problems.append(("trainer.use_v1=false", "drop it: rhyme extends verl's V1 trainer"))
-    if rollout.get("disaggregation", {}).get("enabled", False):
-        problems.append((f"{_R}.disaggregation.enabled=true", "drop it: rhyme does not work with it"))
-    if tree.drafting.enable and ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("speculative_config"):
-        problems.append(("engine_kwargs.vllm.speculative_config beside drafting", "drop it or drafting.enable"))
-    for refused in (
-        lambda: startup.check_data_parallel(config, tree.drafting.enable, tree.sampling.coupled),
-        lambda: startup.check_sorting(config, tree.sorting.mode),
-    ):
-        try:
-            refused()
-        except ConfigError as error:
-            problems.append((str(error), "as the message says"))
-    for detail, remedy in problems:
-        yield Check(name, FAIL, detail, remedy)
+    problems = list(startup.refusals(config, tree))
+    for told in problems:
+        yield Check(name, FAIL, told, "as the message says")
     if not problems:
         yield Check(name, OK, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}")
 

@@ -50,11 +50,12 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=...``."""
+    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=...``; verl's with ``enable=false``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = RhymeAgentLoopWorker
+        if rhyme_config.from_rollout(self.rollout_config) is not None:
+            self.agent_loop_workers_class = RhymeAgentLoopWorker
 
 
 class _Reports:
