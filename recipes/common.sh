@@ -147,6 +147,6 @@ launch() { # launch [hydra overrides]
   mkdir -p "$RUN_DIR"
   python -m verl.trainer.main_ppo "${args[@]}" 2>&1 | tee -a "$RUN_DIR/train.log"
   echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
-    "response_length/mean, critic/score/mean, rollout/spec/tokens_per_step, rollout/spec_accept_rate," \
+    "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length," \
     "rollout/history/hit_rate; or: verl-rhyme report $RUN_DIR"
 }

@@ -62,7 +62,7 @@ def doctor(
     # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not as_json:
-        print("verl-rhyme: looking at the installed verl and vLLM, about 20 s", file=sys.stderr, flush=True)
+        print("verl-rhyme: looking at the installed verl and vLLM, 20 to 45 s", file=sys.stderr, flush=True)
     with _silenced():
         from verl_rhyme.doctor import examine
 
@@ -100,7 +100,7 @@ def preflight(
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not (as_json or dry_run):
-        print("verl-rhyme: looking at the run and at what is installed, about 20 s", file=sys.stderr, flush=True)
+        print("verl-rhyme: looking at the run and at what is installed, 20 to 45 s", file=sys.stderr, flush=True)
     try:
         with _silenced():
             config = compose(arguments or [])

@@ -138,8 +138,8 @@ class DraftingConfig:
         weigh_cost: Adaptive: draft only what pays, by the cost of a step as measured while running.
         tail_weight: Adaptive: what a draft token is worth, at most, of the request predicted to finish last, where one
             of the mean request is worth 1; 1 weighs all alike.
-        live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 12 bytes each and as much
-            again for the index.
+        live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 20 bytes each at the
+            default and 28 at most.
         reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
         match, window: Paper: see there.
     """
@@ -314,6 +314,12 @@ class RhymeConfig:
                 f"{CONFIG_PATH}: sampling.coupled=true contradicts sorting.mode={self.sorting.mode}: only the sorted "
                 "on-policy mode (+rhyme=sorted) generates anew what could repeat itself; drop coupled"
             )
+
+    @property
+    def arm(self) -> str:
+        """What reports call such a run."""
+        arm = f"sorted {self.sorting.mode}" if self.sorting.mode else "histospec"
+        return arm if self.drafting.enable else f"{arm} without drafts"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; ``parse`` reads it back."""

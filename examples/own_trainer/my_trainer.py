@@ -1,6 +1,7 @@
 """Somebody's own trainer and worker, with rhyme put under them: one more base class.
 
-``trainer.v1.trainer_mode=my_async`` after ``VERL_USE_EXTERNAL_MODULES=examples.own_trainer.my_trainer``.
+``trainer.v1.trainer_mode=my_async`` after
+``VERL_USE_EXTERNAL_MODULES=verl_rhyme.plugin,examples.own_trainer.my_trainer`` (see README.md beside this).
 verl gives every mode but ``sync`` its asynchronous semantics, so derive from an asynchronous trainer. Without
 ``+rhyme=...``, or with ``rhyme.enable=false``, it is the same trainer without rhyme: the mixin's hooks do nothing.
 """

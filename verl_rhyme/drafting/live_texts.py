@@ -15,7 +15,7 @@ from verl_rhyme.drafting.kernels import BLOCK
 
 
 class LiveTexts:
-    """Memory: 12 bytes a token of capacity and at most as much again for the hash tables.
+    """Memory: 12 bytes a token of capacity and 8 a bucket of the hash tables; 20 bytes a token at the default.
 
     Args:
         capacity: Tokens kept, prompts included; rounded up to whole blocks, and at least ``4 * slots`` blocks, so that

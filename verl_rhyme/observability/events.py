@@ -87,6 +87,7 @@ RESPONSES = pa.schema(
 )
 
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
+#: Arm, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (:mod:`verl_rhyme.run_folder`).
 INFO_FILE = "run.json"
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 

@@ -49,7 +49,7 @@ def examine(
     Args:
         config: From :func:`verl_rhyme.preflight.compose.compose`.
         dry_run: What only this machine lacks warns instead of failing, and the doctor looks at versions only.
-        with_doctor: Look at Python, packages, plugin and patches at all; about 20 s unless ``dry_run``.
+        with_doctor: Look at Python, packages, plugin and patches at all; 20 to 45 s unless ``dry_run``.
         notes: Of :func:`verl_rhyme.run_folder.describe`.
 
     Raises:

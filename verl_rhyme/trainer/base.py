@@ -106,10 +106,7 @@ class RhymeTrainerMixin(PPOTrainer):
             rollout = self.config.actor_rollout_ref.rollout
             slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            arm = "histospec" if self._rhyme.drafting.enable else "rhyme without drafting"
-            if self._rhyme.sorting.mode is not None:
-                arm = f"sorted {self._rhyme.sorting.mode}"
-            self._event_log.describe(arm=arm, engine=engine, slots=slots)
+            self._event_log.describe(arm=self._rhyme.arm, engine=engine, slots=slots)
 
     @_hook
     def get_llm_client(self) -> Any:

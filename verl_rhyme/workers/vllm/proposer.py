@@ -1,4 +1,4 @@
-"""HistoSpec inside vLLM: a ``custom_class`` proposer that drafts from the prompt's own earlier responses.
+"""Drafting inside vLLM: a ``custom_class`` proposer around the configured drafter.
 
 The policy is a ``drafting.policy.DraftPolicy``; this file only maps batch rows to requests and keeps vLLM's bounds.
 Drafting can fail, generation can't: any error gives empty drafts, a counter and one warning.
