@@ -3,7 +3,8 @@
 ``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`). A run with another arm,
 trainer mode, engine, model, seed or data is refused there, because it would resume from weights, from a data order or
 from metrics that are not its own. What may change from one start to the next is not part of it: epochs, steps,
-learning rates, batch sizes, drafting's options.
+learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's law, and a
+run that they do not help goes on without.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def _owner(checkpoints: Path) -> dict[str, str]:
     """What the marker says; without one, what the latest checkpoint tells of itself."""
     marker = checkpoints / MARKER
     try:
-        return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
+        told = json.loads(marker.read_text()).items()
+        # earlier versions took a run without drafts for an arm of its own
+        return {str(part): str(value).removesuffix(" without drafts") for part, value in told}
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, AttributeError) as error:
@@ -148,8 +151,7 @@ def _owner(checkpoints: Path) -> dict[str, str]:
 def _arm(tree: rhyme_config.RhymeConfig | None) -> str:
     if tree is None:
         return "off"
-    drafts = "" if tree.drafting.enable else " without drafts"
-    return (f"sorted {tree.sorting.mode}" if tree.sorting.mode else "histospec") + drafts
+    return f"sorted {tree.sorting.mode}" if tree.sorting.mode else "histospec"
 
 
 def _architecture(file: Path | None) -> dict[str, str]:
