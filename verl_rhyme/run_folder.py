@@ -17,7 +17,8 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
+from verl_rhyme.config import ConfigError, RhymeConfig
 from verl_rhyme.doctor import FAIL, OK, Check
 from verl_rhyme.preflight import model_folder
 
@@ -47,7 +48,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         ConfigError: The rhyme tree is wrong.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    run = {"arm": _arm(rhyme_config.from_verl(config)), "mode": str(trainer.v1.trainer_mode)}
+    run = {"arm": _arm(config_tree.from_verl(config)), "mode": str(trainer.v1.trainer_mode)}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -72,7 +73,7 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
     """The finding of a preflight."""
     try:
         told = refusal(config, notes)
-    except rhyme_config.ConfigError:  # a finding of its own
+    except ConfigError:  # a finding of its own
         return
     except ForeignFolder as error:
         told = str(error)
@@ -148,7 +149,7 @@ def _owner(checkpoints: Path) -> dict[str, str]:
     return found
 
 
-def _arm(tree: rhyme_config.RhymeConfig | None) -> str:
+def _arm(tree: RhymeConfig | None) -> str:
     if tree is None:
         return "off"
     return f"sorted {tree.sorting.mode}" if tree.sorting.mode else "histospec"

@@ -285,14 +285,14 @@ def test_resolved_values(case):
 
 def test_our_own_keys(case):
     _, rhyme, _, config = case
-    from verl_rhyme import config as rhyme_config
+    from verl_rhyme import config_tree
     from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 
     if rhyme == "off":
-        assert rhyme_config.from_verl(config) is None
+        assert config_tree.from_verl(config) is None
         assert config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class") is None
         return
-    parsed = rhyme_config.from_verl(config)
+    parsed = config_tree.from_verl(config)
     assert parsed.drafting.enable
     assert parsed.drafting.policy == "adaptive"
     assert parsed.sorting.mode == ("on_policy" if rhyme == "sorted" else None)
@@ -463,13 +463,13 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sorted_trains_together_what_the_algorithm_compares(recipe):
-    from verl_rhyme import config as rhyme_config
+    from verl_rhyme import config_tree
     from verl_rhyme.trainer.sorted import RhymeTrainerSorted
 
     config = composed(recipe, "sorted", "megatron")
     trainer = object.__new__(RhymeTrainerSorted)
     trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
-    trainer._rhyme = rhyme_config.from_verl(config)
+    trainer._rhyme = config_tree.from_verl(config)
     buffer = trainer._build_replay_buffer()
     rules = buffer.controller.rules
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
