@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 
 #: The releases whose seams this version was built on; the doctor checks the same.
@@ -34,7 +34,7 @@ def check(config: Any) -> None:
             "(pip show verl-rhyme), or the group has another name (histospec, sorted)"
         )
     mode = _trainer_mode(config)
-    if rhyme_config.from_verl(config) is None:
+    if config_tree.from_verl(config) is None:
         if mode.startswith("rhyme_"):
             raise ConfigError(f"trainer.v1.trainer_mode={mode} needs {CONFIG_PATH}.enable=true (+rhyme=... sets both)")
         return
@@ -76,7 +76,7 @@ def _check_rollout(config: Any) -> None:
     if not config.trainer.get("use_v1", True):
         raise ConfigError("rhyme needs verl's V1 trainer: drop trainer.use_v1=false")
     engine_kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    rhyme = rhyme_config.from_verl(config)
+    rhyme = config_tree.from_verl(config)
     assert rhyme is not None
     if rhyme.drafting.enable and engine_kwargs.get("speculative_config"):
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import ListConfig
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import HISTORY_FILL, ConfigError
 from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.preflight import machine_checks
@@ -69,7 +69,7 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 def check(config: Any) -> Iterator[Check]:
     """Prompts x samples x mean length x epochs against ``history.max_bytes`` and the disk of this machine."""
     try:
-        tree = rhyme_config.from_verl(config)
+        tree = config_tree.from_verl(config)
     except ConfigError:  # a finding of its own
         return
     if tree is None:
