@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import environment
+from verl_rhyme.history import environment, owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryError, HistoryStore
 
@@ -106,7 +106,7 @@ class HistoryWriter:
         if self._opened is None:
             folder, config = self._folder, self._config
             folder.parent.mkdir(parents=True, exist_ok=True)
-            environment.remove_dead(folder.parent, keep=folder)
+            owner.remove_dead(folder.parent, keep=folder)
             ours = sum(file.stat().st_size for file in folder.rglob(environment.DATA_FILE))
             bound = config.bound(shutil.disk_usage(folder.parent).free + ours)
             self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)

@@ -246,6 +246,23 @@ def test_what_was_evicted_is_known_after_a_restart(tmp_path):
         assert again.unkept == 40 - before["prompts"] > 0
 
 
+def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
+    """A writer may die, or be late to answer, after it has recorded; its successor is given the step again."""
+
+    def largest(store):
+        return max(entry.size for _, entry in store._values.room.entries())
+
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=2) as store:
+        for step, length in enumerate((8000, 4000)):
+            store.append([trajectory(i, range(length)) for i in range(40)], step)
+        assert store.stats()["prompts"] < 40
+        once = largest(store)
+    for _ in range(2):
+        with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=2) as store:
+            store.append([trajectory(i, range(4000)) for i in range(40)], step=1)
+            assert largest(store) == once
+
+
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20
@@ -281,23 +298,24 @@ def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
 _REWRITE = """
 import sys
 import numpy as np
-from verl_rhyme.history import store as module
+from verl_rhyme.history import eviction
 from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
 
 def anonymous():
     return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
-module._COMMIT_BYTES = 16 << 20
-with module.HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
+eviction._COMMIT_BYTES = 16 << 20
+with HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
     for i in range(24):
         tokens = np.arange(900_000, dtype=np.int32)
         store.append([Trajectory(i.to_bytes(16, "big"), tokens, 1.0, 0, 0, 0)], step=i)
-    before, most, packed = anonymous(), 0, module.msgpack.packb
+    before, most, packed = anonymous(), 0, eviction.msgpack.packb
     def watch(value):
         global most
         most = max(most, anonymous())
         return packed(value)
-    module.msgpack.packb = watch
+    eviction.msgpack.packb = watch
     store._rewrite(1 << 40)
     assert store.stats()["prompts"] == 24 and store.stats()["bytes"] > 180 << 20
 print(most - before)

@@ -219,6 +219,29 @@ def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
     assert output.count("the history stays as it was") == 1, output
 
 
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [(1.0, "all"), (0.5, "some"), (0.3, "few"), (0.1, "no copy")],
+)
+def test_a_disk_too_full_for_a_whole_copy_costs_no_more_than_it_must(tmp_path, room, kept):
+    """The map is full, and the kernel lets no new file of the writer grow beyond a share of ``max_bytes``."""
+    code = f"""
+    import resource
+    bound = 4 << 20
+    with HistoryStore(path, "tokenizer-a", bound, epochs=1) as store:
+        assert store.append([trajectory(i, range(7000)) for i in range(40)], 1).trajectories == 40
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int({room} * bound), resource.RLIM_INFINITY))
+        stats = store.append([trajectory(100 + i, range(7000)) for i in range(20)], 2)
+        left = store.stats()["prompts"]
+    reader = HistoryReader(path, "tokenizer-a")
+    found = [reader.get(int(i).to_bytes(16, "big")) is not None for i in (*range(40), *range(100, 120))]
+    assert sum(found) == left and reader.errors == 0 and len(os.listdir(path)) == 3, os.listdir(path)
+    print(left, stats.trajectories, stats.dropped)
+    """
+    left, recorded, dropped = map(int, finish(python(code, tmp_path / "h")).split())
+    print(left, recorded, dropped)
+
+
 # ---- other processes ----
 
 WRITE_FOREVER = """
@@ -339,7 +362,7 @@ def test_damaged_values_go_when_room_is_made(tmp_path, bound):
     with open_store(tmp_path / "h") as store:
         for epoch in (0, 1):
             store.append([trajectory(i, range(8000), epoch) for i in range(30)], step=epoch)
-        env = store._env
+        env = store._values.opened
         for i in range(30):
             with env.env.begin(write=True, db=env.prompts) as txn:
                 value = bytearray(txn.get(key(i)))
