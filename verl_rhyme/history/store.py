@@ -121,9 +121,11 @@ class HistoryStore:
             error: Exception | None = None
             gone: set[bytes] = set()
             for kept in (None, *_KEPT):
+                rewritten = kept is None
                 try:
                     if kept is not None:
                         gone |= self._rewrite(int(kept * self._values.room.total("bytes")))
+                        rewritten = True
                     stats = self._append(groups, step, gone)
                     stats = replace(stats, dropped=stats.dropped + bad)
                     self._tell_evictions(stats)
@@ -132,7 +134,9 @@ class HistoryStore:
                     error = full
                 except (lmdb.Error, OSError, MemoryError) as failure:
                     error = failure
-                    break
+                    if rewritten or kept == _KEPT[-2]:  # a full disk may be mended: it never costs the whole history
+                        break
+                    self._warn(f"there is no room for a whole copy of it, which making room takes: {failure}")
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
