@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +49,11 @@ class Owner:
             return cls(**json.loads((path / _OWNER).read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+    def is_foreign(self) -> bool:
+        """Whether it was on another machine, as far as can be told: a reboot or a new container keeps one of both."""
+        here = Owner.here("")
+        return self.boot != here.boot and self.host != here.host
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (boot {self.boot[:8]}), of run {self.run!r}"
@@ -98,8 +103,8 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    owner, here = Owner.of(path), Owner.here("")
-    if owner is not None and owner.boot != here.boot and owner.host != here.host:
+    owner = Owner.of(path)
+    if owner is not None and owner.is_foreign():
         raise HistoryError(
             f"the history in {path} belongs to {owner}, another machine's, where it may be alive: give this run its "
             f"own history.dir, on a disk of this node; or, if that run is over, delete {path / _OWNER}"
@@ -138,15 +143,29 @@ def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
     os.close(descriptor)
 
 
-def remove_dead(base: Path, keep: Path) -> None:
+def remove_dead(base: Path, keep: Collection[Path]) -> None:
     """Delete the folders below ``base`` whose writer was killed: those whose lock can be had, but for ``keep``.
 
     A folder that no writer of ours signed is somebody else's.
     """
     for file in base.glob(f"*/{_OWNER}"):
-        if file.parent != keep and (file.parent / _LOCK).exists() and Owner.of(file.parent) is not None:
+        if file.parent not in keep and (file.parent / _LOCK).exists() and Owner.of(file.parent) is not None:
             with suppress(HistoryError, OSError):
                 disclaim(file.parent, lock_writer(file.parent, timeout=0), delete=True)
+
+
+def left_behind(base: Path) -> Iterator[tuple[Path, Owner]]:
+    """Folders of writers that do not seem to live, and that no run whose ``history.dir`` is ``base`` deletes.
+
+    They lie below ``base`` and were written on what seems another machine (also this one, when its name changed with a
+    reboot), or below another run's folder in ``base``.
+    """
+    for file in sorted((*base.glob(f"*/{_OWNER}"), *base.glob(f"*/*/{_OWNER}"))):
+        folder, owner = file.parent, Owner.of(file.parent)
+        if owner is not None and (folder.parent != base or owner.is_foreign()):
+            with without_writer(folder) as dead:
+                if dead:
+                    yield folder, owner
 
 
 def _empty(path: Path) -> None:
