@@ -139,6 +139,7 @@ class HistoryWriter:
 
     def receive(self, name: str, piece: bytes, first: bool) -> None:
         """A part of a snapshot, for a node that may not see the checkpoint folder."""
+        assert self._store is not None
         self._incoming.mkdir(exist_ok=True)
         with open(self._incoming / Path(name).name, "wb" if first else "ab") as file:
             file.write(piece)
@@ -151,7 +152,7 @@ class HistoryWriter:
 
     @property
     def _incoming(self) -> Path:
-        return self._folder.with_name(self._folder.name + ".incoming")
+        return self._folder / "incoming"
 
     def close(self) -> None:
         """End, and delete the folder; a folder that was never taken is left alone."""

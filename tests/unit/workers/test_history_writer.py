@@ -90,3 +90,19 @@ def test_what_dead_writers_left_is_deleted_where_their_nodes_are_gone(killed, no
     opened.open()
     assert [path.name for path in killed.iterdir()] == [node]
     opened.close()
+
+
+def test_a_snapshot_that_comes_in_pieces_is_restored_and_leaves_nothing(tmp_path):
+    first, second = (writer(tmp_path, node) for node in NODES)
+    record(first, 3)
+    first.snapshot(str(tmp_path / "snapshot"))
+    for file in (tmp_path / "snapshot").iterdir():
+        content = file.read_bytes()
+        for start in range(0, len(content), 5000):
+            second.receive(file.name, content[start : start + 5000], start == 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*NODES, "snapshot"]
+    assert second.restore_received()["responses"] == 1
+    assert tokens(tmp_path, NODES[1]) == [3]
+    first.close()
+    second.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
