@@ -1,14 +1,13 @@
-"""Making room: the one place where something that was kept goes.
+"""Making room: how what was kept goes.
 
-:mod:`verl_rhyme.history.room` decides what goes, here it is done, in two ways:
+:mod:`verl_rhyme.history.room` decides what stays. A prompt that arrives in an append is kept with as many epochs as its
+level gives it, or not written at all, so that nothing thrashes (``HistoryStore.append``). What others keep goes here:
 
-- :func:`shed`, at the end of an append and in its transaction, while values fill more than their bound (0.7 of
+- :func:`shed`, in the append's transaction, while values fill more than their bound (0.7 of
   ``history.max_bytes``): excess epochs are cut off, excess prompts deleted, and LMDB uses their pages again later;
 - :func:`rewrite`, where pages run out all the same (a transaction writes before it frees, and values need pages in a
   row): what stays is copied into a new, dense environment, which then takes the old one's place. Until then both are on
   the disk: ``max_bytes`` and the values once more.
-
-A prompt that has no room from the start is never written (``HistoryStore.append``), so that nothing thrashes.
 """
 
 from __future__ import annotations

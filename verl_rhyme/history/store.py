@@ -104,7 +104,8 @@ class HistoryStore:
             step: The trainer's step, or any other number of this append that a resumed run gives it again.
 
         Returns:
-            What was recorded. A full disk or map is a warning and ``dropped``; the history stays as it was.
+            What was recorded. A full disk or map is a warning and ``dropped``; the history stays as it was. Where the
+            map is full and the disk has no room for a copy of all, what a smaller copy leaves out goes.
         """
         with self._mutex:
             groups: dict[bytes, list[Trajectory]] = {}
@@ -121,6 +122,8 @@ class HistoryStore:
             error: Exception | None = None
             gone: set[bytes] = set()
             for kept in (None, *_KEPT):
+                if kept == 0 and not isinstance(error, lmdb.MapFullError):
+                    break  # a full disk may be mended: it never costs the whole history
                 rewritten = kept is None
                 try:
                     if kept is not None:
@@ -134,7 +137,7 @@ class HistoryStore:
                     error = full
                 except (lmdb.Error, OSError, MemoryError) as failure:
                     error = failure
-                    if rewritten or kept == _KEPT[-2]:  # a full disk may be mended: it never costs the whole history
+                    if rewritten:
                         break
                     self._warn(f"there is no room for a whole copy of it, which making room takes: {failure}")
             self._warn(f"a step is not recorded, the history stays as it was: {error}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import lmdb
+import msgpack
 import numpy as np
 import pytest
 
@@ -263,6 +264,20 @@ def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
             assert largest(store) == once
 
 
+def test_a_store_whose_list_of_prompts_has_no_steps_is_read(tmp_path):
+    """As versions before wrote it."""
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
+        opened = store._values.opened
+        with opened.env.begin(write=True, db=opened.seen) as txn:
+            for name, value in list(txn.cursor()):
+                txn.put(name, msgpack.packb(msgpack.unpackb(value)[:6]))
+        before = store.stats()
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        assert store.stats() == before
+        assert store.append([trajectory(i, range(8000), epoch=1) for i in range(40)], step=1).dropped == 0
+
+
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20
@@ -413,8 +428,6 @@ def test_after_close_an_append_is_dropped_not_raised(store):
 
 def test_values_carry_lmdbs_format(tmp_path, store):
     """What the docstring of the environment says is in the file."""
-    import msgpack
-
     store.append([trajectory(1, [5, 6])], step=1)
     store.snapshot(tmp_path / "s")
     with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
