@@ -45,7 +45,8 @@ class HistoryConfig:
         dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
         max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest epochs go
             first, then whole prompts by a hash of their key. ``None``: 64 GiB, but at most half of what is free on the
-            folder's disk when the run starts. Each checkpoint takes a copy of the values.
+            folder's disk when the run starts. While the file is rewritten the values stand there twice: 1.7 times as
+            many bytes. Each checkpoint takes a copy of the values.
         epochs: How many of a prompt's latest epochs are kept.
         timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer
             anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
