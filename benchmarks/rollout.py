@@ -45,7 +45,7 @@ ENVIRONMENT = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_ENVIRONMENT": "1",
+        "HF_HUB_OFFLINE": "1",
     }.items()
 }
 NAMESPACE = "benchmark"

@@ -60,6 +60,10 @@ CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}
 SEED=${SEED:-1}
 [ "$SMOKE" = 1 ] || [ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
+plain_path ROOT "the checkout's folder"
+for _path in RUN_DIR CKPT DATA_DIR TRAIN_FILE VAL_FILE MODEL_PATH; do
+  [[ "$_path=${!_path}" == *_FILE=\[* ]] || plain_path "$_path" # a list is hydra's own syntax
+done
 
 _args=(
   --config-path "$ROOT/recipes/config" --config-name "$RECIPE" "backend=$ENGINE"

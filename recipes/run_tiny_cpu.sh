@@ -59,6 +59,8 @@ arm=$RHYME mode=$MODE
 [ "$RHYME" = sorted ] && mode=$(sorted_name)
 [ "$COMPARE" = 1 ] && arm=compare
 RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$mode}")
+plain_path ROOT "the checkout's folder"
+plain_path RUN_DIR
 
 if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
   # shellcheck source=requirements/bootstrap.sh

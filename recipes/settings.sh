@@ -21,6 +21,13 @@ number() { # number VARIABLE LEAST [WHAT THE LEAST IS]
   [ "$((10#${!1}))" -ge "$2" ] || refuse "$1=${!1} is below $2${3:+, $3}"
 }
 
+plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no other character without quotes
+  local LC_ALL=C plain='A-Za-z0-9 _./+@%:$*?|-' other # in C a letter is one of A to Z
+  other=${!1//[$plain]/}
+  [ -z "$other" ] || refuse "${2:-$1}=${!1} contains $other, which hydra cannot read in a path; choose one of the" \
+    "letters a-z and A-Z, digits, spaces and . _ - + @ %"
+}
+
 check_rhyme() { # RHYME and, for sorted, SORTED_MODE, SORTED_COUPLED and MODE; leaves hydra's overrides in SORTED_ARGS
   case "$RHYME" in
     histopipe | stream | full) refuse "RHYME=$RHYME does not exist yet; use histospec, sorted or off" ;;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -266,6 +267,12 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     remedy = "" if status == OK else "free some, or set history.dir elsewhere"
     detail = f"{folder}: {_gib(free)} free, of which history.max_bytes=null takes {_gib(HistoryConfig().bound(free))}"
     yield Check("history folder", status, detail, remedy)
+    from verl_rhyme.history import owner
+
+    for left, writer in owner.left_behind(folder):
+        size = sum(file.stat().st_size for file in left.rglob("*") if file.is_file())
+        detail = f"{left}: {size / (1 << 20):.1f} MiB, of {writer}, which does not seem to live"
+        yield Check("history left over", WARN, detail, f"if that run is over for good: rm -r {shlex.quote(str(left))}")
 
 
 def _shared_memory() -> Iterator[Check]:

@@ -3,7 +3,8 @@
 ``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`). A run with another arm,
 trainer mode, engine, model, seed or data is refused there, because it would resume from weights, from a data order or
 from metrics that are not its own. What may change from one start to the next is not part of it: epochs, steps,
-learning rates, batch sizes, drafting's options.
+learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's law, and a
+run that they do not help goes on without.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
+from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, Check
 from verl_rhyme.preflight import model_folder
 
+#: In the checkpoint folder. Not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
 MARKER = "run.json"
 
 #: What to do about a :class:`ForeignFolder`.
@@ -46,7 +49,8 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         ConfigError: The rhyme tree is wrong.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    run = {"arm": _arm(rhyme_config.from_verl(config)), "mode": str(trainer.v1.trainer_mode)}
+    rhyme = config_tree.from_verl(config)
+    run = {"arm": rhyme.arm if rhyme else "off", "mode": str(trainer.v1.trainer_mode)}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -71,7 +75,7 @@ def check(config: Any, notes: Mapping[str, str] | None = None) -> Iterator[Check
     """The finding of a preflight."""
     try:
         told = refusal(config, notes)
-    except rhyme_config.ConfigError:  # a finding of its own
+    except ConfigError:  # a finding of its own
         return
     except ForeignFolder as error:
         told = str(error)
@@ -126,7 +130,9 @@ def _owner(checkpoints: Path) -> dict[str, str]:
     """What the marker says; without one, what the latest checkpoint tells of itself."""
     marker = checkpoints / MARKER
     try:
-        return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
+        told = json.loads(marker.read_text()).items()
+        # earlier versions took a run without drafts for an arm of its own
+        return {str(part): str(value).removesuffix(" without drafts") for part, value in told}
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, AttributeError) as error:
@@ -143,13 +149,6 @@ def _owner(checkpoints: Path) -> dict[str, str]:
         for saved_model in (actor / "huggingface", actor / "model" / "huggingface"):  # FSDP's, Megatron's
             found |= _architecture(saved_model / "config.json")
     return found
-
-
-def _arm(tree: rhyme_config.RhymeConfig | None) -> str:
-    if tree is None:
-        return "off"
-    drafts = "" if tree.drafting.enable else " without drafts"
-    return (f"sorted {tree.sorting.mode}" if tree.sorting.mode else "histospec") + drafts
 
 
 def _architecture(file: Path | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 
 #: The releases whose seams this version was built on; the doctor checks the same.
@@ -40,7 +40,7 @@ def check(config: Any) -> None:
             f"+rhyme={config.rhyme} did not find its config group: verl-rhyme is not installed beside verl "
             "(pip show verl-rhyme), or the group has another name (histospec, sorted)"
         )
-    rhyme = rhyme_config.from_verl(config)
+    rhyme = config_tree.from_verl(config)
     if rhyme is None:
         _check_without(config)
         return

@@ -106,7 +106,8 @@ class Step:
 
     def sampler(self, arm: str) -> Callable[[], Any]:
         """A call that samples this step."""
-        from verl_rhyme.workers.vllm.sampler import Drawer, DrawingSampler, DrawingVerifier
+        from verl_rhyme.workers.vllm.drawer import Drawer
+        from verl_rhyme.workers.vllm.sampler import DrawingSampler, DrawingVerifier
 
         runner = self.runner(keyed=arm == "ours, keyed")
         plain, verifier = runner.sampler, runner.rejection_sampler

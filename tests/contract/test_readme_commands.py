@@ -174,6 +174,7 @@ def test_again_further_and_elsewhere(checkout):
         ("PEOPLE=abc", "PEOPLE='abc' is no list of numbers"),
         ("SEED=-1", "SEED=-1 is no whole number"),
         ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use 0 or 1"),
+        ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
         ("trainer.save_frq=2", "trainer.save_frq=2: there is no such key; did you mean trainer.save_freq?"),
         ("DRY_RUN=1 trainer.save_frq=2", "did you mean trainer.save_freq?"),

@@ -4,10 +4,13 @@ The arguments come from the real scripts, through a stand-in for ``verl-rhyme`` 
 """
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
 import os
+import shlex
+import string
 import subprocess
 import tempfile
 import warnings
@@ -15,6 +18,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 
 ROOT = Path(__file__).parents[2]
@@ -280,14 +285,14 @@ def test_resolved_values(case):
 
 def test_our_own_keys(case):
     _, rhyme, _, config = case
-    from verl_rhyme import config as rhyme_config
+    from verl_rhyme import config_tree
     from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 
     if rhyme == "off":
-        assert rhyme_config.from_verl(config) is None
+        assert config_tree.from_verl(config) is None
         assert config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class") is None
         return
-    parsed = rhyme_config.from_verl(config)
+    parsed = config_tree.from_verl(config)
     assert parsed.drafting.enable
     assert parsed.drafting.policy == "adaptive"
     assert parsed.sorting.mode == ("on_policy" if rhyme == "sorted" else None)
@@ -458,13 +463,13 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sorted_trains_together_what_the_algorithm_compares(recipe):
-    from verl_rhyme import config as rhyme_config
+    from verl_rhyme import config_tree
     from verl_rhyme.trainer.sorted import RhymeTrainerSorted
 
     config = composed(recipe, "sorted", "megatron")
     trainer = object.__new__(RhymeTrainerSorted)
     trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
-    trainer._rhyme = rhyme_config.from_verl(config)
+    trainer._rhyme = config_tree.from_verl(config)
     buffer = trainer._build_replay_buffer()
     rules = buffer.controller.rules
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
@@ -515,6 +520,16 @@ class TestScript:
         assert f"{variable}=deepspeed is unknown; use " in result.stderr
         assert calls == []
 
+    @pytest.mark.parametrize("variable", ["RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL_PATH"])
+    def test_a_path_that_hydra_cannot_read(self, recipe, variable, tmp_path):
+        path = tmp_path / "a=(b)"
+        path.mkdir()
+        result, calls = start(recipe, **{variable: str(path)})
+        assert result.returncode == 2
+        assert f"{variable}={path} contains =(), which hydra cannot read" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert calls == []
+
     def test_checks_then_trains_with_the_same_arguments(self, recipe):
         result, calls = start(recipe, "trainer.total_epochs=3")
         assert result.returncode == 0, result.stderr
@@ -562,7 +577,7 @@ class TestScript:
             MODEL_PATH="some/model",
             DATA_DIR=str(tmp_path),
             VAL_FILE="[a.parquet,b.parquet]",
-            RUN_DIR=str(tmp_path / "run"),
+            RUN_DIR=str(tmp_path / "a run"),
             LOGGER="file,wandb",
             SEED="7",
             MODE="separate_async",
@@ -587,10 +602,38 @@ class TestScript:
             "data.val_files": ["a.parquet", "b.parquet"],
             "trainer.logger": ["file", "wandb"],
             "trainer.v1.trainer_mode": "separate_async",
-            "trainer.default_local_dir": str(tmp_path / "run" / "checkpoints"),
-            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(tmp_path / "run" / "metrics.jsonl"),
+            "trainer.default_local_dir": str(tmp_path / "a run" / "checkpoints"),
+            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(tmp_path / "a run" / "metrics.jsonl"),
         }
         assert differing(config, expected) == {}
+
+
+def test_paths_are_refused_where_hydra_cannot_read_them():
+    def read(value):
+        with contextlib.suppress(HydraException):
+            return OverridesParser.create().parse_override(f"key={value}").value()
+
+    paths = {each: f"/a{each}b/{each}c/d" for each in [*string.printable, "ü", "日"]}
+    script = 'for P in "$@"; do (plain_path P) 2> /dev/null && echo yes || echo no; done'
+    command = ["bash", "-c", f"source {shlex.quote(str(ROOT))}/recipes/settings.sh; NAME=test; {script}", "-"]
+    told = subprocess.run([*command, *paths.values()], capture_output=True, text=True, check=True).stdout.split()
+    taken = {each for each, word in zip(paths, told, strict=True) if word == "yes"}
+    readable = {each for each, path in paths.items() if read(path) == path}
+    assert {*string.ascii_letters, *string.digits, *" ._-+@%"} <= taken
+    # hydra drops a tab at the end, and a backslash before some others
+    assert readable - taken == {"\t", "\\"}
+    assert taken <= readable
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "tiny_cpu"])
+def test_a_checkout_where_hydra_cannot_read_it(recipe, tmp_path):
+    (tmp_path / "a=b").symlink_to(ROOT)
+    script = tmp_path / "a=b" / "recipes" / f"run_{recipe}.sh"
+    environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path / "run")}
+    result = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert f"the checkout's folder={tmp_path}/a=b contains =, which hydra cannot read" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_metrics_go_where_the_script_says():

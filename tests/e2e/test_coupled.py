@@ -14,9 +14,9 @@ from small_law import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
 
-# The module imports vLLM's samplers.
-sampler = pytest.importorskip("verl_rhyme.workers.vllm.sampler")
-BatchNoise, is_installed = sampler.BatchNoise, sampler.is_installed
+# The modules import vLLM's samplers.
+BatchNoise = pytest.importorskip("verl_rhyme.workers.vllm.drawer").BatchNoise
+is_installed = pytest.importorskip("verl_rhyme.workers.vllm.sampler").is_installed
 
 pytestmark = pytest.mark.xdist_group("coupled")
 

@@ -53,7 +53,7 @@ def test_law_is_the_targets(engine, write_history, law_of, p_value, kind, settin
 
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
 def test_a_broken_sampler_is_noticed(engine, write_history, law_of, p_value, monkeypatch, fault):
-    from verl_rhyme.workers.vllm import sampler
+    from verl_rhyme.workers.vllm import drawer, sampler
 
     write_history(engine.history_folder, history_of("true", law_of))
     if fault == "accepts more":
@@ -68,9 +68,9 @@ def test_a_broken_sampler_is_noticed(engine, write_history, law_of, p_value, mon
 
         monkeypatch.setattr(sampler, "until_first_difference", lenient)
     else:
-        original_rows = sampler.BatchNoise.rows
+        original_rows = drawer.BatchNoise.rows
         monkeypatch.setattr(
-            sampler.BatchNoise,
+            drawer.BatchNoise,
             "rows",
             lambda self, counts: replace(rows := original_rows(self, counts), positions=0 * rows.positions),
         )

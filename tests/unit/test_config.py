@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import config
-from verl_rhyme import config as config_module
-from verl_rhyme.config import ConfigError, RhymeConfig, parse
+from verl_rhyme import config_tree
+from verl_rhyme.config import ConfigError, RhymeConfig
+from verl_rhyme.config_tree import parse
 
 
 def test_defaults_survive_a_round_trip():
@@ -56,9 +56,9 @@ def test_whole_numbers_may_be_written_as_floats():
 
 def test_reads_verls_config_and_its_rollout_part():
     whole = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {"poll_interval": 1}}}}})
-    assert config.from_verl(whole) == config.from_rollout(whole.actor_rollout_ref.rollout)
-    assert config.from_verl(OmegaConf.create({})) is None
-    assert config.from_rollout(OmegaConf.create({"custom": None})) is None
+    assert config_tree.from_verl(whole) == config_tree.from_rollout(whole.actor_rollout_ref.rollout)
+    assert config_tree.from_verl(OmegaConf.create({})) is None
+    assert config_tree.from_rollout(OmegaConf.create({"custom": None})) is None
 
 
 def test_the_groups_set_every_key_and_its_defaults(request):
@@ -97,7 +97,7 @@ def test_contradictions_of_sorting_say_what_to_change(tree, message):
 
 def test_a_key_of_an_earlier_version_is_read_and_told(monkeypatch):
     told = []
-    monkeypatch.setattr(config_module.logger, "warning", lambda message, *values: told.append(message % values))
+    monkeypatch.setattr(config_tree.logger, "warning", lambda message, *values: told.append(message % values))
     found = parse({"sorting": {"mode": "on_policy", "coupled": True}})
     assert found.sampling.coupled
     [line] = told

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 from verl_rhyme import doctor, engine_packages
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
+from verl_rhyme.history import environment
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.preflight.machine import Machine
@@ -234,7 +238,7 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     assert levels[0] > 1 > levels[1]
     assert f"kept: {levels[0]:.1f} of 4 epochs to {levels[1]:.0%} of the prompts" in found.detail
     assert "history.max_bytes" in found.remedy
-    assert history_store(preflight(dapo, f"{history}.max_bytes=1000000000000")).status == "ok"
+    assert history_store(preflight(dapo, f"{history}.max_bytes=600000000000")).status == "ok"
     few = history_store(preflight(dapo, "data.train_max_samples=100"))
     assert few.status == "ok"
     assert "100 prompts" in few.detail
@@ -245,6 +249,32 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
 def test_the_history_takes_no_more_than_half_of_the_free_disk(world, monkeypatch):
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 40 << 30))
     assert "history.max_bytes 20.0 GiB" in history_store(preflight(world)).detail
+
+
+def test_the_history_asks_for_the_disk_that_its_rewrite_takes(world, monkeypatch):
+    bound = f"{R}.custom.rhyme.history.max_bytes={10 << 30}"
+    for free, short in ((11, True), (16, True), (18, False)):
+        monkeypatch.setattr(machine_checks, "free_disk", lambda folder, free=free: (folder, free << 30))
+        found = [check for check in preflight(world, bound).checks if check.name == "history store"]
+        assert any("free some" in check.remedy for check in found) == short
+        assert "17.0 GiB while it is rewritten" in found[0].detail
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 4 << 30))
+    assert history_store(preflight(world)).status == "ok"
+
+
+def test_a_rewrite_takes_as_much_disk_as_the_preflight_says(tmp_path, monkeypatch):
+    bound, peaks, publish = 4 << 20, [], environment.publish
+
+    def watched(path, folder):
+        peaks.append(sum(file.stat().st_blocks * 512 for file in path.glob("env-*/*")))
+        publish(path, folder)
+
+    monkeypatch.setattr(environment, "publish", watched)
+    with HistoryStore(tmp_path / "h", "a", bound, epochs=1) as store:
+        for step in range(20):
+            new = [Trajectory(bytes([step % 2, i] * 8), np.arange(8000), 0.0, 0, step // 2, i) for i in range(18)]
+            assert store.append(new, step).dropped == 0
+    assert 1.5 * bound < max(peaks) < 1.02 * history_room.PEAK * bound
 
 
 def test_the_need_is_counted_as_the_store_counts():

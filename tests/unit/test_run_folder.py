@@ -49,7 +49,6 @@ def contents(folder):
 RUNS = {
     "off": [],
     "histospec": ["+rhyme=histospec"],
-    "no drafts": ["+rhyme=histospec", f"{R}.custom.rhyme.drafting.enable=false"],
     "sorted": ["+rhyme=sorted"],
     "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"],
     "mode": ["trainer.v1.trainer_mode=colocate_async"],
@@ -109,6 +108,25 @@ def test_what_may_change_from_start_to_start(tmp_path):
     config.actor_rollout_ref.actor.optim.lr = 1e-4
     config.actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens = 3
     assert run_folder.refusal(config) is None
+
+
+@pytest.mark.parametrize("arm", ["histospec", "sorted"])
+def test_drafts_may_be_switched_off_and_on_again(tmp_path, arm):
+    config = run_in(tmp_path, arm)
+    run_folder.claim(config)
+    for enable in (False, True):
+        config.actor_rollout_ref.rollout.custom.rhyme.drafting.enable = enable
+        assert run_folder.refusal(config) is None
+
+
+def test_an_earlier_versions_run_without_drafts_is_its_own(tmp_path):
+    config = run_in(tmp_path, "histospec")
+    run_folder.claim(config)
+    marker = tmp_path / "run.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": "histospec without drafts"}))
+    config.actor_rollout_ref.rollout.custom.rhyme.drafting.enable = False
+    assert run_folder.refusal(config) is None
+    assert "arm histospec there, off here" in run_folder.refusal(run_in(tmp_path, "off"))
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])

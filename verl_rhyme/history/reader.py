@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from verl_rhyme.history import environment
+from verl_rhyme.history import environment, owner
 from verl_rhyme.history.environment import Damaged, Environment
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
@@ -90,7 +90,7 @@ class HistoryReader:
         folder = environment.current(self._path)
         if folder is None:
             return None
-        with environment.without_writer(self._path) as unchecked:
+        with owner.without_writer(self._path) as unchecked:
             if unchecked:
                 environment.check(folder)
             opened = environment.acquire(folder)

@@ -29,6 +29,7 @@ _COLUMNS = np.dtype(
         ("bytes", "i8"),
         ("tokens", "i8"),
         ("responses", "i4"),
+        ("step", "i8"),
     ]
 )
 
@@ -41,6 +42,7 @@ class Entry(NamedTuple):
         size: Bytes of one epoch of it: the mean of those kept, or what its latest one would have taken.
         units: Epochs kept; 0: it has no room, and the next three are 0.
         bytes, tokens, responses: Kept.
+        step: The latest one that recorded it, or would have.
     """
 
     epoch: int
@@ -49,6 +51,11 @@ class Entry(NamedTuple):
     bytes: int = 0
     tokens: int = 0
     responses: int = 0
+    step: int = -1
+
+    def emptied(self) -> Entry:
+        """What stays known when nothing is kept."""
+        return Entry(self.epoch, self.size, step=self.step)
 
 
 def place(key: bytes) -> float:
@@ -57,7 +64,7 @@ def place(key: bytes) -> float:
 
 
 class Room:
-    """The ledger of a store: about 60 bytes a prompt, and as much for Python's index of the keys.
+    """The ledger of a store: about 70 bytes a prompt, and as much for Python's index of the keys.
 
     Args:
         bound: Bytes that values may fill.
@@ -130,17 +137,21 @@ class Room:
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[row] = (np.void(key), place(key), *entry)
 
-    def arrive(self, key: bytes, epoch: int, size: float) -> None:
+    def arrive(self, key: bytes, epoch: int, size: float, step: int) -> None:
         """A prompt is seen; what its new responses would take is the best guess of a prompt that is not kept.
 
         Args:
             size: Bytes of its new responses; those of one epoch may come in several parts.
+            step: That of the part; one that comes again does not count again.
         """
         self.now = epoch
-        if key not in self:
-            before = self.entry(key) if key in self._row else None
-            earlier = before.size if before is not None and before.epoch == epoch else 0.0
-            self.record(key, Entry(epoch, earlier + size))
+        if key in self:
+            return
+        before = self.entry(key) if key in self._row else None
+        if before is None or before.epoch != epoch:
+            self.record(key, Entry(epoch, size, step=step))
+        elif step > before.step:
+            self.record(key, Entry(epoch, before.size + size, step=step))
 
     def settle(self) -> None:
         """Find the level at which all known prompts fit, each with as many epochs as the level gives it."""
@@ -194,11 +205,9 @@ class Room:
                     left[int(row)] = unit
         return {table["key"][row].tobytes(): units for row, units in left.items()}
 
-    def evict(self, key: bytes) -> Entry:
+    def evict(self, key: bytes) -> None:
         """Nothing is kept of a prompt any more; its size stays known."""
-        entry = self.entry(key)
-        self.record(key, Entry(entry.epoch, entry.size))
-        return self.entry(key)
+        self.record(key, self.entry(key).emptied())
 
     def forget(self) -> list[bytes]:
         """Drop what has no room and has not been seen for epochs. Returns the keys."""

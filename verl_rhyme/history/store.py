@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import msgpack
 import numpy as np
 
 from verl_rhyme.config import HISTORY_FILL
-from verl_rhyme.history import environment
+from verl_rhyme.history import environment, eviction, owner
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import CorruptRecord, PromptHistory, Trajectory, encoded_bytes
-from verl_rhyme.history.room import Entry, Room
+from verl_rhyme.history.record import Trajectory, encoded_bytes
+from verl_rhyme.history.values import Values, entry_of, stored_bytes
 
 __all__ = ["AppendStats", "HistoryError", "HistoryMismatch", "HistoryReader", "HistoryStore"]
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: Part of the present bytes that is kept, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
-#: Bytes that a rewrite commits at a time: LMDB holds in memory what is not committed.
-_COMMIT_BYTES = 256 << 20
 #: Seconds to wait for a writer that is just ending, or a reader that is just checking.
 _LOCK_TIMEOUT_S = 10.0
 _META_FILE = "meta.json"
@@ -89,9 +86,9 @@ class HistoryStore:
         self._epochs = epochs
         self._warned: set[str] = set()
         self._mutex = threading.RLock()
-        self._lock: int | None = environment.claim(self._path, run, _LOCK_TIMEOUT_S)
+        self._lock: int | None = owner.claim(self._path, run, _LOCK_TIMEOUT_S)
         try:
-            self._env, self._room = self._open_or_start()
+            self._values = self._open_or_start()
             self._shrink()
         except BaseException:
             os.close(self._lock)
@@ -107,7 +104,8 @@ class HistoryStore:
             step: The trainer's step, or any other number of this append that a resumed run gives it again.
 
         Returns:
-            What was recorded. A full disk or map is a warning and ``dropped``; the history stays as it was.
+            What was recorded. A full disk or map is a warning and ``dropped``; the history stays as it was. Where the
+            map is full and the disk has no room for a copy of all, what a smaller copy leaves out goes.
         """
         with self._mutex:
             groups: dict[bytes, list[Trajectory]] = {}
@@ -124,9 +122,13 @@ class HistoryStore:
             error: Exception | None = None
             gone: set[bytes] = set()
             for kept in (None, *_KEPT):
+                if kept == 0 and not isinstance(error, lmdb.MapFullError):
+                    break  # a full disk may be mended: it never costs the whole history
+                rewritten = kept is None
                 try:
                     if kept is not None:
-                        gone |= self._rewrite(int(kept * self._room.total("bytes")))
+                        gone |= self._rewrite(int(kept * self._values.room.total("bytes")))
+                        rewritten = True
                     stats = self._append(groups, step, gone)
                     stats = replace(stats, dropped=stats.dropped + bad)
                     self._tell_evictions(stats)
@@ -135,7 +137,9 @@ class HistoryStore:
                     error = full
                 except (lmdb.Error, OSError, MemoryError) as failure:
                     error = failure
-                    break
+                    if rewritten:
+                        break
+                    self._warn(f"there is no room for a whole copy of it, which making room takes: {failure}")
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
@@ -152,7 +156,7 @@ class HistoryStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
-                self._env.env.copy(str(temporary), compact=True)
+                self._values.opened.env.copy(str(temporary), compact=True)
                 meta = {"format": environment.FORMAT, "namespace": self._namespace, **self.stats()}
                 (temporary / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
                 for file in temporary.iterdir():
@@ -205,11 +209,11 @@ class HistoryStore:
         """``prompts``, ``responses``, ``tokens``, ``bytes`` (of their values), ``file_bytes``, ``epochs`` (the most
         that any prompt has), and ``kept_share`` (prompts kept of those seen lately)."""
         with self._mutex:
-            room = self._room
+            room = self._values.room
             return {
                 "prompts": room.prompts,
                 **{column: room.total(column) for column in ("responses", "tokens", "bytes")},
-                "file_bytes": os.stat(self._env.folder / environment.DATA_FILE).st_size,
+                "file_bytes": os.stat(self._values.opened.folder / environment.DATA_FILE).st_size,
                 "epochs": room.deepest,
                 "kept_share": room.kept_share,
             }
@@ -222,8 +226,8 @@ class HistoryStore:
         """
         with self._mutex:
             if self._lock is not None:
-                environment.release(self._env)
-                environment.disclaim(self._path, self._lock, delete)
+                environment.release(self._values.opened)
+                owner.disclaim(self._path, self._lock, delete)
                 self._lock = None
 
     def __enter__(self) -> HistoryStore:
@@ -238,20 +242,22 @@ class HistoryStore:
         if not groups:
             return AppendStats()
         try:
-            self._env.env.reader_check()  # readers that were killed would hold old pages for ever
-            with self._env.env.begin(write=True, buffers=True) as txn:
+            env = self._values.opened.env
+            env.reader_check()  # readers that were killed would hold old pages for ever
+            with env.begin(write=True, buffers=True) as txn:
                 stats = self._write(txn, groups, step, set(gone))
-            environment.fill_up(self._env.folder, self._env.env)
+            environment.fill_up(self._values.opened.folder, env)
             return stats
         except BaseException:
-            self._room = self._load(self._env)  # as of the last transaction
+            self._values = self._load(self._values.opened)  # as of the last transaction
             raise
 
     def _write(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
-        room, changed = self._room, set(groups)
-        prompts = trajectories = written = dropped = unkept = shed = tokens = 0
+        values, room = self._values, self._values.room
+        prompts = trajectories = written = dropped = unkept = cut = tokens = 0
         for key, group in groups.items():
-            room.arrive(key, group[-1].epoch, _stored(encoded_bytes(sum(len(t.tokens) for t in group), len(group))))
+            size = stored_bytes(encoded_bytes(sum(len(t.tokens) for t in group), len(group)))
+            room.arrive(key, group[-1].epoch, size, step)
         forgotten = room.forget()
         room.settle()
         for key, group in groups.items():
@@ -260,96 +266,64 @@ class HistoryStore:
                 unkept += len(group)
                 if key in room:
                     gone.add(key)
-                    self._evict(txn, key)
+                    values.evict(txn, key)
                 continue
-            old = self._old(txn, key)
+            old = values.get(txn, key)
             history = old.extended(group, step, epochs)
             value = history.encode()
-            if written + _stored(len(value)) > room.bound:
+            if written + stored_bytes(len(value)) > room.bound:
                 dropped += len(group)
                 continue
+            entry = entry_of(value, history, group[-1].epoch)
+            values.put(txn, key, value, entry)
             there = len({*old.epoch.tolist(), *(t.epoch for t in group)})
-            shed += min(there, self._epochs) - self._put(txn, key, value, history, group[-1].epoch)
-            written += _stored(len(value))
+            cut += min(there, self._epochs) - entry.units
+            written += stored_bytes(len(value))
             prompts += 1
             trajectories += len(group)
             tokens += sum(len(t.tokens) for t in group)
-        while excess := room.excess(room.bound):
-            for key, epochs in excess.items():
-                changed.add(key)
-                if epochs == 0:
-                    gone.add(key)
-                    self._evict(txn, key)
-                else:
-                    shed += room.entry(key).units - epochs
-                    history = self._old(txn, key).latest(epochs)
-                    if not len(history):  # damaged
-                        gone.add(key)
-                        self._evict(txn, key)
-                        continue
-                    self._put(txn, key, history.encode(), history, room.entry(key).epoch)
-        for key in changed:
-            txn.put(key, msgpack.packb(room.entry(key)), db=self._env.seen)
-        for key in forgotten:
-            txn.delete(key, db=self._env.seen)
+        shed = eviction.shed(values, txn)
+        gone |= shed.gone
+        values.note(txn, set(groups) | shed.shortened | shed.gone, forgotten)
         if dropped:
             self._warn(
                 f"{dropped} trajectories of one step are not recorded: a step takes more than history.max_bytes holds"
             )
         evicted = sum(key not in room for key in gone)
-        return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, shed)
-
-    def _put(self, txn: Any, key: bytes, value: bytes, history: PromptHistory, epoch: int) -> int:
-        """Returns the epochs kept."""
-        entry = _entry(value, history, epoch)
-        txn.put(key, value, db=self._env.prompts)
-        self._room.record(key, entry)
-        return entry.units
-
-    def _evict(self, txn: Any, key: bytes) -> None:
-        txn.delete(key, db=self._env.prompts)
-        self._room.evict(key)
-
-    def _old(self, txn: Any, key: bytes) -> PromptHistory:
-        value = txn.get(key, db=self._env.prompts)
-        if value is not None:
-            try:
-                return PromptHistory.decode(value)
-            except CorruptRecord as error:
-                self._warn(f"the history of prompt {key.hex()} starts anew: {error}")
-        return PromptHistory.build([])
+        return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, cut + shed.epochs)
 
     def _tell_evictions(self, stats: AppendStats) -> None:
         if stats.evicted or stats.unkept:
+            room = self._values.room
             self._warn(
                 f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest epoch of about "
-                f"{self._room.kept_share:.0%} of the {self._room.known} prompts seen so far, always the same ones, and "
+                f"{room.kept_share:.0%} of the {room.known} prompts seen so far, always the same ones, and "
                 "of a smaller share until all have been seen (rollout/history/kept_share); the others draft without a "
                 "history. Raise history.max_bytes to keep more"
             )
 
     # ---- environments ----
 
-    def _open_or_start(self) -> tuple[Environment, Room]:
+    def _open_or_start(self) -> Values:
         folder = environment.current(self._path) or environment.newest(self._path)
         environment.remove_others(self._path, keep=folder)
         if folder is not None and folder.exists():
             try:
                 opened = self._open_checked(folder)
                 try:
-                    room = self._load(opened)
+                    values = self._load(opened)
                 except Damaged:
                     environment.release(opened)
                     raise
                 environment.publish(self._path, folder)
-                return opened, room
+                return values
             except (Damaged, lmdb.Error) as error:
                 aside = environment.set_aside(folder)
                 logger.warning("the history in %s is damaged and starts empty (kept as %s): %s", folder, aside, error)
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
         environment.publish(self._path, folder)
-        return opened, self._load(opened)
+        return self._load(opened)
 
     def _open_checked(self, folder: Path) -> Environment:
         environment.check(folder)
@@ -369,72 +343,39 @@ class HistoryStore:
 
     def _replace(self, opened: Environment, folder: Path) -> None:
         try:
-            room = self._load(opened)
+            values = self._load(opened)
             environment.publish(self._path, folder)
         except BaseException:
             environment.release(opened)
             raise
-        environment.release(self._env)
-        self._env, self._room = opened, room
+        environment.release(self._values.opened)
+        self._values = values
         environment.remove_others(self._path, keep=folder)
 
-    def _load(self, opened: Environment) -> Room:
-        room = Room(int(self._map_size * HISTORY_FILL), self._epochs)
-        with opened.env.begin() as txn:
-            try:
-                for key, value in txn.cursor(db=opened.seen):
-                    entry = Entry(*msgpack.unpackb(value))
-                    room.record(bytes(key), entry)
-                    room.now = max(room.now, entry.epoch)
-            except (TypeError, ValueError, msgpack.UnpackException) as error:
-                raise Damaged(f"its list of prompts is unreadable: {error}") from error
-        return room
+    def _load(self, opened: Environment) -> Values:
+        return Values(opened, int(self._map_size * HISTORY_FILL), self._epochs, self._warn)
 
     def _shrink(self) -> None:
         """Obey a bound that is lower than the one the environment was written under."""
         stats = self.stats()
-        if stats["bytes"] > self._room.bound or stats["file_bytes"] > self._map_size:
+        if stats["bytes"] > self._values.room.bound or stats["file_bytes"] > self._map_size:
             try:
-                self._rewrite(self._room.bound)
+                self._rewrite(self._values.room.bound)
             except (lmdb.Error, OSError) as error:
                 self._warn(f"it stays larger than history.max_bytes for now: {error}")
 
     def _rewrite(self, bound: int) -> set[bytes]:
-        """Copy what fits into ``bound`` bytes into a new, dense environment. Returns the prompts that went."""
-        room = self._room
-        excess = room.excess(bound)
+        """Keep what fits into ``bound`` bytes, in a dense environment. Returns the prompts that went."""
         folder = environment.new_folder(self._path)
         opened = environment.create(folder, self._namespace, self._map_size)
-        entries = list(room.entries())
         try:
-            with self._env.env.begin(db=self._env.prompts, buffers=True) as old:
-                while entries:  # nobody sees it before it is whole
-                    with opened.env.begin(write=True) as new:
-                        written = 0
-                        while entries and written < _COMMIT_BYTES:
-                            written += self._copy(old, new, opened, *entries.pop(), excess)
-            environment.fill_up(folder, opened.env)
+            gone = eviction.rewrite(self._values, opened, bound)
         except BaseException:
             environment.release(opened)
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._replace(opened, folder)
-        return {key for key, epochs in excess.items() if epochs == 0}
-
-    def _copy(self, old: Any, new: Any, opened: Environment, key: bytes, entry: Entry, excess: dict[bytes, int]) -> int:
-        """One prompt, with what it may keep. Returns its bytes."""
-        epochs = excess.get(key, entry.units)
-        value = old.get(key, b"") if epochs else b""
-        if epochs < entry.units and value:
-            history = self._old(old, key).latest(epochs)
-            value = history.encode() if len(history) else b""  # damaged
-            entry = _entry(value, history, entry.epoch) if value else entry
-        if value:
-            new.put(key, value, db=opened.prompts)
-        else:
-            entry = Entry(entry.epoch, entry.size)
-        new.put(key, msgpack.packb(entry), db=opened.seen)
-        return entry.bytes
+        return gone
 
     def _warn(self, message: str) -> None:
         kind = message.lstrip("0123456789 ")[:32]
@@ -449,13 +390,3 @@ def _is_sound(trajectory: Trajectory) -> bool:
     if logprobs is not None and len(logprobs) != len(tokens):
         return False
     return int(np.min(tokens)) >= 0 and int(np.max(tokens)) < 1 << 31
-
-
-def _stored(value_bytes: int) -> int:
-    """Bytes of the file that a value takes: whole pages, with LMDB's page header."""
-    return -(-(value_bytes + 16) // 4096) * 4096
-
-
-def _entry(value: bytes, history: PromptHistory, epoch: int) -> Entry:
-    size, units = _stored(len(value)), len(np.unique(history.epoch))
-    return Entry(epoch, size / units, units, size, len(history.tokens) - len(history.bounds), len(history))

@@ -7,8 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config as rhyme_config
-from verl_rhyme import startup
+from verl_rhyme import config_tree, startup
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
@@ -25,7 +24,7 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, f"+rhyme={config.rhyme} did not find its config group", remedy)
         return
     try:
-        tree = rhyme_config.from_verl(config)
+        tree = config_tree.from_verl(config)
     except ConfigError as error:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import ListConfig
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import HISTORY_FILL, ConfigError
 from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.preflight import machine_checks
@@ -18,6 +18,10 @@ from verl_rhyme.preflight.estimate import gib
 
 #: Bytes of a stored token and, beside them, of a response; ``history/record.py`` is the format.
 TOKEN_BYTES, RESPONSE_BYTES = 9, 29
+
+#: Of ``history.max_bytes``, what the disk must have: the file, and once more its values while they are copied into the
+#: next one (``history/eviction.py``).
+PEAK = 1 + HISTORY_FILL
 
 #: The mean length of a response cannot be known before a run: these shares of ``data.max_response_length`` are taken.
 MEAN_SHARES = (1 / 8, 1 / 2)
@@ -69,7 +73,7 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 def check(config: Any) -> Iterator[Check]:
     """Prompts x samples x mean length x epochs against ``history.max_bytes`` and the disk of this machine."""
     try:
-        tree = rhyme_config.from_verl(config)
+        tree = config_tree.from_verl(config)
     except ConfigError:  # a finding of its own
         return
     if tree is None:
@@ -80,9 +84,11 @@ def check(config: Any) -> Iterator[Check]:
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
         where += " (null: 64 GiB, at most half of what is free)"
-    if free < bound:
+    peak = int(PEAK * bound)
+    where += f", {gib(peak)} while it is rewritten"
+    if free < peak:
         yield Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes")
-        bound = free
+        bound = int(free / PEAK)
     prompts = _prompts(config)
     if not prompts:
         yield Check(name, OK, f"{where}; how many prompts there are is not known here")

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import ConfigError
 from verl_rhyme.preflight.memory import Rollout, Training
 
@@ -184,7 +184,7 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
     rollout = config.actor_rollout_ref.rollout
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     try:
-        rhyme = rhyme_config.from_verl(config)
+        rhyme = config_tree.from_verl(config)
     except ConfigError:  # a finding of its own
         rhyme = None
     weight = _size(rollout.dtype)

@@ -16,7 +16,7 @@ import ray
 from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -64,7 +64,7 @@ class RhymeTrainerMixin(PPOTrainer):
     _rhyme: Any  # RhymeConfig; None without rhyme
 
     def __init__(self, config: DictConfig) -> None:
-        self._rhyme = rhyme_config.from_verl(config)
+        self._rhyme = config_tree.from_verl(config)
         if self._rhyme is None:
             super().__init__(config)
             return
@@ -77,7 +77,7 @@ class RhymeTrainerMixin(PPOTrainer):
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
                 tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
-            rhyme = self._rhyme = rhyme_config.from_verl(config)
+            rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         super().__init__(config)
         if rhyme.poll_interval is not None:
@@ -106,7 +106,8 @@ class RhymeTrainerMixin(PPOTrainer):
             rollout = self.config.actor_rollout_ref.rollout
             slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            self._event_log.describe(arm=self._rhyme.arm, engine=engine, slots=slots)
+            arm = self._rhyme.arm if self._rhyme.drafting.enable else f"{self._rhyme.arm} without drafts"
+            self._event_log.describe(arm=arm, engine=engine, slots=slots)
 
     @_hook
     def get_llm_client(self) -> Any:

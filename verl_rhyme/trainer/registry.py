@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.sorted import RhymeTrainerSorted
 
@@ -20,7 +20,7 @@ class _InVerlsPlace(RhymeTrainerMixin):
     """Under verl's names nobody asked for rhyme: without it, these yield verl's own class."""
 
     def __new__(cls, config: DictConfig) -> Any:
-        if rhyme_config.from_verl(config) is None and cls in TRAINERS.values():
+        if config_tree.from_verl(config) is None and cls in TRAINERS.values():
             stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
             return stock(config)  # no instance of cls: Python calls no second __init__
         return super().__new__(cls)

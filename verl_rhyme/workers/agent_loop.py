@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import (
 from verl.utils.ray_utils import auto_await
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
@@ -54,7 +54,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if rhyme_config.from_rollout(self.rollout_config) is not None:
+        if config_tree.from_rollout(self.rollout_config) is not None:
             self.agent_loop_workers_class = RhymeAgentLoopWorker
 
 
@@ -96,7 +96,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         super().__init__(*args, **kwargs)
         keep_audible()
         rollout = self.config.actor_rollout_ref.rollout
-        rhyme = rhyme_config.from_rollout(rollout)
+        rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._sorting = rhyme.sorting
         self._coupled = rhyme.sampling.coupled
@@ -203,7 +203,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = SessionAgentLoopWorker
-        rhyme = rhyme_config.from_rollout(self.rollout_config)
+        rhyme = config_tree.from_rollout(self.rollout_config)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
         self._ready: list[Any] = []  # workers that have started

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import environment
+from verl_rhyme.history import environment, owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryError, HistoryStore
 
@@ -92,12 +92,15 @@ class HistoryWriter:
     """Ray actor: the one writer of its node's store.
 
     Args:
-        base: Folder of all nodes' stores on this machine.
+        folder: The node's own; see :func:`node_history_dir`.
+        living: Folders of all nodes that are alive. Beside its own it deletes those of dead writers, but for these: a
+            neighbour on this machine, killed with it, is started anew as well.
         run: What another run left in this node's folder is deleted; what a dead writer of this run left is taken over.
     """
 
-    def __init__(self, base: str, namespace: str, config: HistoryConfig, run: str) -> None:
-        self._folder = Path(node_history_dir(base, ray.get_runtime_context().get_node_id()))
+    def __init__(self, folder: str, living: set[str], namespace: str, config: HistoryConfig, run: str) -> None:
+        self._folder = Path(folder)
+        self._living = set(map(Path, living)) | {self._folder}
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
 
@@ -106,7 +109,7 @@ class HistoryWriter:
         if self._opened is None:
             folder, config = self._folder, self._config
             folder.parent.mkdir(parents=True, exist_ok=True)
-            environment.remove_dead(folder.parent, keep=folder)
+            owner.remove_dead(folder.parent, self._living)
             ours = sum(file.stat().st_size for file in folder.rglob(environment.DATA_FILE))
             bound = config.bound(shutil.disk_usage(folder.parent).free + ours)
             self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
@@ -136,6 +139,7 @@ class HistoryWriter:
 
     def receive(self, name: str, piece: bytes, first: bool) -> None:
         """A part of a snapshot, for a node that may not see the checkpoint folder."""
+        assert self._store is not None
         self._incoming.mkdir(exist_ok=True)
         with open(self._incoming / Path(name).name, "wb" if first else "ab") as file:
             file.write(piece)
@@ -148,7 +152,7 @@ class HistoryWriter:
 
     @property
     def _incoming(self) -> Path:
-        return self._folder.with_name(self._folder.name + ".incoming")
+        return self._folder / "incoming"
 
     def close(self) -> None:
         """End, and delete the folder; a folder that was never taken is left alone."""
@@ -191,6 +195,7 @@ class HistoryService:
         Does not wait for them: they come up beside the engines, and Ray keeps their calls.
         """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        folders = {node_id: node_history_dir(str(self._config.dir), node_id) for node_id in alive}
         for gone in set(self._writers) - alive:
             del self._writers[gone]
         for node_id in alive - set(self._writers):
@@ -203,7 +208,7 @@ class HistoryService:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             )
-            writer = actor.remote(self._config.dir, self._namespace, self._config, self._run)
+            writer = actor.remote(folders[node_id], set(folders.values()), self._namespace, self._config, self._run)
             self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
 
     def ready(self) -> None:

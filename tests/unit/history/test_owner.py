@@ -10,8 +10,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from verl_rhyme.history import environment
-from verl_rhyme.history.environment import HistoryError, Owner
+from verl_rhyme.history import owner
+from verl_rhyme.history.environment import HistoryError
+from verl_rhyme.history.owner import Owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
@@ -59,8 +60,8 @@ def tokens(folder):
 
 
 def owned_by(folder, **changes):
-    owner = json.loads((folder / "owner.json").read_text())
-    (folder / "owner.json").write_text(json.dumps({**owner, **changes}))
+    before = json.loads((folder / "owner.json").read_text())
+    (folder / "owner.json").write_text(json.dumps({**before, **changes}))
 
 
 def test_a_second_run_is_told_and_deletes_nothing(tmp_path, writer):
@@ -76,7 +77,7 @@ def test_a_second_run_is_told_and_deletes_nothing(tmp_path, writer):
 def test_a_live_writer_is_not_taken_for_dead_by_its_pid(tmp_path, writer, pid):
     folder = tmp_path / "base" / "node"
     owned_by(folder, pid=pid)
-    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    owner.remove_dead(tmp_path / "base", keep={tmp_path})
     assert tokens(folder) == [5, 6]
 
 
@@ -84,10 +85,10 @@ def test_a_killed_writers_folder_is_removed_and_an_own_one_is_not(tmp_path, writ
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     folder = tmp_path / "base" / "node"
-    environment.remove_dead(tmp_path / "base", keep=folder)
+    owner.remove_dead(tmp_path / "base", keep={folder})
     assert tokens(folder) == [5, 6]
     owned_by(folder, pid=os.getpid())  # its pid is used again: the lock says that it is dead
-    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    owner.remove_dead(tmp_path / "base", keep={tmp_path})
     assert not folder.exists()
 
 
@@ -97,7 +98,7 @@ def test_another_machines_folder_counts_as_alive(tmp_path, writer):
     writer.wait()
     folder = tmp_path / "base" / "node"
     owned_by(folder, host="elsewhere", boot="another")
-    environment.remove_dead(tmp_path / "base", keep=tmp_path)
+    owner.remove_dead(tmp_path / "base", keep={tmp_path})
     with pytest.raises(HistoryError, match=r"elsewhere.*history\.dir.*owner\.json"):
         open_store(folder)
     assert tokens(folder) == [5, 6]
@@ -145,5 +146,5 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     other = tmp_path / "project"
     other.mkdir()
     (other / "owner.json").write_text(text)
-    environment.remove_dead(tmp_path, keep=tmp_path / "node")
+    owner.remove_dead(tmp_path, keep={tmp_path / "node"})
     assert [file.name for file in other.iterdir()] == ["owner.json"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import lmdb
+import msgpack
 import numpy as np
 import pytest
 
@@ -246,6 +247,37 @@ def test_what_was_evicted_is_known_after_a_restart(tmp_path):
         assert again.unkept == 40 - before["prompts"] > 0
 
 
+def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
+    """A writer may die, or be late to answer, after it has recorded; its successor is given the step again."""
+
+    def largest(store):
+        return max(entry.size for _, entry in store._values.room.entries())
+
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=2) as store:
+        for step, length in enumerate((8000, 4000)):
+            store.append([trajectory(i, range(length)) for i in range(40)], step)
+        assert store.stats()["prompts"] < 40
+        once = largest(store)
+    for _ in range(2):
+        with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=2) as store:
+            store.append([trajectory(i, range(4000)) for i in range(40)], step=1)
+            assert largest(store) == once
+
+
+def test_a_store_whose_list_of_prompts_has_no_steps_is_read(tmp_path):
+    """As versions before wrote it."""
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
+        opened = store._values.opened
+        with opened.env.begin(write=True, db=opened.seen) as txn:
+            for name, value in list(txn.cursor()):
+                txn.put(name, msgpack.packb(msgpack.unpackb(value)[:6]))
+        before = store.stats()
+    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
+        assert store.stats() == before
+        assert store.append([trajectory(i, range(8000), epoch=1) for i in range(40)], step=1).dropped == 0
+
+
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20
@@ -281,23 +313,24 @@ def test_a_full_map_makes_room_and_goes_on(tmp_path, reader):
 _REWRITE = """
 import sys
 import numpy as np
-from verl_rhyme.history import store as module
+from verl_rhyme.history import eviction
 from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
 
 def anonymous():
     return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
-module._COMMIT_BYTES = 16 << 20
-with module.HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
+eviction._COMMIT_BYTES = 16 << 20
+with HistoryStore(sys.argv[1], "tokenizer-a", 512 << 20, 1) as store:
     for i in range(24):
         tokens = np.arange(900_000, dtype=np.int32)
         store.append([Trajectory(i.to_bytes(16, "big"), tokens, 1.0, 0, 0, 0)], step=i)
-    before, most, packed = anonymous(), 0, module.msgpack.packb
+    before, most, packed = anonymous(), 0, eviction.msgpack.packb
     def watch(value):
         global most
         most = max(most, anonymous())
         return packed(value)
-    module.msgpack.packb = watch
+    eviction.msgpack.packb = watch
     store._rewrite(1 << 40)
     assert store.stats()["prompts"] == 24 and store.stats()["bytes"] > 180 << 20
 print(most - before)
@@ -395,8 +428,6 @@ def test_after_close_an_append_is_dropped_not_raised(store):
 
 def test_values_carry_lmdbs_format(tmp_path, store):
     """What the docstring of the environment says is in the file."""
-    import msgpack
-
     store.append([trajectory(1, [5, 6])], step=1)
     store.snapshot(tmp_path / "s")
     with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:

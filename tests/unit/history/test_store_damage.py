@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.room import place
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
 NAMESPACE = "tokenizer-a"
@@ -219,6 +220,47 @@ def test_a_full_disk_is_a_warning_and_loses_nothing(tmp_path):
     assert output.count("the history stays as it was") == 1, output
 
 
+@pytest.fixture(scope="module")
+def small_disk():
+    """A command that runs another one beside a disk of 16 MiB of its own, at the folder that it is given."""
+    command = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=16m none "$0" && exec "$@"']
+    try:
+        subprocess.run([*command, "/tmp", "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no mount is allowed here: {error}")
+    return command
+
+
+@pytest.mark.parametrize(("free", "share"), [(1.1, 1.0), (0.8, 0.6), (0.4, 0.3), (0.1, None)])
+def test_making_room_on_a_full_disk_keeps_what_a_copy_has_room_for(tmp_path, small_disk, free, share):
+    """The map is full, so that the step needs a copy of the history, and only part of one fits on the disk."""
+    code = f"""
+    def epoch(i, n, e):
+        return [trajectory(j, range(7000), e) for j in range(i, i + n)]
+    with HistoryStore(path + "/h", "tokenizer-a", 4 << 20, epochs=1) as store:
+        for step in range(8):  # the second epoch takes new pages before it frees the first one's
+            assert store.append(epoch(step % 4 * 10, 10, step // 4), step).trajectories == 10
+        before = store.stats()
+        disk = os.statvfs(path)
+        with open(path + "/balloon", "wb") as file:
+            file.write(bytes(disk.f_bavail * disk.f_frsize - int({free} * before["bytes"])))
+        stats = store.append(epoch(0, 20, 2), 8)
+        print(before["prompts"], store.stats()["prompts"], stats.trajectories, stats.evicted, stats.dropped)
+        assert len(os.listdir(path + "/h")) == 4  # no half copy
+        os.remove(path + "/balloon")
+        assert store.append(epoch(0, 20, 3), 9).trajectories == 20
+    """
+    arguments = [*small_disk, str(tmp_path), sys.executable, "-c", HEADER + textwrap.dedent(code), str(tmp_path)]
+    output = finish(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+    before, after, recorded, evicted, dropped = map(int, output.split())
+    if share is None:
+        assert (after, recorded, evicted, dropped) == (before, 0, 0, 20)
+    else:
+        copied = sorted(range(before), key=lambda i: place(key(i)))[: int(share * before)]
+        assert (after, recorded, dropped) == (len({*copied, *range(20)}), 20, 0)
+        assert evicted == before - after
+
+
 # ---- other processes ----
 
 WRITE_FOREVER = """
@@ -339,7 +381,7 @@ def test_damaged_values_go_when_room_is_made(tmp_path, bound):
     with open_store(tmp_path / "h") as store:
         for epoch in (0, 1):
             store.append([trajectory(i, range(8000), epoch) for i in range(30)], step=epoch)
-        env = store._env
+        env = store._values.opened
         for i in range(30):
             with env.env.begin(write=True, db=env.prompts) as txn:
                 value = bytearray(txn.get(key(i)))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-# The module imports vLLM's samplers.
+# The modules import vLLM's samplers.
+drawer = pytest.importorskip("verl_rhyme.workers.vllm.drawer")
 sampler = pytest.importorskip("verl_rhyme.workers.vllm.sampler")
 
 
@@ -49,7 +50,7 @@ def test_a_gpu_works_on_enough_rows_at_a_time():
     )
     counts = np.full(256, 5)
     for metadata in (plain, SimpleNamespace(**{**vars(plain), "no_penalties": False})):
-        parts = list(sampler._chunks(Logits, counts, metadata))
+        parts = list(drawer._chunks(Logits, counts, metadata))
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == 1280
         assert len(parts) <= 16

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
@@ -42,7 +42,7 @@ class HistoryProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         settings = vllm_config.additional_config[FIELD]
-        self._config = rhyme_config.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
+        self._config = config_tree.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         scheduler = vllm_config.scheduler_config

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
 
@@ -17,5 +17,5 @@ class RhymeReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ours = not (self.is_reward_model or self.is_teacher_model)
-        if ours and rhyme_config.from_rollout(self.config) is not None:
+        if ours and config_tree.from_rollout(self.config) is not None:
             self.server_class = ray.remote(RhymeHttpServer)

@@ -15,7 +15,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from verl_rhyme import config as rhyme_config
+from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import COUNTS, FIELD, RequestMeta, RequestRecord
@@ -39,7 +39,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
-        rhyme = rhyme_config.from_rollout(self.config)
+        rhyme = config_tree.from_rollout(self.config)
         assert rhyme is not None, "RhymeReplica builds this server only when rhyme is enabled"
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()

@@ -1,0 +1,108 @@
+"""The writers of several Ray nodes on one machine, without Ray: each has its folder, below one base."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.workers.history_service import HistoryWriter, node_history_dir, pack
+
+KEY = b"k" * 16
+NODES = ("a" * 16, "b" * 16)
+WRITE = """
+import sys, time
+import numpy as np
+from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.workers.history_service import HistoryWriter, pack
+for folder in sys.argv[2:]:
+    writer = HistoryWriter(folder, set(sys.argv[2:]), "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
+    writer.open()
+    writer.append(pack([Trajectory(b"k" * 16, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]), 1)
+    globals()[folder] = writer
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def writer(base, node, run="first", living=NODES):
+    living = {node_history_dir(str(base), name) for name in living}
+    return HistoryWriter(node_history_dir(str(base), node), living, "vocabulary", HistoryConfig(max_bytes=1 << 20), run)
+
+
+def record(opened, token, step=1):
+    return opened.append(pack([Trajectory(KEY, np.array([token], np.int32), 1.0, 0, 0, 0)]), step)
+
+
+def tokens(base, node):
+    reader = HistoryReader(node_history_dir(str(base), node), "vocabulary")
+    history = reader.get(KEY)
+    reader.close()
+    return None if history is None else history.response(0).tolist()
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """Folders of both nodes, whose writers, of the run "first", were killed."""
+    folders = [node_history_dir(str(tmp_path), node) for node in NODES]
+    command = [sys.executable, "-c", textwrap.dedent(WRITE), "first", *folders]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    return tmp_path
+
+
+def test_two_nodes_on_one_machine_leave_each_other_alone(tmp_path):
+    writers = [writer(tmp_path, node) for node in NODES]
+    for token, opened in enumerate(writers):
+        assert opened.open() == os.getpid()
+        assert record(opened, token)["dropped"] == 0
+    assert [tokens(tmp_path, node) for node in NODES] == [[0], [1]]
+    writers[0].close()
+    assert record(writers[1], 7, step=2)["responses"] == 2
+    writers[1].close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_started_anew_leaves_its_runs_other_dead_ones_to_their_nodes(killed):
+    """Whatever killed one may have killed them all; each is started anew on its own time."""
+    opened = [writer(killed, node) for node in NODES]
+    for one in opened:
+        one.open()
+        assert [tokens(killed, node) for node in NODES] == [[5, 6], [5, 6]]
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize(("node", "run"), [("a" * 16, "first"), ("c" * 16, "second")])
+def test_what_dead_writers_left_is_deleted_where_their_nodes_are_gone(killed, node, run):
+    opened = writer(killed, node, run, living=[node])
+    opened.open()
+    assert [path.name for path in killed.iterdir()] == [node]
+    opened.close()
+
+
+def test_a_snapshot_that_comes_in_pieces_is_restored_and_leaves_nothing(tmp_path):
+    first, second = (writer(tmp_path, node) for node in NODES)
+    record(first, 3)
+    first.snapshot(str(tmp_path / "snapshot"))
+    for file in (tmp_path / "snapshot").iterdir():
+        content = file.read_bytes()
+        for start in range(0, len(content), 5000):
+            second.receive(file.name, content[start : start + 5000], start == 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*NODES, "snapshot"]
+    assert second.restore_received()["responses"] == 1
+    assert tokens(tmp_path, NODES[1]) == [3]
+    first.close()
+    second.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]

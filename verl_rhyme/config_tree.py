@@ -1,0 +1,116 @@
+"""Reads the typed configuration, once, from ``actor_rollout_ref.rollout.custom.rhyme``.
+
+A key that no dataclass of :mod:`verl_rhyme.config` has is an error that names the nearest one, also when it was
+appended with ``+``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+
+logger = logging.getLogger(__name__)
+
+#: Keys of earlier versions, and what they are called now.
+RENAMED = {"sorting.coupled": "sampling.coupled"}
+
+#: Keys that are gone, and what to do.
+_GONE = {
+    "drafting.sampler_memory": f"drop it; what drafts may take is now {CONFIG_PATH}.drafting.logits_memory, and its "
+    "default is enough for all that pay",
+}
+
+
+def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
+    """Read the tree at :data:`CONFIG_PATH`.
+
+    Args:
+        tree: Plain nested mapping, or ``None`` when the command has no ``+rhyme=...``.
+
+    Returns:
+        The configuration, or ``None`` when there is none or ``enable`` is false.
+
+    Raises:
+        ConfigError: Unknown key, wrong type, value out of range, or a contradiction.
+    """
+    if tree is None:
+        return None
+    config = _build(RhymeConfig, _renamed(tree), "")
+    return config if config.enable else None
+
+
+def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree with keys of earlier versions under their new names."""
+    for old, new in RENAMED.items():
+        (group, key), (new_group, new_key) = old.split("."), new.split(".")
+        inside, beside = tree.get(group), tree.get(new_group) or {}
+        if not isinstance(inside, Mapping) or not isinstance(beside, Mapping) or key not in inside:
+            continue
+        logger.warning("%s.%s is now called %s.%s", CONFIG_PATH, old, CONFIG_PATH, new)
+        tree = {**tree, group: {name: value for name, value in inside.items() if name != key}}
+        tree = {**tree, new_group: {**beside, new_key: inside[key]}}
+    return tree
+
+
+def from_verl(config: Any) -> RhymeConfig | None:
+    """Read verl's whole config (a ``DictConfig``); see :func:`parse`."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.select(config, CONFIG_PATH)
+    return parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+
+
+def from_rollout(rollout_config: Any) -> RhymeConfig | None:
+    """Read verl's rollout config (``DictConfig`` or the ``RolloutConfig`` dataclass); see :func:`parse`."""
+    from omegaconf import OmegaConf
+
+    tree = (rollout_config.get("custom", None) or {}).get("rhyme", None)
+    if OmegaConf.is_config(tree):
+        tree = OmegaConf.to_container(tree, resolve=True)
+    return parse(tree)
+
+
+def _build(cls: type[Any], tree: Any, where: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{CONFIG_PATH}.{where} must be a mapping, not {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        path = f"{where}.{key}" if where else str(key)
+        if path in _GONE:
+            raise ConfigError(f"{CONFIG_PATH}.{path} is gone: {_GONE[path]}")
+        if key not in hints:
+            raise ConfigError(_unknown_key(str(key), path, list(hints)))
+        hint = hints[key]
+        nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[key] = _build(hint, value, path) if nested else _coerce(value, hint, path)
+    return cls(**values)
+
+
+def _unknown_key(key: str, path: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    parent = path[: -len(key)]
+    hint = f"did you mean {CONFIG_PATH}.{parent}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown key {CONFIG_PATH}.{path}: {hint}"
+
+
+def _coerce(value: Any, hint: Any, path: str) -> Any:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return None
+    for kind in allowed:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+    raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")
