@@ -141,16 +141,17 @@ class Follower:
 class ReplayWorker(RhymeWorkerMethods):
     """``worker_extension_cls`` of every arm."""
 
-    def follow(self) -> bool:
-        """Once, after the start."""
+    def follow(self, our_sampler: bool = False) -> bool:
+        """Once, after the start. ``our_sampler``: with drafts of another's, or none, too."""
         runner = self.model_runner
         Follower(runner)
         drafter = getattr(runner, "drafter", None)
         runner.draft_seconds = 0.0
+        if our_sampler or hasattr(drafter, "attach"):
+            refused = self.install_sampler()
+            assert not refused, refused
         if drafter is not None:
-            if hasattr(drafter, "attach"):  # ours: with the sampler that goes with it
-                refused = self.install_sampler()
-                assert not refused, refused
+            if hasattr(drafter, "attach"):
                 drafter.attach(runner)
             propose = drafter.propose
 

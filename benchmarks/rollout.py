@@ -1,9 +1,11 @@
 """The real engine over a recorded epoch, arms interleaved: what does drafting gain in tokens per second?
 
     python -m benchmarks.rollout [--json] [--quick] [--model DIR] [--trace qwen2-t1 ...] [--concurrency 1 ...]
-    python -m benchmarks.rollout --world zipf --trace qwen2-t1 --concurrency 8 --concurrency 64 --rounds 2
+    python -m benchmarks.rollout --world zipf --trace qwen2-t1 --concurrency 8 --concurrency 32 --responses 32
 
-``--world`` takes the tiny Qwen2 with a vocabulary of real size (:mod:`examples.tiny_world.widen`) instead.
+``--world`` takes the tiny Qwen2 with a vocabulary of real size (:mod:`examples.tiny_world.widen`) instead. There vLLM's
+sampler is most of a step, so that arms are told apart by whose sampler they have: "stock, our sampler" and "suffix, our
+sampler" say what is left for drafts to gain, and for better ones.
 
 Every arm is a vLLM engine of its own; in each round all of them generate the same recorded responses, one after the
 other in an order that rotates, and those of the step before as a warm-up. What they emit is fixed by the trace
@@ -55,6 +57,8 @@ MODEL_LEN = 512
 #: The oracle that takes the steps of ``rhyme``.
 BOUND = "oracle, rhyme's steps"
 STOCK, SETTINGS, RHYME, ORACLE = "stock", "stock, drafting's settings", "rhyme", "oracle"
+#: What an arm's name ends with that has our sampler and another's drafts, or none.
+OUR_SAMPLER = ", our sampler"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -76,11 +80,11 @@ class Cell:
     measured: list[Response]
 
 
-def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Response]]) -> Cell:
+def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Response]], most: int = 128) -> Cell:
     """The second step of an epoch after its first; of one request at a time, as much of them as takes seconds."""
     first = next(i for i, step in enumerate(steps) if step[0].epoch == epoch)
     history = [r for step in steps[:first] for r in step]
-    part = min(128, max(8, 4 * concurrency))
+    part = min(most, max(8, 4 * concurrency))
     return Cell(name, epoch, concurrency, history, list(steps[first][-part:]), list(steps[first + 1][:part]))
 
 
@@ -121,12 +125,13 @@ class Engine:
             speculative_config=speculative,
             **more,
         )
-        self._llm.collective_rpc("follow")
+        self._llm.collective_rpc("follow", args=(arm.endswith(OUR_SAMPLER),))
         self._sent = 0
 
     def begin(self, cell: Cell, folder: str) -> None:
         paths = [r.tokens.tolist() for r in cell.warm_up + cell.measured]
-        texts = [[r.prompt.tolist(), r.tokens.tolist()] for r in cell.history] if self.arm == "suffix" else []
+        suffix = self.arm.startswith("suffix")
+        texts = [[r.prompt.tolist(), r.tokens.tolist()] for r in cell.history] if suffix else []
         self._llm.collective_rpc("begin", args=(paths, folder, NAMESPACE, texts))
 
     def schedule(self, emissions: list[list[int]] | None) -> None:
@@ -172,9 +177,10 @@ class Engine:
 def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """``speculative_config`` and further options of an arm."""
     custom = {"method": "custom_class", "num_speculative_tokens": LONGEST}
-    if arm == STOCK:
+    arm, ours = arm.removesuffix(OUR_SAMPLER), arm.endswith(OUR_SAMPLER)
+    if arm == STOCK and not ours:
         return None, {}
-    if arm == SETTINGS:
+    if arm in (STOCK, SETTINGS):
         return None, {"async_scheduling": False}
     if arm == "ngram":
         return {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, {}
@@ -187,12 +193,14 @@ def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str,
     return {**custom, "model": "benchmarks.engine_worker.OracleProposer"}, {}
 
 
-def arms(quick: bool) -> list[str]:
+def arms(quick: bool, world: str | None = None) -> list[str]:
     """The engines there can be here; :data:`BOUND` runs on the oracle's."""
     if quick:
         return [STOCK, RHYME, ORACLE]
     suffix = ["suffix"] if importlib.util.find_spec("arctic_inference") else []
-    return [STOCK, SETTINGS, "ngram", *suffix, RHYME, ORACLE]
+    if world is None:
+        return [STOCK, SETTINGS, "ngram", *suffix, RHYME, ORACLE]
+    return [STOCK, STOCK + OUR_SAMPLER, "ngram", *suffix, *(s + OUR_SAMPLER for s in suffix), RHYME, ORACLE]
 
 
 def measure(cell: Cell, engines: dict[str, Engine], folder: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -263,6 +271,7 @@ def main(
     epoch: Annotated[list[int] | None, typer.Option(help="counted from 1")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="besides stock, rhyme and the oracle; default: all")] = None,
     variant: Annotated[list[str] | None, typer.Option(help="one more arm: rhyme with these options, as JSON")] = None,
+    responses: Annotated[int, typer.Option(min=1, help="to measure in a cell and round, at most")] = 128,
     rounds: int = 3,
 ) -> None:
     """Measure every arm in every cell."""
@@ -270,7 +279,7 @@ def main(
     names = trace or (["qwen2-t1"] if quick else ["qwen2-t1", "qwen2-t06"])
     widths = concurrency or ([32] if quick else [1, 8, 32, 128])
     epochs = epoch or ([5] if quick else [1, 5])
-    wanted = [a for a in arms(quick) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
+    wanted = [a for a in arms(quick, world) if not arm or a in (STOCK, RHYME, ORACLE, *arm)]
     wanted += [f"{RHYME} {options}" for options in variant or []]
     path = str(model or traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2")
     if world is not None:
@@ -285,7 +294,7 @@ def main(
             steps = traces.load(traces.FOLDER / f"{name}.parquet")
             for number in epochs:
                 for width in widths:
-                    cells.append(cell(name, number - 1, width, steps))
+                    cells.append(cell(name, number - 1, width, steps, responses))
                 folders[name, number - 1] = f"{top}/{name}-{number}"
                 write_history(Path(folders[name, number - 1]), cells[-1].history)
         folder = next(iter(folders.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,21 +19,24 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw reward, rollout speed and drafting per epoch, one colour per arm; a PNG at ``path``.
 
     Args:
-        arms: Summaries as :func:`~verl_rhyme.observability.report.summarize` makes them, the stock arm first.
+        arms: Summaries as :func:`~verl_rhyme.observability.report.summarize` makes them, the stock arm first. Those of
+            one name are runs of one arm: their mean is drawn, and a band from the least to the greatest.
         path: Overwritten.
     """
     figure = Figure(figsize=(10, 6.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     ((reward, seconds), (length, shares)) = figure.subplots(2, 2, sharex=True)
-    colours = _COLOURS if len(arms) > 1 else _COLOURS[1:]
-    for arm, colour in zip(arms, colours, strict=False):
-        name = arm["arm"]
-        _line(reward, arm, "reward_mean", name, colour)
-        _line(seconds, arm, "rollout_s", name, colour)
-        _line(length, arm, "accept_length", name, colour)
-        _line(shares, arm, "accept_rate", f"{name}: drafts accepted", colour)
-        _line(shares, arm, "history_hit_rate", f"{name}: prompts with history", colour, linestyle="--", marker="s")
-        _line(shares, arm, "bubble_ratio", f"{name}: idle slots (bubble)", colour, linestyle=":", marker="^")
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for arm in arms:
+        by_name.setdefault(arm["arm"], []).append(arm)
+    colours = _COLOURS if len(by_name) > 1 else _COLOURS[1:]
+    for (name, runs), colour in zip(by_name.items(), colours, strict=False):
+        _line(reward, runs, "reward_mean", name, colour)
+        _line(seconds, runs, "rollout_s", name, colour)
+        _line(length, runs, "accept_length", name, colour)
+        _line(shares, runs, "accept_rate", f"{name}: drafts accepted", colour)
+        _line(shares, runs, "history_hit_rate", f"{name}: prompts with history", colour, linestyle="--", marker="s")
+        _line(shares, runs, "bubble_ratio", f"{name}: idle slots (bubble)", colour, linestyle=":", marker="^")
 
     for axes, title in (
         (reward, "mean reward"),
@@ -55,7 +59,17 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _line(axes: Any, arm: Mapping[str, Any], key: str, label: str, colour: str, **style: Any) -> None:
-    points = [(row["epoch"], row[key]) for row in arm["epochs"] if row[key] is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label, **{"color": colour, "marker": "o", "markersize": 4, **style})
+def _line(axes: Any, runs: Sequence[Mapping[str, Any]], key: str, label: str, colour: str, **style: Any) -> None:
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for row in run["epochs"]:
+            if row[key] is not None:
+                found.setdefault(row["epoch"], []).append(row[key])
+    if not found:
+        return
+    epochs, values = zip(*sorted(found.items()), strict=True)
+    means = [fmean(each) for each in values]
+    axes.plot(epochs, means, label=label, **{"color": colour, "marker": "o", "markersize": 4, **style})
+    if len(runs) > 1:
+        low, high = [min(each) for each in values], [max(each) for each in values]
+        axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)

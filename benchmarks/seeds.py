@@ -1,0 +1,106 @@
+"""Stock verl and HistoSpec over several seeds: reward and rollout by epoch, with their spread.
+
+    python -m benchmarks.seeds RUNS [--seed 1 --seed 2 ...] [--json] [--quick] [--plot PICTURE]
+
+Runs ``recipes/run_tiny_cpu.sh`` for each seed and arm into a folder of its own below RUNS; the arm that comes first
+alternates. A seed chooses the puzzles, their order and the engine's noise, so the arms of one seed train on the same
+prompts, and draw other samples. What is finished below RUNS is not run again: started anew, it goes on.
+
+Rewards of the arms are compared by the mean over seeds of (drafts - stock), with the standard error of that mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.machine import commit, describe
+from verl_rhyme.observability import plot
+from verl_rhyme.observability.report import SUMMARY_FILE
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+ROOT = Path(__file__).parents[1]
+OFF, ON = "off", "histospec"
+
+
+def run(arm: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+    """One training, unless it is there; its summary."""
+    environment = {**os.environ, "RHYME": arm, "SEED": str(seed), "EPOCHS": str(epochs), "RUN_DIR": str(folder)}
+    subprocess.run(["bash", "recipes/run_tiny_cpu.sh"], cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
+    summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
+    return summary
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, least, greatest and, of more than one, the standard error of the mean."""
+    told = {"mean": fmean(values), "least": min(values), "greatest": max(values)}
+    if len(values) > 1:
+        told["standard_error"] = stdev(values) / math.sqrt(len(values))
+    return {name: round(value, 4) for name, value in told.items()}
+
+
+def _epochs(summaries: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """Of each epoch, its row in every summary."""
+    return list(zip(*(summary["epochs"] for summary in summaries), strict=True))
+
+
+def by_epoch(off: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each epoch, of summaries that are paired by seed."""
+    rows = []
+    for before, after in zip(_epochs(off), _epochs(on), strict=True):
+        pairs = list(zip(before, after, strict=True))
+        rewards = {OFF: spread([a["reward_mean"] for a in before]), ON: spread([b["reward_mean"] for b in after])}
+        rows.append(
+            {
+                "epoch": before[0]["epoch"],
+                "reward": rewards,
+                "reward_difference": spread([b["reward_mean"] - a["reward_mean"] for a, b in pairs]),
+                "tokens_per_s_ratio": spread([b["useful_tokens_per_s"] / a["useful_tokens_per_s"] for a, b in pairs]),
+                "rollout_s_ratio": spread([a["rollout_s"] / b["rollout_s"] for a, b in pairs]),
+                "tokens_per_step": spread([b["accept_length"] for b in after]),
+                "accept_rate": spread([b["accept_rate"] or 0.0 for b in after]),
+            }
+        )
+    return rows
+
+
+@app.command()
+def main(
+    runs: Annotated[Path, typer.Argument(help="folder of the runs, about 130 MB each")],
+    seed: Annotated[list[int] | None, typer.Option(help="default: 1 to 5")] = None,
+    epochs: Annotated[int, typer.Option(help="of each run")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="one seed, two epochs (six minutes)")] = False,
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw")] = None,
+) -> None:
+    """Run both arms on every seed and compare them."""
+    seeds = seed or ([1] if quick else [1, 2, 3, 4, 5])
+    found: dict[str, list[dict[str, Any]]] = {OFF: [], ON: []}
+    for number, one in enumerate(seeds):
+        for arm in (OFF, ON) if number % 2 == 0 else (ON, OFF):
+            found[arm].append(run(arm, one, 2 if quick else epochs, runs.resolve() / f"{arm}-{one}"))
+    measured = {"benchmark": "seeds", "machine": describe(), "commit": commit()}
+    rows: list[dict[str, Any]] = [
+        {**measured, "seed": one, "arm": arm, "epochs": summary["epochs"]}
+        for arm, summaries in found.items()
+        for one, summary in zip(seeds, summaries, strict=True)
+    ]
+    rows += [{**measured, "seeds": seeds, **row} for row in by_epoch(found[OFF], found[ON])]
+    for row in rows if as_json else rows[len(seeds) * 2 :]:
+        print(json.dumps(row) if as_json else row, flush=True)
+    if picture is not None:
+        plot.draw([*found[OFF], *found[ON]], picture)
+
+
+if __name__ == "__main__":
+    app()
