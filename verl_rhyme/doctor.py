@@ -62,7 +62,7 @@ class Check:
 
 
 def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
-    """All checks, in the order in which a failure would explain the later ones; takes about 20 s, mostly imports.
+    """All checks, in the order in which a failure would explain the later ones; takes 20 to 45 s, mostly imports.
 
     Args:
         history_dir: The folder of ``history.dir``; ``None`` takes its default.
