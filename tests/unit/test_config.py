@@ -63,7 +63,7 @@ def test_reads_verls_config_and_its_rollout_part():
 
 def test_the_groups_set_every_key_and_its_defaults(request):
     def tree(group):
-        path = request.config.rootpath / "verl_rhyme" / "config" / "rhyme" / f"{group}.yaml"
+        path = request.config.rootpath / "verl_rhyme" / "conf" / "rhyme" / f"{group}.yaml"
         return OmegaConf.to_container(OmegaConf.load(path).actor_rollout_ref.rollout.custom.rhyme)
 
     defaults = RhymeConfig().to_dict()
