@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .core import Patch
+from verl_rhyme.patches.core import Patch
 
 
 def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:

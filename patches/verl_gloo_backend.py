@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from .conditions import verl_runs_on_cpu
-from .core import Patch
+from verl_rhyme.patches.conditions import verl_runs_on_cpu
+from verl_rhyme.patches.core import Patch
 
 
 def _gloo_once(original: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from .core import Patch
+from verl_rhyme.patches.core import Patch
 
 
 class _DropsFlush(logging.LoggerAdapter):

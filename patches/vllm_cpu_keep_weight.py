@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import vllm_runs_on_cpu
-from .core import Patch
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
+from verl_rhyme.patches.core import Patch
 
 
 def _keep_weight(original: Callable[..., None]) -> Callable[..., None]:

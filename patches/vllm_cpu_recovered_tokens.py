@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import vllm_runs_on_cpu
-from .core import Patch
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
+from verl_rhyme.patches.core import Patch
 
 
 def _accept_fp64_flag(original: Callable[..., None]) -> Callable[..., None]:

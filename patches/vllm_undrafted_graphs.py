@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .core import Patch
+from verl_rhyme.patches.core import Patch
 
 #: The proposer whose drafts are ragged; compared by name, for importing it here would import vLLM.
 _PROPOSER = "verl_rhyme.workers.vllm.proposer"

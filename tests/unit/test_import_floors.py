@@ -64,8 +64,10 @@ def test_every_floor_has_its_packages():
 
 
 def sources():
-    for path in sorted({*ROOT.rglob("*.py"), *ROOT.glob("patches/*.py")}):  # patches is a link: rglob passes it by
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    files = {path: path.relative_to(ROOT) for path in ROOT.rglob("*.py")}
+    files |= {path: path.relative_to(ROOT.parent) for path in ROOT.parent.glob("patches/*.py")}
+    for path, place in sorted(files.items()):
+        parts = place.with_suffix("").parts
         yield pytest.param(path, ".".join(["verl_rhyme", *parts]), id="/".join(parts))
 
 

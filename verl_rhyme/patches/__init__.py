@@ -1,5 +1,6 @@
 """Changes to other packages where they have no seam: one file per patch, all of them listed here.
 
+A wheel has the patches in this folder; a checkout has them in ``patches/`` at its top, which is searched as well.
 Importing this package imports none of the packages it patches; each patch waits for the module of its target.
 ``verl-rhyme doctor`` applies and reads back every patch; see ``CONTRIBUTING.md`` for how to add one.
 """
@@ -7,21 +8,10 @@ Importing this package imports none of the packages it patches; each patch waits
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
 
-from . import (
-    mbridge_local_spec,
-    mbridge_norm_names,
-    megatron_padding_mask,
-    megatron_rng_state,
-    verl_early_check,
-    verl_gloo_backend,
-    verl_logger_flush,
-    vllm_cpu_expand,
-    vllm_cpu_keep_weight,
-    vllm_cpu_recovered_tokens,
-    vllm_undrafted_graphs,
-)
-from .core import Patch, PatchRefusedError, State, Status, apply, apply_on_import, status
+from verl_rhyme.patches.core import Patch, PatchRefusedError, State, Status, apply, apply_on_import, status
 
 __all__ = [
     "ALL",
@@ -41,27 +31,36 @@ __all__ = [
     "status",
 ]
 
+_CHECKOUT = Path(__file__).parents[2]
+if (_CHECKOUT / "pyproject.toml").is_file():  # beside an installed package, patches/ would be somebody else's
+    __path__.append(str(_CHECKOUT / "patches"))
+
+
+def _load(*names: str) -> tuple[Patch, ...]:
+    return tuple(import_module(f"{__name__}.{name}").PATCH for name in names)
+
+
 #: Applied in every process that imports verl (``verl.plugins`` entry point).
-VERL: tuple[Patch, ...] = (
-    verl_early_check.PATCH,
-    verl_gloo_backend.PATCH,
-    verl_logger_flush.PATCH,
+VERL = _load(
+    "verl_early_check",
+    "verl_gloo_backend",
+    "verl_logger_flush",
 )
 
 #: Applied with verl's, where megatron-core and mbridge are imported.
-MEGATRON: tuple[Patch, ...] = (
-    mbridge_local_spec.PATCH,
-    mbridge_norm_names.PATCH,
-    megatron_padding_mask.PATCH,
-    megatron_rng_state.PATCH,
+MEGATRON = _load(
+    "mbridge_local_spec",
+    "mbridge_norm_names",
+    "megatron_padding_mask",
+    "megatron_rng_state",
 )
 
 #: Applied in every vLLM process (``vllm.general_plugins`` entry point).
-VLLM: tuple[Patch, ...] = (
-    vllm_cpu_recovered_tokens.PATCH,
-    vllm_cpu_expand.PATCH,
-    vllm_cpu_keep_weight.PATCH,
-    vllm_undrafted_graphs.PATCH,
+VLLM = _load(
+    "vllm_cpu_recovered_tokens",
+    "vllm_cpu_expand",
+    "vllm_cpu_keep_weight",
+    "vllm_undrafted_graphs",
 )
 
 ALL: tuple[Patch, ...] = VERL + MEGATRON + VLLM

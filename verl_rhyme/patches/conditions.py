@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .core import installed_version
+from verl_rhyme.patches.core import installed_version
 
 
 def vllm_runs_on_cpu() -> bool:
