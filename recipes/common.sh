@@ -7,7 +7,7 @@
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
 #                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train
 #   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
-#   RUN_DIR=runs/RECIPE/RHYME-ENGINE-MODE   logs and metrics.jsonl; on storage that all nodes share
+#   RUN_DIR=runs/RECIPE/ARM-ENGINE-MODE   logs and metrics.jsonl; on storage that all nodes share
 #   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
 #                                run.json in it says that they are another run's
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
@@ -38,11 +38,9 @@ SMOKE=${SMOKE:-0}
 check_rhyme
 one_of ENGINE megatron fsdp
 one_of MODE sync colocate_async separate_async
-_run=$RHYME-$ENGINE-$MODE
-if [ "$RHYME" = sorted ]; then
-  _run=$RHYME-$ENGINE-$(sorted_name)
-  MODE=rhyme_sorted
-fi
+_arm=$(arm_name)
+_run=$_arm-$ENGINE-$MODE
+[ "$RHYME" != sorted ] || MODE=rhyme_sorted
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
   RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke-$_run}
@@ -71,18 +69,14 @@ _args=(
   "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
   "actor_rollout_ref.rollout.tensor_model_parallel_size=$ROLLOUT_TP"
   "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE"
-  "trainer.logger=[$LOGGER]" "trainer.experiment_name=$RHYME" "trainer.default_local_dir=$CKPT"
+  "trainer.logger=[$LOGGER]" "trainer.experiment_name=$_arm" "trainer.default_local_dir=$CKPT"
   "hydra.run.dir=$RUN_DIR/hydra"
   # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
   "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl"
 )
 [ -z "${REWARD:-}" ] || _args+=("reward.custom_reward_function.path=$ROOT/$REWARD")
 
-case "$RHYME" in
-  off) ;;
-  histospec) _args+=("+rhyme=histospec") ;;
-  sorted) _args+=("${SORTED_ARGS[@]}") ;;
-esac
+_args+=("${RHYME_ARGS[@]}")
 case "$ENGINE" in
   megatron)
     _args+=(

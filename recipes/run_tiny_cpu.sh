@@ -7,7 +7,7 @@
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
-#   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-qwen2-fsdp-partial
+#   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
 # Started again with more EPOCHS it resumes. A RUN_DIR of another arm, model, engine, mode, seed or of other puzzles is
 # refused: checkpoints/run.json in it says whose it is.
@@ -55,10 +55,9 @@ model_name=$(basename "$MODEL")
 [ -d "$TINY_WORLD/models/$MODEL" ] && MODEL="$TINY_WORLD/models/$MODEL"
 [ -e "$MODEL/config.json" ] || refuse "MODEL=$MODEL is neither qwen2, llama nor a model folder"
 export MODEL
-arm=$RHYME mode=$MODE
-[ "$RHYME" = sorted ] && mode=$(sorted_name)
+arm=$(arm_name)
 [ "$COMPARE" = 1 ] && arm=compare
-RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$mode}")
+RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$MODE}")
 plain_path ROOT "the checkout's folder"
 plain_path RUN_DIR
 
@@ -71,24 +70,22 @@ export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
 
-run() { # run ARM DIRECTORY [overrides]
-  local arm=$1
-  export ARM=$1 RUN_DIR=$2 DATA=$2/data
+run() { # run RHYME DIRECTORY [overrides]
+  local RHYME=$1
+  check_rhyme
+  ARM=$(arm_name)
+  export ARM RUN_DIR=$2 DATA=$2/data
   shift 2
-  local group=()
-  case "$arm" in
-    off) ;;
-    histospec) group=("+rhyme=histospec" "actor_rollout_ref.rollout.custom.rhyme.poll_interval=null") ;;
+  local group=("${RHYME_ARGS[@]}")
+  case "$RHYME" in
+    histospec) group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=null) ;;
     sorted)
-      group=(
-        "${SORTED_ARGS[@]}" actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05
-        trainer.v1.sampler.custom_sampler.path=null
-      )
+      group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05 trainer.v1.sampler.custom_sampler.path=null)
       ;;
   esac
   [ "$ENGINE" = fsdp ] || group+=("model_engine=$ENGINE") # again in "$@", it is the same
   local mode=("trainer.v1.trainer_mode=$MODE")
-  [ "$arm" = sorted ] && mode=()
+  [ "$RHYME" = sorted ] && mode=()
   [ "$MODE" = sync ] || mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
   [ "$MODE" = separate_async ] && mode+=(
     # a replica of its own, on a second logical GPU, fed through shared memory
@@ -120,7 +117,7 @@ run() { # run ARM DIRECTORY [overrides]
     3) ;; # already finished: its summary is shown
     *) return "$status" ;;
   esac
-  python -m verl_rhyme.observability.report "$RUN_DIR" --arm "$arm"
+  python -m verl_rhyme.observability.report "$RUN_DIR"
 }
 
 cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
@@ -129,7 +126,7 @@ if [ "$COMPARE" = 1 ]; then
   run off "$TOP/off" "$@"
   run histospec "$TOP/histospec" "$@"
   [ "$DRY_RUN" = 1 ] ||
-    python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --arm histospec --out "$TOP"
+    python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --out "$TOP"
 else
   run "$RHYME" "$RUN_DIR" "$@"
 fi

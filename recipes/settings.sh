@@ -6,14 +6,19 @@ refuse() {
   exit 2
 }
 
+listed() { # listed VALUE... : a, b or c
+  local last=${*: -1} text=$1 value
+  for value in "${@:2:$#-2}"; do text+=", $value"; done
+  echo "$text or $last"
+}
+
 one_of() { # one_of VARIABLE VALUE...
-  local variable=$1 value known=$2
+  local variable=$1 value
   shift
   for value in "$@"; do
     [ "${!variable}" != "$value" ] || return 0
   done
-  for value in "${@:2:$#-2}"; do known+=", $value"; done
-  refuse "$variable=${!variable} is unknown; use $known or ${*: -1}"
+  refuse "$variable=${!variable} is unknown; use $(listed "$@")"
 }
 
 number() { # number VARIABLE LEAST [WHAT THE LEAST IS]
@@ -28,25 +33,33 @@ plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no othe
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
-check_rhyme() { # RHYME and, for sorted, SORTED_MODE, SORTED_COUPLED and MODE; leaves hydra's overrides in SORTED_ARGS
+check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; leaves hydra's overrides in RHYME_ARGS
+  local system state modes ready=() found="" allowed=any
+  while read -r system state modes _; do
+    [ "$state" != ready ] || ready+=("$system")
+    [ "$system" != "$RHYME" ] || found=$state allowed=$modes
+  done < <(grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt")
+  [ "$found" != planned ] || refuse "RHYME=$RHYME does not exist yet; use $(listed "${ready[@]}")"
+  one_of RHYME "${ready[@]}"
+  [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-sync},"* ]] ||
+    refuse "MODE=$MODE and RHYME=$RHYME exclude each other; with $RHYME use MODE=${allowed//,/ or }"
+  RHYME_ARGS=("+rhyme=$RHYME")
   case "$RHYME" in
-    histopipe | stream | full) refuse "RHYME=$RHYME does not exist yet; use histospec, sorted or off" ;;
+    off) RHYME_ARGS=() ;;
+    sorted)
+      local tree=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
+      SORTED_MODE=${SORTED_MODE:-on_policy} SORTED_COUPLED=${SORTED_COUPLED:-0}
+      one_of SORTED_MODE on_policy partial
+      one_of SORTED_COUPLED 0 1
+      RHYME_ARGS+=("$tree.sorting.mode=$SORTED_MODE" "$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
+      ;;
   esac
-  one_of RHYME histospec sorted off
-  [ "$RHYME" = sorted ] || return 0
-  local tree=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
-  SORTED_MODE=${SORTED_MODE:-on_policy} SORTED_COUPLED=${SORTED_COUPLED:-0}
-  one_of SORTED_MODE on_policy partial
-  one_of SORTED_COUPLED 0 1
-  [ "${MODE:-sync}" = sync ] ||
-    refuse "MODE=$MODE and RHYME=sorted exclude each other: sorted is a trainer mode of its own"
-  # shellcheck disable=SC2034  # read by whoever sources this
-  SORTED_ARGS=("+rhyme=sorted" "$tree.sorting.mode=$SORTED_MODE" "$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
 }
 
-sorted_name() { # of SORTED_MODE and SORTED_COUPLED, for a run's folder
-  case "$SORTED_COUPLED" in
-    1) echo "$SORTED_MODE-coupled" ;;
-    *) echo "$SORTED_MODE" ;;
+arm_name() { # of RHYME, SORTED_MODE and SORTED_COUPLED: as verl_rhyme.config.arm_name
+  case "$RHYME-${SORTED_COUPLED:-0}" in
+    sorted-1) echo "sorted-$SORTED_MODE-coupled" ;;
+    sorted-*) echo "sorted-$SORTED_MODE" ;;
+    *) echo "$RHYME" ;;
   esac
 }

@@ -32,6 +32,9 @@ VERIFIERS = ("ours", "vllm")
 SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
 
+#: The arm of a run without rhyme.
+STOCK_ARM = "off"
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message says where and how to mend it."""
@@ -299,14 +302,26 @@ class RhymeConfig:
                 "on-policy mode (+rhyme=sorted) generates anew what could repeat itself; drop coupled"
             )
 
-    @property
-    def arm(self) -> str:
-        """What such a run is called in reports and in its folder's marker."""
-        return f"sorted {self.sorting.mode}" if self.sorting.mode else "histospec"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)
+
+
+def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
+    """What a run is called in its folder's name and marker, in loggers, event log and reports, from what is on in it.
+
+    Args:
+        rhyme: ``None`` for stock verl.
+        switches: Tell also what changes no sample's distribution and may be switched from one start to the next.
+    """
+    if rhyme is None:
+        return STOCK_ARM
+    parts = ["sorted", rhyme.sorting.mode] if rhyme.sorting.mode else ["histospec"]
+    if switches and rhyme.sampling.coupled:
+        parts.append("coupled")
+    if switches and not rhyme.drafting.enable:
+        parts.append("undrafted")
+    return "-".join(parts)
 
 
 def _require(ok: bool, path: str, value: Any, allowed: str) -> None:

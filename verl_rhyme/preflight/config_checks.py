@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree, startup
+from verl_rhyme import combinations, config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
@@ -20,21 +20,22 @@ def rhyme(config: Any) -> Iterator[Check]:
     """The rhyme tree parses, and what it excludes is not set."""
     name = "rhyme"
     if isinstance(config.get("rhyme"), str):
-        remedy = "the groups are histospec and sorted; if that is what you gave, install verl-rhyme beside verl"
-        yield Check(name, FAIL, f"+rhyme={config.rhyme} did not find its config group", remedy)
+        refusal = combinations.group_not_found(config.rhyme)
+        yield Check(name, FAIL, refusal.detail, refusal.remedy)
         return
     try:
         tree = config_tree.from_verl(config)
     except ConfigError as error:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return
+    problems = list(combinations.refusals(config, tree))
+    for refusal in problems:
+        yield Check(name, FAIL, refusal.detail, refusal.remedy)
+    if problems:
+        return
     if tree is None:
         yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
-        return
-    problems = list(startup.refusals(config, tree))
-    for told in problems:
-        yield Check(name, FAIL, told, "as the message says")
-    if not problems:
+    else:
         yield Check(name, OK, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}")
 
 

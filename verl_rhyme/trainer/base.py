@@ -17,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme import config_tree
+from verl_rhyme.config import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.trainer.draft_counts import DraftCounts
@@ -106,8 +107,7 @@ class RhymeTrainerMixin(PPOTrainer):
             rollout = self.config.actor_rollout_ref.rollout
             slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            arm = self._rhyme.arm if self._rhyme.drafting.enable else f"{self._rhyme.arm} without drafts"
-            self._event_log.describe(arm=arm, engine=engine, slots=slots)
+            self._event_log.describe(arm=arm_name(self._rhyme), engine=engine, slots=slots)
 
     @_hook
     def get_llm_client(self) -> Any:
