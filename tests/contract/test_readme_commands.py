@@ -115,7 +115,10 @@ def test_they_work_one_after_another(checkout):
         if "run_tiny_cpu" in command:
             summaries = [line for line in result.stdout.replace("\n/", "\n /").split() if line.endswith("summary.json")]
             summary = json.loads(Path(summaries[-1]).read_text())
-            arm = next((name for name in ("off", "sorted") if f"RHYME={name}" in command), "histospec")
+            words = dict(word.split("=", 1) for word in command.partition(" bash ")[0].split() if "=" in word)
+            arm = words.get("RHYME", "histospec")
+            arm += f"-{words.get('SORTED_MODE', 'on_policy')}" if arm == "sorted" else ""
+            arm += "-coupled" if SLOW and "SORTED_COUPLED" in words else ""  # the event log tells it, of a real run
             assert list(summary.get("arms", [summary["arm"]] if "arm" in summary else [])) == (
                 ["off", "histospec"] if "COMPARE=1" in command else [arm]
             )

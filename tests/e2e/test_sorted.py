@@ -52,7 +52,7 @@ def coupled(tmp_path_factory):
 class TestOnPolicy:
     def test_reports_what_it_cost(self, coupled):
         summary = json.loads((coupled / "summary.json").read_text())
-        assert summary["arm"] == "sorted"
+        assert summary["arm"] == "sorted-on_policy-coupled"
         for epoch in summary["epochs"]:
             assert epoch["staleness_max"] == 0
             assert 1 <= epoch["waiting_max"] <= 3

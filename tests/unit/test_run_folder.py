@@ -119,14 +119,18 @@ def test_drafts_may_be_switched_off_and_on_again(tmp_path, arm):
         assert run_folder.refusal(config) is None
 
 
-def test_an_earlier_versions_run_without_drafts_is_its_own(tmp_path):
-    config = run_in(tmp_path, "histospec")
+@pytest.mark.parametrize(
+    ("name", "arm", "told"),
+    [("histospec", "histospec", "histospec"), ("partial", "sorted partial", "sorted-partial")],
+)
+def test_an_earlier_versions_run_is_its_own(tmp_path, name, arm, told):
+    config = run_in(tmp_path, name)
     run_folder.claim(config)
     marker = tmp_path / "run.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": "histospec without drafts"}))
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": f"{arm} without drafts"}))
     config.actor_rollout_ref.rollout.custom.rhyme.drafting.enable = False
     assert run_folder.refusal(config) is None
-    assert "arm histospec there, off here" in run_folder.refusal(run_in(tmp_path, "off"))
+    assert f"arm {told} there, off here" in run_folder.refusal(run_in(tmp_path, "off"))
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])

@@ -94,6 +94,18 @@ def write_events(log: EventLog, step: int, warm: bool, validate: bool = False) -
     )
 
 
+def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> None:
+    (off / "checkpoints" / "events").mkdir(parents=True)
+    (off / "checkpoints" / "events" / "run.json").write_text('{"slots": 4}')
+    (off / "checkpoints" / "run.json").write_text('{"arm": "sorted-partial", "mode": "rhyme_sorted"}')
+    assert (
+        report.summarize(off)["arm"] == report.summarize(off / "checkpoints", metrics_file=off / "metrics.jsonl")["arm"]
+    )
+    assert report.summarize(off)["arm"] == "sorted-partial"
+    (off / "checkpoints" / "run.json").write_text("half a fi")
+    assert report.summarize(off)["arm"] == "off"
+
+
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     summary = report.summarize(off)
     assert set(summary) == {"arm", "epochs", "engine", "versions"}

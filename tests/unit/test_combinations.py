@@ -1,0 +1,207 @@
+"""What is refused: each row of the table, the document that shows it, and the run scripts, which read the same list."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme import combinations, config_tree
+from verl_rhyme.config import CONFIG_PATH, SORTING_MODES, arm_name
+
+ROOT = Path(__file__).parents[2]
+SYSTEMS = combinations.systems()
+READY = [system.name for system in SYSTEMS.values() if system.ready]
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+def config(group: str, *changes: str) -> Any:
+    """As much of verl's config as the table looks at, with a group of ours; ``off`` is none."""
+    tree = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+        }
+    )
+    for name in {"off": (), "histospec": ("histospec",), "sorted": ("histospec", "sorted")}[group]:
+        tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
+    for change in changes:
+        key, _, value = change.partition("=")
+        OmegaConf.update(tree, key, OmegaConf.create(f"value: {value}").value, force_add=True)
+    return tree
+
+
+def refused(tree: Any) -> list[combinations.Refusal]:
+    return list(combinations.refusals(tree, config_tree.from_verl(tree)))
+
+
+R = "actor_rollout_ref.rollout"
+#: A config for each row of the table, in its order, and words of what is told.
+CASES = [
+    ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang", "vllm only", f"set {R}.name=vllm"]),
+    ("histospec", [f"{R}.disaggregation.enabled=true"], [f"{R}.disaggregation.enabled=true"]),
+    ("histospec", ["trainer.use_v1=false"], ["trainer.use_v1=false", "V1 trainer"]),
+    (
+        "histospec",
+        [f"{R}.engine_kwargs.vllm.speculative_config={{method: ngram}}"],
+        [f"{R}.engine_kwargs.vllm.speculative_config with", f"{CONFIG_PATH}.drafting.enable=true", "=false"],
+    ),
+    (
+        "sorted",
+        [f"{R}.data_parallel_size=2"],
+        [f"{R}.data_parallel_size=2 with {CONFIG_PATH}.drafting.enable=true", "data_parallel_size=1", "replicas"],
+    ),
+    (
+        "sorted",
+        ["trainer.v1.trainer_mode=sync"],
+        [f"trainer_mode=sync with {CONFIG_PATH}.sorting.mode=on_policy", "sorting.mode=null"],
+    ),
+    (
+        "sorted",
+        [f"{CONFIG_PATH}.sorting.mode=partial", f"{R}.enable_rollout_routing_replay=true"],
+        ["experts", "sorting.mode=on_policy"],
+    ),
+    (
+        "sorted",
+        [f"{CONFIG_PATH}.sorting.mode=partial", f"{R}.calculate_log_probs=false"],
+        [f"set {R}.calculate_log_probs=true"],
+    ),
+    (
+        "sorted",
+        ["trainer.v1.sampler.custom_sampler.path=mine.py"],
+        ["custom_sampler.path=mine.py with", "is ignored by rhyme_sorted", "custom_sampler.path=null"],
+    ),
+    ("sorted", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "sorting.order=0"]),
+    (
+        "off",
+        ["trainer.v1.trainer_mode=rhyme_sorted"],
+        ["trainer_mode=rhyme_sorted", f"needs {CONFIG_PATH}.enable=true", "drop +rhyme=sorted"],
+    ),
+    (
+        "sorted",
+        [f"{CONFIG_PATH}.enable=false", "trainer.v1.trainer_mode=sync"],
+        ["agent_loop_manager_class=", f"needs {CONFIG_PATH}.enable=true", "drop +rhyme=sorted"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "case"), zip(combinations.TABLE, CASES, strict=True), ids=lambda x: getattr(x, "keys", ("",))[0]
+)
+def test_each_row(row: combinations.Combination, case: tuple[str, list[str], list[str]]) -> None:
+    group, changes, words = case
+    [told] = refused(config(group, *changes))
+    assert told.remedy == row.remedy
+    for word in words:
+        assert word in str(told)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("off", []),
+        ("histospec", []),
+        ("sorted", []),
+        ("sorted", [f"{CONFIG_PATH}.sorting.mode=partial"]),
+        ("off", [f"{R}.name=sglang", f"{R}.data_parallel_size=2", "trainer.use_v1=false"]),
+        ("histospec", [f"{R}.calculate_log_probs=false", "actor_rollout_ref.actor.shuffle=true"]),
+        ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),
+        ("histospec", [f"{R}.data_parallel_size=2", f"{CONFIG_PATH}.drafting.enable=false"]),
+        ("sorted", [f"{CONFIG_PATH}.sorting.mode=null", "trainer.v1.trainer_mode=sync"]),
+    ],
+)
+def test_what_goes_together(group: str, changes: list[str]) -> None:
+    assert refused(config(group, *changes)) == []
+
+
+def test_every_group_is_a_system_that_is_ready() -> None:
+    groups = {path.stem for path in (ROOT / "verl_rhyme" / "conf" / "rhyme").glob("*.yaml")}
+    assert groups | {"off"} == set(READY)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sorted", "not installed beside verl"),
+        ("stream", r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted$"),
+        ("histospeck", r"no such group; use \+rhyme=histospec or \+rhyme=sorted,"),
+    ],
+)
+def test_a_group_that_hydra_did_not_find(name: str, words: str) -> None:
+    told = combinations.group_not_found(name)
+    assert f"+rhyme={name} did not find its config group" in told.detail
+    assert re.search(words, told.remedy)
+
+
+def settings(commands: str) -> list[str]:
+    script = f"set -euo pipefail; NAME=test; source {ROOT}/recipes/settings.sh; {commands}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
+    pairs = list(itertools.product([*SYSTEMS, "histospeck"], MODES))
+    tries = "; ".join(f"(RHYME={name} MODE={mode}; check_rhyme) 2>&1 || true; echo ." for name, mode in pairs)
+    answers = "\n".join(settings(tries)).split(".\n")
+    told = dict(zip(pairs, [answer.rstrip(".\n") for answer in answers], strict=True))
+    use = "use histospec, sorted or off"
+    for (name, mode), answer in told.items():
+        system = SYSTEMS.get(name)
+        if system is None:
+            assert answer == f"test: RHYME={name} is unknown; {use}"
+        elif not system.ready:
+            assert answer == f"test: RHYME={name} does not exist yet; {use}"
+        else:
+            allowed = system.modes is None or mode in system.modes
+            if allowed:
+                assert answer == ""
+            else:
+                exclude = f"test: MODE={mode} and RHYME={name} exclude each other; with {name} use MODE="
+                assert answer == exclude + " or ".join(system.modes or ())
+            # with MODE=sync a system that is a trainer mode of its own keeps that
+            changes = [] if mode == "sync" else [f"trainer.v1.trainer_mode={mode}"]
+            assert (refused(config(name, *changes)) == []) == allowed
+
+
+def test_the_run_scripts_call_an_arm_as_python_does() -> None:
+    runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], SORTING_MODES, "01")]
+    variables = "RHYME={} SORTED_MODE={} SORTED_COUPLED={}"
+    lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
+    for (name, mode, coupled), told in zip(runs, lines, strict=True):
+        changes = [f"{CONFIG_PATH}.sorting.mode={mode}"] if mode else []
+        if (mode, coupled) != ("partial", "1"):  # which start-up refuses
+            changes += [f"{CONFIG_PATH}.sampling.coupled={coupled == '1'}".lower()] if coupled else []
+            assert told == arm_name(config_tree.from_verl(config(name, *changes)))
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "name", "run"),
+    [
+        ("off", [], "off", "off"),
+        ("histospec", [], "histospec", "histospec"),
+        ("histospec", ["drafting.enable=false"], "histospec-undrafted", "histospec"),
+        ("sorted", ["sampling.coupled=true"], "sorted-on_policy-coupled", "sorted-on_policy"),
+        ("sorted", ["sorting.mode=partial", "drafting.enable=false"], "sorted-partial-undrafted", "sorted-partial"),
+    ],
+)
+def test_an_arm_says_what_is_on(group: str, changes: list[str], name: str, run: str) -> None:
+    rhyme = config_tree.from_verl(config(group, *(f"{CONFIG_PATH}.{change}" for change in changes)))
+    assert (arm_name(rhyme), arm_name(rhyme, switches=False)) == (name, run)
+
+
+def test_the_document_shows_list_and_table() -> None:
+    wanted = []
+    for system in SYSTEMS.values():
+        modes = "any" if system.modes is None else ", ".join(system.modes) or "-"
+        wanted.append(f"| `{system.name}` | {'ready' if system.ready else 'planned'} | {modes} | {system.what} |")
+    for row in combinations.TABLE:
+        keys = ", ".join(f"`{key}`" for key in row.keys) + ("" if row.rhyme else " (without rhyme)")
+        wanted.append(f"| {keys} | {row.reason} | {row.remedy} |".replace(CONFIG_PATH, "rhyme"))
+    lines = (ROOT / "docs" / "combinations.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| `", "| [`"))] == wanted
