@@ -130,9 +130,7 @@ def _owner(checkpoints: Path) -> dict[str, str]:
     marker = checkpoints / MARKER
     try:
         told = {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
-        if (
-            "arm" in told
-        ):  # earlier versions wrote "sorted partial", and took a run without drafts for an arm of its own
+        if "arm" in told:  # as earlier versions wrote it, who took a run without drafts for an arm of its own
             told["arm"] = told["arm"].removesuffix(" without drafts").replace(" ", "-")
         return told
     except (FileNotFoundError, NotADirectoryError):
