@@ -254,3 +254,43 @@ def test_a_prompt_that_came_to_its_end_in_the_same_look_as_failures_is_seen():
     buffer.tags["train"]["p19_0_0"] = STORED
     buffer._poll()
     assert {prompt.uid for prompt in buffer.scheduler.ledger} == {"a", "p19"}
+
+
+@pytest.mark.parametrize("named", [{}, {"attempt": 0}])
+def test_a_state_of_an_earlier_version_is_read(named):
+    """As ``rhyme_sorted.json`` has been written, before attempts had names and after."""
+    text = {"first_version": 2, "interruptions": 0, **named}
+    samples = [{"state": "finished", "tokens": 5, **text}, {"state": "pending", "tokens": 3, **text}]
+    prompts = [{"uid": "a", "number": 7, "samples": samples, "waited": 1}]
+    state = {"version": 2, "owed": 1, "buffer": {"loaded": 9, "prompts": prompts}, "reports": ["a_0", "a_1"]}
+    tags = {"a_0": GENERATED, "a_1": {"status": "interrupted", "tokens": 3, "first_version": 2}}
+    buffer = Buffer({SESSIONS: tags, PROMPTS: {"a": {}}, "train": {"a_0_0": STORED}}, mode="partial")
+    buffer.load_state_dict(json.loads(json.dumps(state)))
+    assert states(buffer) == ["finished", "pending"]
+    assert (buffer.scheduler.version, buffer.scheduler.ledger.loaded) == (2, 9)
+    again = buffer.state_dict()
+    assert (again["version"], again["owed"], again["reports"]) == (2, 1, ["a_0", "a_1"])
+    buffer.load_state_dict(json.loads(json.dumps(again)))
+    assert states(buffer) == ["finished", "pending"]
+    buffer._fill()
+    [start] = buffer._rollout.started
+    assert (start.kept, start.partial) == ("a_1", True)
+    prompt = buffer.scheduler.ledger.prompt("a")
+    assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
+
+
+def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so():
+    for redraft in (True, False):
+        tag = {"status": "interrupted", "tokens": 3, "first_version": 0}
+        buffer = Buffer({SESSIONS: {"a_0": tag, "a_1": {"status": "running"}}, "train": {}}, redraft=redraft)
+        buffer._poll()
+        buffer._fill()
+        [start] = buffer._rollout.started
+        assert (start.kept, start.partial) == ("a_0" if redraft else None, False)
+
+
+def test_a_server_without_the_latest_weights_stops_the_run():
+    buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": RUNNING}, "train": {}})
+    buffer.scheduler.begin(1)
+    with pytest.raises(RuntimeError, match=r"staleness 1 where 0 to 0 is allowed.* without the latest weights"):
+        buffer._poll()
