@@ -177,7 +177,7 @@ def _sorting(config: Any, sorting: str | None) -> Iterator[str]:
     sampler = config.trainer.v1.get("sampler") or {}
     if (sampler.get("custom_sampler") or {}).get("path"):
         yield (
-            "trainer.v1.sampler.custom_sampler.path is ignored by rhyme_sorted, whose controller decides what is "
+            "trainer.v1.sampler.custom_sampler.path is ignored by rhyme_sorted, whose scheduler decides what is "
             "sampled: set it to null, or use another trainer mode"
         )
     if config.actor_rollout_ref.actor.get("shuffle", False):
