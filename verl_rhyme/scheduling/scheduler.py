@@ -40,6 +40,9 @@ class Scheduler:
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
+    Under ``keep_running`` no engine is stopped: events, ``progress(...)`` and ``dispatch()`` go on at all times, also
+    between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(), settled() and ready().
+
     Raises:
         ValueError: An event that cannot be (see :class:`Ledger`), or rules that contradict each other.
     """

@@ -156,8 +156,8 @@ class SortedReplayBuffer(ReplayBufferAsync):
 
     def take_wasted(self) -> list[dict[str, Any]]:
         """Request records of attempts whose tokens will not be trained, with ``uid`` and ``sample``."""
-        discarded, self._wasted = self._wasted, []
-        return discarded
+        wasted, self._wasted = self._wasted, []
+        return wasted
 
     # ---- checkpoints ----
 
