@@ -1,9 +1,9 @@
-"""What selection by length does to the lengths that are trained: a simulation with the real controller.
+"""What selection by length does to the lengths that are trained: a simulation with the real scheduler.
 
     python -m benchmarks.length_bias [--json] [--quick] [TRACE.parquet ...]
 
 The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
-token a step for each running request; the sorted controller loads, stops and harvests as in training. ``fresh`` draws a
+token a step for each running request; the sorted scheduler loads, stops and harvests as in training. ``fresh`` draws a
 new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
 same noise does under the same policy; ``partial`` keeps it and goes on where it stood. With an unbiased pipeline the
 mean length that is trained is the mean length there is.
@@ -21,7 +21,8 @@ import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.sorting.controller import Rules, SortedController
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -62,28 +63,29 @@ def trained_lengths(
     lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, Engine]:
     """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
-    rules = Rules(BATCH, BATCH * SAMPLES, group_batches, mode=ARMS[arm], unit=unit, max_versions=group_batches + 1)
-    controller, engine = SortedController(rules), Engine(SLOTS)
+    sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES, "group_batches": group_batches}
+    rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
+    scheduler, engine = Scheduler(rules), Engine(SLOTS)
     wanted: dict[tuple[str, int], int] = {}
     kept: dict[tuple[str, int], int] = {}
     trained: list[int] = []
     waited: list[int] = []
     for version in range(len(lengths) // BATCH):
-        controller.begin(version)
-        for _ in range(controller.loadable(len(lengths) // BATCH - version)):
-            controller.load(str(controller.buffer.loaded), SAMPLES)
-        for sample in controller.dispatch():
+        scheduler.begin(version)
+        for _ in range(scheduler.loadable(len(lengths) // BATCH - version)):
+            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
+        for sample in scheduler.dispatch():
             if sample not in wanted or arm == "fresh":
                 wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
             engine.queue.append((sample, kept.get(sample, 0) if arm == "partial" else 0, wanted[sample]))
-        while not controller.enough():
+        while not scheduler.enough():
             (uid, number), length = engine.run()
-            controller.generate(uid, number, length, version)
-            controller.finish(uid, number)
+            scheduler.generate(uid, number, length, version)
+            scheduler.finish(uid, number)
         for (uid, number), tokens in engine.stop():
             kept[uid, number] = tokens
-            controller.interrupt(uid, number, tokens, version if tokens else None)
-        harvest = controller.harvest()
+            scheduler.interrupt(uid, number, tokens, version if tokens else None)
+        harvest = scheduler.harvest()
         trained += harvest.lengths
         waited += harvest.waited
     return np.array(trained), np.array(waited), engine

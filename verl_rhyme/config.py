@@ -197,8 +197,9 @@ class SortingConfig:
     """SortedRL: ``trainer.v1.trainer_mode=rhyme_sorted`` (set by ``+rhyme=sorted``).
 
     Attributes:
-        mode: ``"on_policy"``: only what the current policy made is trained, an interrupted response is generated
-            anew. ``"partial"``: it goes on where it stood. ``None``: another trainer mode.
+        mode: A set of rules by its name (``scheduling/rules.py``). ``"on_policy"``: only what the current policy made
+            is trained, an interrupted response is generated anew. ``"partial"``: it goes on where it stood. ``None``:
+            another trainer mode.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
         oversubscription: Samples that the engines are given at a time, as a multiple of their request slots: above 1,
@@ -207,7 +208,7 @@ class SortingConfig:
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
         max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
-        max_versions: Partial: policy versions between a token and the update it is trained in, the latter's included.
+        max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
@@ -223,7 +224,7 @@ class SortingConfig:
     unit: str | None = None
     harvest_tokens: int | None = None
     max_wait: int | None = None
-    max_versions: int = 2
+    max_staleness: int = 1
     order: float | None = None
     redraft: bool = True
     stop_wait: float = 30.0
@@ -238,10 +239,10 @@ class SortingConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"sorting.{name}", value, "null or at least 1")
         _require(
-            self.max_versions >= (2 if self.mode == "partial" else 1),
-            "sorting.max_versions",
-            self.max_versions,
-            "at least 2 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
+            self.max_staleness >= (1 if self.mode == "partial" else 0),
+            "sorting.max_staleness",
+            self.max_staleness,
+            "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)

@@ -11,15 +11,25 @@ import difflib
 import logging
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 
 logger = logging.getLogger(__name__)
 
-#: Keys of earlier versions, and what they are called now.
-RENAMED = {"sorting.coupled": "sampling.coupled"}
+
+def _one_less(value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value - 1 if number else value  # else refused under the new name
+
+
+#: Keys of earlier versions: what they are called now, and the value there of a value of theirs. At ``null`` they are
+#: not set; so they stand in a group's file where an override without ``+`` is to find them.
+RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "sorting.coupled": ("sampling.coupled", lambda value: value),
+    "sorting.max_versions": ("sorting.max_staleness", _one_less),
+}
 
 #: Keys that are gone, and what to do.
 _GONE = {
@@ -48,14 +58,19 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
 
 def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tree with keys of earlier versions under their new names."""
-    for old, new in RENAMED.items():
+    for old, (new, convert) in RENAMED.items():
         (group, key), (new_group, new_key) = old.split("."), new.split(".")
-        inside, beside = tree.get(group), tree.get(new_group) or {}
-        if not isinstance(inside, Mapping) or not isinstance(beside, Mapping) or key not in inside:
+        inside = tree.get(group)
+        if not isinstance(inside, Mapping) or key not in inside:
             continue
-        logger.warning("%s.%s is now called %s.%s", CONFIG_PATH, old, CONFIG_PATH, new)
-        tree = {**tree, group: {name: value for name, value in inside.items() if name != key}}
-        tree = {**tree, new_group: {**beside, new_key: inside[key]}}
+        value = inside[key]
+        tree = {**tree, group: {name: kept for name, kept in inside.items() if name != key}}
+        beside = tree.get(new_group) or {}
+        if value is None or not isinstance(beside, Mapping):
+            continue
+        tree = {**tree, new_group: {**beside, new_key: convert(value)}}
+        other = f": write {convert(value)} for {value}" if convert(value) != value else ""
+        logger.warning("%s.%s is now called %s.%s%s", CONFIG_PATH, old, CONFIG_PATH, new, other)
     return tree
 
 

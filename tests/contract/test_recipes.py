@@ -471,7 +471,7 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
     trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
     trainer._rhyme = config_tree.from_verl(config)
     buffer = trainer._build_replay_buffer()
-    rules = buffer.controller.rules
+    rules = buffer.scheduler.rules
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
     assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
     assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)

@@ -104,7 +104,7 @@ def test_partial_with_reference_and_validation(tmp_path):
         *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
         "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
-        f"{SORTING}.max_versions=2",
+        f"{SORTING}.max_staleness=1",
     )
     whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
     steps = whole_run.steps_of(tmp_path)

@@ -1,13 +1,15 @@
 """The typed configuration: strict about keys, types, ranges and contradictions."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import ConfigError, RhymeConfig
+from verl_rhyme.config import SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
 from verl_rhyme.config_tree import parse
+from verl_rhyme.scheduling import rules
 
 
 def test_defaults_survive_a_round_trip():
@@ -69,7 +71,7 @@ def test_the_groups_set_every_key_and_its_defaults(request):
     defaults = RhymeConfig().to_dict()
     sorting = defaults.pop("sorting")
     assert tree("histospec") == defaults
-    assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy"}}
+    assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy", "max_versions": None}}
     assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting"}
 
 
@@ -77,7 +79,9 @@ def test_the_groups_set_every_key_and_its_defaults(request):
     ("tree", "message"),
     [
         ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy or partial"),
+        ({"sorting": {"mode": "partial", "max_staleness": 0}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
+        ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),
         ({"sorting": {"mode": "partial"}, "sampling": {"coupled": True}}, "contradicts sorting.mode=partial"),
         ({"sampling": {"coupled": True}}, "contradicts sorting.mode=None"),
         ({"sampling": {"coupled": True, "verify": "vllm"}}, "false with sampling.verify=vllm"),
@@ -102,3 +106,24 @@ def test_a_key_of_an_earlier_version_is_read_and_told(monkeypatch):
     assert found.sampling.coupled
     [line] = told
     assert line.index("sorting.coupled is now called") < line.index("sampling.coupled")
+
+
+def test_a_key_of_an_earlier_version_may_have_another_value_there(monkeypatch):
+    told = []
+    monkeypatch.setattr(config_tree.logger, "warning", lambda message, *values: told.append(message % values))
+    # as +rhyme=sorted has it: the new key at its default, the old one at null until it is overridden
+    tree = {"sorting": {"mode": "partial", "max_staleness": 1, "max_versions": None}}
+    assert parse(tree).sorting.max_staleness == 1
+    assert not told
+    tree["sorting"]["max_versions"] = 4
+    assert parse(tree).sorting.max_staleness == 3
+    [line] = told
+    assert line.index("sorting.max_versions is now called") < line.index("sorting.max_staleness: write 3 for 4")
+
+
+def test_every_mode_names_a_set_of_rules():
+    assert tuple(rules.MODES) == SORTING_MODES
+    assert get_args(rules.Unit) == SORTING_UNITS
+    for mode in SORTING_MODES:
+        parsed = parse({"sorting": {"mode": mode}}).sorting
+        assert rules.named(mode, batch_prompts=1, batch_samples=1, max_staleness=parsed.max_staleness)

@@ -1,7 +1,7 @@
 """``trainer.v1.trainer_mode=rhyme_sorted``: SortedRL's pipeline on verl's V1 trainer (arXiv:2603.23414, section 3).
 
 A step: start what is pending, take the update batch as soon as it is finished, abort the rest, sleep, train, sync, and
-on. What happens to samples is decided by :mod:`verl_rhyme.sorting`; how an interrupted one goes on, by
+on. What happens to samples is decided by :mod:`verl_rhyme.scheduling`; how an interrupted one goes on, by
 :mod:`verl_rhyme.workers.session`.
 """
 
@@ -24,8 +24,8 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.sorting.controller import Rules
-from verl_rhyme.sorting.order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.sorted_buffer import SortedReplayBuffer
 from verl_rhyme.workers.client import rhymed
@@ -64,15 +64,16 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
                 f"{config.algorithm.adv_estimator} or algorithm.filter_groups compares: use group"
             )
         batch_prompts = config.data.train_batch_size
-        rules = Rules(
+        rules = named(
+            sorting.mode,
             batch_prompts=batch_prompts,
             batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
             group_batches=sorting.group_batches,
-            mode=sorting.mode,
             unit=unit,
             harvest_tokens=sorting.harvest_tokens,
             max_wait=sorting.max_wait,
-            max_versions=sorting.max_versions,
+            max_staleness=sorting.max_staleness,
+            redraft=sorting.redraft and self._rhyme.drafting.enable,
             stop_wait=sorting.stop_wait,
         )
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
@@ -81,7 +82,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
             self,
             trainer_mode=self.trainer_mode,
             trainer_config=config.trainer.v1.get(self.trainer_mode, {}),
-            max_off_policy_threshold=None,  # the controller's rules are stricter
+            max_off_policy_threshold=None,  # the scheduler's rules are stricter
             max_off_policy_strategy="drop",
             sampler_kwargs=config.trainer.v1.sampler.sampler_kwargs,
             refill_fn=lambda count: None,
@@ -185,7 +186,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(self.replay_buffer.take_metrics(self._request_slots()))
-        self._recorder.log_untrained(self.replay_buffer.take_discarded(), step=global_steps, epoch=self._epoch())
+        self._recorder.log_untrained(self.replay_buffer.take_wasted(), step=global_steps, epoch=self._epoch())
 
     # ---- checkpoints ----
 

@@ -1,4 +1,4 @@
-"""The replay buffer of ``rhyme_sorted``: the sorted controller's eyes and hands in TransferQueue."""
+"""The replay buffer of ``rhyme_sorted``: the sorted scheduler's eyes and hands in TransferQueue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.sorting.buffer import State
-from verl_rhyme.sorting.controller import ON_THEIR_WAY, Harvest, Rules, SortedController
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, State
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.scheduler import Scheduler
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, Start, sample_of, session_key
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
     """verl's buffer for validation; for training one step is ``begin``, then ``sample``.
 
     Args:
-        rules: The controller's.
+        rules: The scheduler's.
         rollout: The trainer's side of it.
         **kwargs: verl's arguments.
     """
@@ -76,7 +77,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.controller = SortedController(rules)
+        self.scheduler = Scheduler(rules)
         self._rollout = rollout
         self._batches_left: int | None = None
         self._reports: dict[Name, str] = {}  # the attempt that told last how it ended, and left its turns
@@ -84,7 +85,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._asked: set[str] | None = None  # attempts on their way when the agent loops were asked for them
         self._ask_at = time.monotonic() + _ROLL_CALL_S
         self._records: list[dict[str, Any]] = []  # what the servers say of what ran in this step
-        self._discarded: list[dict[str, Any]] = []  # of those whose tokens will not be trained
+        self._wasted: list[dict[str, Any]] = []  # of those whose tokens will not be trained
         self._metrics: dict[str, Any] = {}
         self._failures: dict[str, Any] = {}
 
@@ -92,39 +93,39 @@ class SortedReplayBuffer(ReplayBufferAsync):
 
     def begin(self, version: int, batches_left: int) -> None:
         """The policy ``version`` is current: what may not be trained any more is to be generated anew."""
-        stale = self.controller.begin(version)
+        stale = self.scheduler.begin(version)
         self._batches_left, self._ended, self._records = batches_left, set(), []
         stale = [sample for sample in stale if sample in self._reports]
-        self._discarded += self._fetch_records(stale)
+        self._wasted += self._fetch_records(stale)
         self._rollout.abandon_attempts([self._reports[sample] for sample in stale])  # some wait for a reward yet
-        if self.controller.rules.mode == "partial":  # too old to be continued; on-policy it is drafted from
+        if self.scheduler.rules.continues:  # too stale to be continued; where nothing is, it is drafted from
             for sample in stale:
                 del self._reports[sample]
         self._look()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """The update batch, sorted by length, as soon as the controller says that it is ready."""
+        """The update batch, sorted by length, as soon as the scheduler says that it is ready."""
         if partition_id != _TRAIN:
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         # A filter needs the rewards to know what is enough.
         rewarded = self.filter_groups_metric is not None
 
         def enough(_: float) -> bool:
-            return self.controller.enough(rewarded)
+            return self.scheduler.enough(rewarded)
 
         while True:
             self._wait_until(enough, "an update batch", fill=True)
             self._rollout.stop_engines()
-            self._wait_until(self.controller.settled, "attempts to end after the abort")
+            self._wait_until(self.scheduler.settled, "attempts to end after the abort")
             self._give_up()
-            if self.controller.ready():
+            if self.scheduler.ready():
                 break
             # A reward failed, or an agent loop; or it is long in coming: the engines run on until it is there.
             self._rollout.resume_engines()
             rewarded = True
         stored = self._trajectories()
         sessions = {sample: self._session(*sample) for sample in self._in("finished")}
-        harvest = self.controller.harvest()
+        harvest = self.scheduler.harvest()
         self._check(harvest)
         keys = [key for sample in harvest.samples for key in stored[sessions[sample]]]
         tags = [self.partitions[_TRAIN][key] for key in keys]
@@ -135,10 +136,10 @@ class SortedReplayBuffer(ReplayBufferAsync):
 
     def take_metrics(self, slots: int) -> dict[str, float]:
         """Metrics of the step; ``slots`` is Q of the bubble ratio."""
-        step = self.controller.step
+        step = self.scheduler.step
         metrics = {
             **self._metrics,
-            names.SORTED_DISCARDED: step.discarded_tokens,
+            names.SORTED_DISCARDED: step.wasted_tokens,
             names.SORTED_INTERRUPTED: step.interrupted,
             names.SORTED_STALE: step.stale,
             names.SORTED_ABANDONED: step.abandoned,
@@ -153,24 +154,24 @@ class SortedReplayBuffer(ReplayBufferAsync):
         self._metrics = {}
         return {name: float(value) for name, value in metrics.items()}
 
-    def take_discarded(self) -> list[dict[str, Any]]:
+    def take_wasted(self) -> list[dict[str, Any]]:
         """Request records of attempts whose tokens will not be trained, with ``uid`` and ``sample``."""
-        discarded, self._discarded = self._discarded, []
-        return discarded
+        wasted, self._wasted = self._wasted, []
+        return wasted
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.controller.state_dict(), "reports": sorted(self._reports.values())}
+        return {**self.scheduler.state_dict(), "reports": sorted(self._reports.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ledger and bring TransferQueue, restored before, into line with it."""
-        self.controller.load_state_dict(state)
+        self.scheduler.load_state_dict(state)
         self._sync_metadata_from_transfer_queue()
-        for prompt in list(self.controller.buffer):
+        for prompt in list(self.scheduler.ledger):
             if prompt.uid not in self.partitions[PROMPTS]:
                 logger.warning("the checkpoint lacks the data of prompt %s: another is loaded in its place", prompt.uid)
-                self.controller.drop(prompt.uid)
+                self.scheduler.drop(prompt.uid)
         finished = {self._session(*sample) for sample in self._in("finished")}
         _clear(_TRAIN, [key for key in self.partitions[_TRAIN] if key.rpartition("_")[0] not in finished])
         # What an abandoned attempt wrote before TransferQueue was saved is not among the reports that counted.
@@ -183,11 +184,11 @@ class SortedReplayBuffer(ReplayBufferAsync):
     # ---- within ----
 
     def _in(self, *states: State) -> list[Name]:
-        return [(prompt.uid, number) for state in states for prompt, number, _ in self.controller.buffer.samples(state)]
+        return [(prompt.uid, number) for state in states for prompt, number, _ in self.scheduler.ledger.samples(state)]
 
     def _session(self, uid: str, number: int) -> str:
         """Name of the sample's latest attempt."""
-        return session_key(uid, number, self.controller.buffer.prompt(uid).samples[number].attempt)
+        return session_key(uid, number, self.scheduler.ledger.prompt(uid).samples[number].attempt)
 
     def _look(self) -> None:
         """TransferQueue as it is now. What abandoned attempts and dropped prompts left, or still write, goes."""
@@ -201,7 +202,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         told = live | set(self._reports.values())
         wanted: dict[str, Callable[[str], bool]] = {
             SESSIONS: lambda key: key in told,
-            PROMPTS: lambda key: key in self.controller.buffer,
+            PROMPTS: lambda key: key in self.scheduler.ledger,
             _TRAIN: lambda key: key.rpartition("_")[0] in live,
         }
         for partition in partitions:
@@ -211,7 +212,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
             _clear(partition, gone)
 
     def _poll(self) -> None:
-        """Tell the controller what happened since the last look."""
+        """Tell the scheduler what happened since the last look."""
         missing = self._missing()  # before the look: who has told of the end by then is not lost
         self._look()
         sessions, stored = self.partitions[SESSIONS], self._trajectories()
@@ -221,15 +222,16 @@ class SortedReplayBuffer(ReplayBufferAsync):
             session = self._session(uid, number)
             tag = sessions.get(session, {})
             status = tag.get("status")
-            running = self.controller.buffer.prompt(uid).samples[number].state == "running"
+            running = self.scheduler.ledger.prompt(uid).samples[number].state == "running"
             if status == "failed":
                 failed[uid] = f"sample {number} of prompt {uid}: {tag['error']}"
             elif running and status == "interrupted":
-                self.controller.interrupt(uid, number, tag["tokens"], tag["first_version"])
+                self.scheduler.interrupt(uid, number, tag["tokens"], tag["first_version"])
             elif running and status == "generated":
-                self.controller.generate(uid, number, tag["tokens"], tag["first_version"])
+                if not self.scheduler.generate(uid, number, tag["tokens"], tag["first_version"]):
+                    raise _lagging(self.scheduler.version - tag["first_version"], self.scheduler.rules)
             elif session in missing and session not in stored:
-                self.controller.abandon(uid, number)
+                self.scheduler.abandon(uid, number)
                 lost.append((uid, number))
                 continue
             if running and status in ("interrupted", "generated"):
@@ -241,8 +243,8 @@ class SortedReplayBuffer(ReplayBufferAsync):
             logger.warning("%d samples were lost with their worker or report, and start again: %s", len(lost), lost[:8])
         self._drop(set(failed), failed=True)
         for sample in finished:
-            self.controller.finish(*sample)
-        if failed and (count := self.controller.hopeless()):
+            self.scheduler.finish(*sample)
+        if failed and (count := self.scheduler.hopeless()):
             raise RuntimeError(
                 f"rhyme_sorted: {count} prompts in a row failed, and none came to its end; the latest was "
                 f"{list(failed.values())[-1]}\nThe agent loop workers logged the traceback. Mend what raised this: the "
@@ -268,24 +270,24 @@ class SortedReplayBuffer(ReplayBufferAsync):
     def _give_up(self) -> None:
         """The engines stand still: whoever has not told how it ended is busy elsewhere, and starts again."""
         sessions = {sample: self._session(*sample) for sample in self._in("running")}
-        given_up = self.controller.give_up()
+        given_up = self.scheduler.give_up()
         if given_up:
             logger.warning(
                 "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
                 len(given_up),
-                self.controller.rules.stop_wait,
+                self.scheduler.rules.stop_wait,
                 given_up[:8],
             )
             self._rollout.abandon_attempts([sessions[sample] for sample in given_up])
 
     def _filter(self) -> None:
         """DAPO: a group whose samples all have one reward teaches nothing; another prompt takes its place."""
-        complete = {prompt.uid for prompt in self.controller.buffer if prompt.complete("finished")}
+        complete = {prompt.uid for prompt in self.scheduler.ledger if prompt.complete("finished")}
         self.finished_keys[_TRAIN] = complete  # verl classifies these, and forgets all others
         filtered, counts = self._dapo_filtered_keys(_TRAIN)
         if filtered:
             reasons: tuple[set[str], set[str], set[str], Any] = set(), filtered, set(), counts
-            metrics = self._evict_terminal_groups(self.controller.version, _TRAIN, reasons)[3]
+            metrics = self._evict_terminal_groups(self.scheduler.version, _TRAIN, reasons)[3]
             _accumulate_eviction_metrics(self._failures, metrics, 0)
             self._drop(filtered)
 
@@ -293,7 +295,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
         if not uids:
             return
         for uid in uids:
-            (self.controller.fail if failed else self.controller.drop)(uid)
+            (self.scheduler.fail if failed else self.scheduler.drop)(uid)
         self._tidy(SESSIONS, PROMPTS, _TRAIN)
         if failed:
             counted_as = f"{self._metrics_prefix(_TRAIN)}/rollout_failure/evicted_samples"
@@ -301,13 +303,15 @@ class SortedReplayBuffer(ReplayBufferAsync):
 
     def _fill(self) -> None:
         """Load what may be loaded, start what may be started."""
-        if count := self.controller.loadable(self._batches_left):
+        if count := self.scheduler.loadable(self._batches_left):
             for uid, samples in self._rollout.load_prompts(count):
-                self.controller.load(uid, samples)
+                self.scheduler.load(uid, samples)
+        rules = self.scheduler.rules
         starts: dict[str, list[Start]] = defaultdict(list)
-        for uid, number in self.controller.dispatch(*self._rollout.dispatch_limits()):
-            priority = self.controller.buffer.prompt(uid).number + 1
-            starts[uid].append(Start(self._session(uid, number), self._reports.get((uid, number)), priority))
+        for uid, number in self.scheduler.dispatch(*self._rollout.dispatch_limits()):
+            priority = self.scheduler.ledger.prompt(uid).number + 1
+            kept = self._reports.get((uid, number)) if rules.continues or rules.redraft else None
+            starts[uid].append(Start(self._session(uid, number), kept, priority, rules.continues))
         if starts:
             keys = [start.session for group in starts.values() for start in group]
             tq.kv_batch_put(keys=keys, partition_id=SESSIONS, tags=[{"status": "running"}] * len(keys))
@@ -342,26 +346,22 @@ class SortedReplayBuffer(ReplayBufferAsync):
         ]
 
     def _check(self, harvest: Harvest) -> None:
-        """The promise of the mode, looked at once more before anything is trained."""
-        rules = self.controller.rules
-        bound = 0 if rules.mode == "on_policy" else rules.max_versions - 1
-        if max(harvest.staleness) > bound or min(harvest.staleness) < 0:
-            raise RuntimeError(
-                f"rhyme_sorted ({rules.mode}): a trajectory is {max(harvest.staleness)} policy versions old where "
-                f"{bound} are allowed; is a rollout server without the latest weights (training/off_policy/*)?"
-            )
+        """The bound of the rules, looked at once more before anything is trained."""
+        for staleness in harvest.staleness:
+            if not 0 <= staleness <= self.scheduler.rules.max_staleness:
+                raise _lagging(staleness, self.scheduler.rules)
 
     def _account(self, harvest: Harvest) -> None:
         """What the servers said of the attempts of this step, and of all that is trained."""
         cut = self._ended & set(self._in("pending"))
         left = self._ended & set(self._in("generated", "finished"))
         rows = self._fetch_records([*cut, *left, *harvest.samples])
-        self._records = [row for row in rows if row["policy_version_end"] == self.controller.version]
-        if self.controller.rules.mode == "on_policy":
-            self._discarded += [row for row in rows if (row["uid"], row["sample"]) in cut]
+        self._records = [row for row in rows if row["policy_version_end"] == self.scheduler.version]
+        if not self.scheduler.rules.continues:
+            self._wasted += [row for row in rows if (row["uid"], row["sample"]) in cut]
         samples = set(harvest.samples)
         trained = [row for row in rows if (row["uid"], row["sample"]) in samples]
-        ages = [self.controller.version - row["policy_version_end"] for row in trained]
+        ages = [self.scheduler.version - row["policy_version_end"] for row in trained]
         tokens = [row["response_tokens"] for row in trained]
         self._metrics = {
             names.SORTED_WAITING_MEAN: np.mean(harvest.waited),
@@ -386,6 +386,13 @@ class SortedReplayBuffer(ReplayBufferAsync):
                 told = time.monotonic()
                 counts = {state: len(self._in(state)) for state in get_args(State)}
                 logger.warning("waiting for %s; samples by state: %s", what, counts)
+
+
+def _lagging(staleness: int, rules: Rules) -> RuntimeError:
+    return RuntimeError(
+        f"rhyme_sorted: a trajectory has staleness {staleness} where 0 to {rules.max_staleness} is allowed; is a "
+        "rollout server without the latest weights (training/off_policy/*)?"
+    )
 
 
 def _clear(partition: str, keys: list[str]) -> None:

@@ -98,9 +98,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
-        self._sorting = rhyme.sorting
         self._coupled = rhyme.sampling.coupled
-        self._redraft = rhyme.sorting.redraft and rhyme.drafting.enable
         self._seed = int(rollout.get("seed", 0) or 0)
         self._reports = _Reports()
         self._attempts: dict[str, asyncio.Task[None]] = {}
@@ -138,7 +136,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, number = sample_of(start.session)
-        session = Session(self._sorting.mode == "partial", self._redraft, start.priority, start.session)
+        session = Session(start.partial, start.priority, start.session)
         meta = RequestMeta(sample=number)
         if self._coupled:
             meta.noise = f"{key_of(self._seed, uid, number):016x}"

@@ -1,8 +1,8 @@
 """One sample being generated, over interruptions: what is kept of it, and what its next attempt begins with.
 
 An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the trainer decides when
-the next one starts. In partial mode that one replays the turns that were complete and continues the last where it was
-cut; on-policy it begins anew, and the turns of the attempt before are what its drafts are made from.
+the next one starts. A partial one replays the turns that were complete and continues the last where it was cut; else it
+begins anew, and the turns of the attempt before are what its drafts are made from.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class Start:
         session: Name of the attempt (:func:`session_key`).
         kept: Name of the attempt that has left turns to begin with; ``None`` without any.
         priority: Its place in the engine's queue, lowest first; validation has 0.
+        partial: It goes on from these turns, rather than draft from them (``Rules.continues``).
     """
 
     session: str
     kept: str | None
     priority: int
+    partial: bool = False
 
 
 @dataclass
@@ -90,7 +92,6 @@ class Session:
 
     Attributes:
         partial: Continue what is kept, rather than draft from it.
-        redraft: On-policy: draft from what is kept.
         priority: Of its requests, lowest first.
         name: See :func:`session_key`.
         kept: Turns of the attempt before.
@@ -99,7 +100,6 @@ class Session:
     """
 
     partial: bool
-    redraft: bool = True
     priority: int = 0
     name: str = ""
     kept: list[Turn] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Session:
                 turn = before
             else:  # a tool gave another answer than the first time: what followed does not fit any more
                 del self.kept[number:]
-        elif before is not None and self.redraft:
+        elif before is not None:
             previous = before.tokens
         self.turns.append(turn)
         return turn, previous
@@ -141,8 +141,8 @@ class Session:
         """More tokens of a turn.
 
         Raises:
-            Interrupted: The engine was stopped before the turn ended; or, on-policy, an earlier turn is another
-                policy's.
+            Interrupted: The engine was stopped before the turn ended; or, unless it is partial, an earlier turn is
+                another policy's.
         """
         if tokens:
             if log_probs is not None and (turn.tokens == [] or turn.log_probs is not None):
@@ -172,7 +172,8 @@ class Session:
     def left(self) -> list[Turn]:
         """What the next attempt begins with, when this one was cut short.
 
-        On-policy that is the latest text and, where that is shorter, what an earlier attempt said from there on.
+        Unless it is partial that is the latest text and, where that is shorter, what an earlier attempt said from there
+        on.
         """
         if self.partial:
             return [*self.turns, *self.kept[len(self.turns) :]]

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from verl_rhyme.sorting.controller import Rules
+from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import sorted_buffer
 from verl_rhyme.trainer.sorted_buffer import SortedReplayBuffer
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, sample_of, session_key
@@ -36,9 +36,9 @@ class AgentLoops:
 class Buffer(SortedReplayBuffer):
     """Tags as a test sets them."""
 
-    def __init__(self, tags, **rules):
+    def __init__(self, tags, mode="on_policy", **rules):
         super().__init__(
-            Rules(batch_prompts=1, batch_samples=2, **rules),
+            named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules),
             rollout=AgentLoops(),
             trainer_mode="rhyme_sorted",
             trainer_config={},
@@ -49,9 +49,9 @@ class Buffer(SortedReplayBuffer):
         )
         self.tags = tags
         self.built.append(self)
-        self.controller.begin(0)
-        self.controller.load("a", 2)
-        self.controller.dispatch()
+        self.scheduler.begin(0)
+        self.scheduler.load("a", 2)
+        self.scheduler.dispatch()
 
     def _sync_metadata_from_transfer_queue(self):
         self.partitions = defaultdict(dict, {name: dict(tags) for name, tags in self.tags.items()})
@@ -80,7 +80,7 @@ GENERATED = {"status": "generated", "tokens": 5, "first_version": 0}
 
 
 def states(buffer):
-    return [sample.state for sample in buffer.controller.buffer.prompt("a").samples]
+    return [sample.state for sample in buffer.scheduler.ledger.prompt("a").samples]
 
 
 def test_a_sample_is_finished_when_all_its_trajectories_are_stored():
@@ -109,7 +109,7 @@ def test_an_interruption_makes_it_pending_with_something_kept():
     buffer._poll()
     assert states(buffer) == ["pending", "generated"]
     assert buffer._reports == {("a", 0): "a_0", ("a", 1): "a_1"}
-    assert buffer.controller.step.discarded_tokens == 3
+    assert buffer.scheduler.step.wasted_tokens == 3
 
 
 RUNNING = {"status": "running"}
@@ -131,7 +131,7 @@ def test_an_attempt_that_no_worker_knows_and_that_told_nothing_starts_again_unde
     (start,) = buffer._rollout.started
     assert start.session == session_key("a", 0, attempt=1) != "a_0"
     assert sample_of(start.session) == ("a", 0)
-    assert buffer.controller.step.abandoned == 1
+    assert buffer.scheduler.step.abandoned == 1
 
 
 def test_who_told_of_the_end_before_the_look_or_started_after_the_question_is_not_lost():
@@ -159,8 +159,8 @@ def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_sa
 
 def test_what_an_abandoned_attempt_still_writes_is_nobodys():
     buffer = Buffer({SESSIONS: {"a_0": RUNNING, "a_1": RUNNING}, "train": {}}, stop_wait=5.0)
-    assert not buffer.controller.settled(4.9)
-    assert buffer.controller.settled(5.0)
+    assert not buffer.scheduler.settled(4.9)
+    assert buffer.scheduler.settled(5.0)
     buffer._give_up()
     assert sorted(buffer._rollout.abandoned) == ["a_0", "a_1"]
     buffer._fill()
@@ -203,7 +203,7 @@ def test_after_a_resume_what_had_told_its_end_is_still_gone_on_from():
     buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": GENERATED}, "train": {"a_1_0": STORED}})
     buffer._poll()
     assert states(buffer) == ["generated", "finished"]
-    for state in (buffer.state_dict(), buffer.controller.state_dict()):  # the second: of before reports were in it
+    for state in (buffer.state_dict(), buffer.scheduler.state_dict()):  # the second: of before reports were in it
         resumed = Buffer({**buffer.tags, PROMPTS: {"a": {}}})
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert states(resumed) == ["pending", "finished"]
@@ -246,11 +246,51 @@ def test_a_prompt_that_came_to_its_end_in_the_same_look_as_failures_is_seen():
     buffer = Buffer({SESSIONS: {}, "train": {}}, group_batches=4)
     buffer._rollout.load_prompts = lambda count: []
     for number in range(20):
-        buffer.controller.load(f"p{number}", 1)
+        buffer.scheduler.load(f"p{number}", 1)
     buffer._fill()
     for number in range(19):
         buffer.tags[SESSIONS][f"p{number}_0"] = {"status": "failed", "error": "TimeoutError"}
     buffer.tags[SESSIONS]["p19_0"] = GENERATED
     buffer.tags["train"]["p19_0_0"] = STORED
     buffer._poll()
-    assert {prompt.uid for prompt in buffer.controller.buffer} == {"a", "p19"}
+    assert {prompt.uid for prompt in buffer.scheduler.ledger} == {"a", "p19"}
+
+
+@pytest.mark.parametrize("named", [{}, {"attempt": 0}])
+def test_a_state_of_an_earlier_version_is_read(named):
+    """As ``rhyme_sorted.json`` has been written, before attempts had names and after."""
+    text = {"first_version": 2, "interruptions": 0, **named}
+    samples = [{"state": "finished", "tokens": 5, **text}, {"state": "pending", "tokens": 3, **text}]
+    prompts = [{"uid": "a", "number": 7, "samples": samples, "waited": 1}]
+    state = {"version": 2, "owed": 1, "buffer": {"loaded": 9, "prompts": prompts}, "reports": ["a_0", "a_1"]}
+    tags = {"a_0": GENERATED, "a_1": {"status": "interrupted", "tokens": 3, "first_version": 2}}
+    buffer = Buffer({SESSIONS: tags, PROMPTS: {"a": {}}, "train": {"a_0_0": STORED}}, mode="partial")
+    buffer.load_state_dict(json.loads(json.dumps(state)))
+    assert states(buffer) == ["finished", "pending"]
+    assert (buffer.scheduler.version, buffer.scheduler.ledger.loaded) == (2, 9)
+    again = buffer.state_dict()
+    assert (again["version"], again["owed"], again["reports"]) == (2, 1, ["a_0", "a_1"])
+    buffer.load_state_dict(json.loads(json.dumps(again)))
+    assert states(buffer) == ["finished", "pending"]
+    buffer._fill()
+    [start] = buffer._rollout.started
+    assert (start.kept, start.partial) == ("a_1", True)
+    prompt = buffer.scheduler.ledger.prompt("a")
+    assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
+
+
+def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so():
+    for redraft in (True, False):
+        tag = {"status": "interrupted", "tokens": 3, "first_version": 0}
+        buffer = Buffer({SESSIONS: {"a_0": tag, "a_1": {"status": "running"}}, "train": {}}, redraft=redraft)
+        buffer._poll()
+        buffer._fill()
+        [start] = buffer._rollout.started
+        assert (start.kept, start.partial) == ("a_0" if redraft else None, False)
+
+
+def test_a_server_without_the_latest_weights_stops_the_run():
+    buffer = Buffer({SESSIONS: {"a_0": GENERATED, "a_1": RUNNING}, "train": {}})
+    buffer.scheduler.begin(1)
+    with pytest.raises(RuntimeError, match=r"staleness 1 where 0 to 0 is allowed.* without the latest weights"):
+        buffer._poll()

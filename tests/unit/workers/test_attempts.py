@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_rhyme.config import SortingConfig
 from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
 from verl_rhyme.workers.session import STARTS, Interrupted, Start, current, session_key
@@ -18,8 +17,7 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.reports, self.broken = run, {}, False
-        self._sorting, self._coupled, self._redraft = SortingConfig(mode="partial"), False, False
-        self._seed, self._attempts = 0, {}
+        self._coupled, self._seed, self._attempts = False, 0, {}
         self._reports = self  # type: ignore[assignment]
 
     async def send(self, key, fields, tag):
@@ -35,7 +33,7 @@ class Worker(_Worker):
 
 
 def first(number, kept=None):
-    return Start(session_key("a", number), kept, 0)
+    return Start(session_key("a", number), kept, 0, partial=True)
 
 
 async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():

@@ -1,14 +1,15 @@
-"""The length-aware controller: what to load, what to run, when to harvest, what to train on (SortedRL, section 3).
+"""The length-aware scheduler: what to load, what to run, when to harvest, what to train on (SortedRL, section 3).
 
 Prompts are loaded in groups of several update batches, all of whose samples are given to the engine at once, more than
-it has slots for; short answers finish first. As soon as an update batch is finished it is harvested, sorted by length;
-what still runs is interrupted. No new prompt is loaded before all of the group are trained, so that every prompt has
-its turn and long ones are only later, never lost.
+it has slots for; short answers finish first. As soon as an update batch is finished it is harvested, sorted by length.
+No new prompt is loaded before all of the group are trained, so that every prompt has its turn and long ones are only
+later, never lost.
 
-``on_policy``: a response is trained only if the current policy made all of it; whatever else was begun or finished is
-generated anew. ``partial``: an interrupted response goes on where it stood, and every token keeps the version and the
-log-probability it was made with; no token that is trained is older than ``max_versions`` versions, the current one
-included.
+What still runs at a harvest is interrupted and generated anew (``regenerate``), interrupted and goes on where it stood
+(``continue``: every token keeps the version and the log-probability it was made with), or runs on while the policy is
+trained (``keep_running``): :mod:`verl_rhyme.scheduling.rules`. The staleness of a trained token never exceeds
+``max_staleness``: a harvest waits for what the next one could not take any more, and what is past the bound all the
+same is generated anew.
 
 Attempts can get lost, with their worker or with their report, and can be busy outside the engine (a tool, a judge) when
 it is stopped: whom nobody knows any more, and whom the others have waited for long enough, is abandoned and started
@@ -19,85 +20,16 @@ A pure state machine: events are method calls, and time comes in as an argument.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from verl_rhyme.sorting.buffer import Prompt, RolloutBuffer, Sample, State
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, Ledger, Prompt, Sample, State, StepCounts
+from verl_rhyme.scheduling.rules import Rules
 
-#: Samples in these states belong to an attempt that somebody works on.
-ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
 #: However small an update batch is, so many failures are no accident.
 _HOPELESS = 16
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What the controller goes by.
-
-    Attributes:
-        batch_prompts: Prompts of an update batch.
-        batch_samples: Trajectories of an update batch.
-        group_batches: Update batches of prompts that are loaded together.
-        mode: See the module.
-        unit: What is trained together: ``group`` holds all samples of a prompt in one batch (GRPO, RLOO, DAPO),
-            ``trajectory`` takes each as it comes (PPO, REINFORCE++).
-        harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
-        max_wait: Updates that may pass a prompt by; then the next harvest waits for it. ``None``: no bound but that of
-            the group.
-        max_versions: ``partial``: see the module.
-        stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
-            update batch's rewards.
-    """
-
-    batch_prompts: int
-    batch_samples: int
-    group_batches: int = 4
-    mode: str = "on_policy"
-    unit: str = "group"
-    harvest_tokens: int | None = None
-    max_wait: int | None = None
-    max_versions: int = 2
-    stop_wait: float = 30.0
-
-
-@dataclass(frozen=True)
-class Harvest:
-    """One update batch.
-
-    Attributes:
-        samples: (uid, number in its group), shortest first.
-        lengths: Tokens of each.
-        waited: Updates that passed each one's prompt by.
-        staleness: Versions between each one's oldest token and the policy that is trained: 0 is on-policy.
-    """
-
-    samples: list[tuple[str, int]]
-    lengths: list[int]
-    waited: list[int]
-    staleness: list[int]
-
-
-@dataclass
-class StepCounts:
-    """What became of tokens since the last :meth:`SortedController.begin`.
-
-    Attributes:
-        loaded, dropped: Prompts.
-        interrupted: Running samples that were cut short.
-        stale: Finished samples that have to be generated anew.
-        abandoned: Attempts that were lost, or not waited for.
-        discarded_tokens: Tokens that were made and will be made again.
-    """
-
-    loaded: int = 0
-    dropped: int = 0
-    interrupted: int = 0
-    stale: int = 0
-    abandoned: int = 0
-    discarded_tokens: int = 0
-
-
-class SortedController:
+class Scheduler:
     """See the module. The order of calls in a step::
 
         begin(version) -> stale samples             the policy is new
@@ -108,21 +40,19 @@ class SortedController:
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
+    Under ``keep_running`` no engine is stopped: events, ``progress(...)`` and ``dispatch()`` go on at all times, also
+    between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(), settled() and ready().
+
     Raises:
-        ValueError: An event that cannot be (see :class:`RolloutBuffer`), or rules that contradict each other.
+        ValueError: An event that cannot be (see :class:`Ledger`), or rules that contradict each other.
     """
 
     def __init__(self, rules: Rules) -> None:
-        if rules.batch_prompts < 1 or rules.batch_samples < rules.batch_prompts or rules.group_batches < 1:
-            raise ValueError(
-                f"an update batch needs prompts, a sample of each, and a group at least one batch: {rules}"
-            )
-        if rules.mode == "partial" and rules.max_versions < 2:
-            raise ValueError("partial mode mixes versions: max_versions must be at least 2, or the mode on_policy")
         self.rules = rules
-        self.buffer = RolloutBuffer()
+        self.ledger = Ledger()
         self.version = 0
         self.step = StepCounts()
+        self._training = False  # a batch was harvested, and the policy it makes is not there yet
         self._owed = 0  # prompts to load in place of those that were dropped
         self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
@@ -134,14 +64,14 @@ class SortedController:
         Args:
             batches_left: Update batches until training ends: no more are loaded than will be trained.
         """
-        if len(self.buffer):
+        if len(self.ledger):
             return self._owed
         batches = self.rules.group_batches if batches_left is None else min(self.rules.group_batches, batches_left)
         return max(0, batches) * self.rules.batch_prompts
 
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""
-        self.buffer.load(uid, samples)
+        self.ledger.load(uid, samples)
         self.step.loaded += 1
         self._owed = max(0, self._owed - 1)
 
@@ -155,64 +85,95 @@ class SortedController:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
             lot: Start none before so many may be started: each start is a message.
         """
-        room = None if limit is None else limit - sum(1 for _ in self.buffer.samples("running"))
+        room = None if limit is None else limit - sum(1 for _ in self.ledger.samples("running"))
         if room is not None and room < lot:
             return []
-        pending = sorted(self.buffer.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))[:room]
+        pending = sorted(self.ledger.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
+        pending = self._admitted(pending)[:room]
         for prompt, number, _ in pending:
-            self.buffer.start(prompt.uid, number)
+            # What does not run on over a version change is all of the version it tells when it was stopped.
+            self.ledger.start(prompt.uid, number, self.version if self.rules.runs_on else None)
         return [(prompt.uid, number) for prompt, number, _ in pending]
 
     # ---- events ----
 
-    def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
+    def generate(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
         """A response came to its end. Of a dropped prompt it is nobody's any more.
 
         One in which the policy said nothing (``first_version`` is ``None``) counts as the current policy's.
+
+        Returns:
+            Whether it may be trained. If not (its replica lagged behind), it is generated anew, and the attempt is to
+            end.
         """
-        if uid in self.buffer:
-            self.buffer.generate(uid, number, tokens, self.version if first_version is None else first_version)
+        if uid not in self.ledger:
+            return False
+        self.ledger.generate(uid, number, tokens, self.version if first_version is None else first_version)
+        return not self._regenerate_stale(uid, number)
+
+    def progress(self, uid: str, number: int, first_version: int | None) -> bool:
+        """``keep_running``: the oldest token of a running response is of ``first_version``; ``None``: it has none yet.
+
+        Without this it is taken for as old as its start: a request that queued over a version change is younger, one
+        on a replica that lags behind is older.
+
+        Returns:
+            As :meth:`generate`.
+        """
+        if uid not in self.ledger:
+            return False
+        if not self.rules.runs_on:  # it tells when it is cut short
+            return True
+        self.ledger.progress(uid, number, self.version if first_version is None else first_version)
+        return not self._regenerate_stale(uid, number)
 
     def finish(self, uid: str, number: int) -> None:
         """A generated response has its reward."""
-        if uid in self.buffer:
-            self.buffer.finish(uid, number)
-            if self.buffer.prompt(uid).complete("finished", "trained"):
+        if uid in self.ledger:
+            self.ledger.finish(uid, number)
+            if self.ledger.prompt(uid).complete("finished", "trained"):
                 self._failed.clear()
 
-    def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> None:
-        """A response was cut short after ``tokens``."""
-        if uid not in self.buffer:
-            return
+    def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
+        """A response was cut short after ``tokens``.
+
+        Returns:
+            Whether it goes on where it stood; if not, its text is at most a draft.
+        """
+        if uid not in self.ledger:
+            return False
         self.step.interrupted += 1
-        if self.rules.mode == "on_policy":
-            self.step.discarded_tokens += tokens
-            first_version = None
-        self.buffer.interrupt(uid, number, tokens, first_version if tokens else None)
+        oldest = first_version if tokens else None
+        kept = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
+        if not kept:
+            self.step.wasted_tokens += tokens
+            oldest = None
+        self.ledger.interrupt(uid, number, tokens, oldest)
+        return kept
 
     def abandon(self, uid: str, number: int) -> None:
         """An attempt is lost: nobody knows of it any more, and it has not told how it ended."""
-        if uid not in self.buffer:
+        if uid not in self.ledger:
             return
-        sample = self.buffer.prompt(uid).samples[number]
-        if self.rules.mode == "on_policy" and sample.first_version is not None:
-            self.step.discarded_tokens += sample.tokens
+        sample = self.ledger.prompt(uid).samples[number]
+        if not self.rules.continues and sample.first_version is not None:
+            self.step.wasted_tokens += sample.tokens
             sample.first_version = None
-        self.buffer.abandon(uid, number)
+        self.ledger.abandon(uid, number)
         self.step.abandoned += 1
 
     def drop(self, uid: str) -> None:
         """A prompt is lost or was filtered: another may be loaded in its place."""
-        if uid in self.buffer:
-            self.step.discarded_tokens += self.buffer.prompt(uid).tokens
+        if uid in self.ledger:
+            self.step.wasted_tokens += self.ledger.prompt(uid).tokens
             self.step.dropped += 1
-            self.buffer.drop(uid)
+            self.ledger.drop(uid)
             self._owed += 1
 
     def fail(self, uid: str) -> None:
         """A sample failed, and its prompt is dropped."""
-        if uid in self.buffer:
-            self._failed.add(self.buffer.prompt(uid).number)
+        if uid in self.ledger:
+            self._failed.add(self.ledger.prompt(uid).number)
             self.drop(uid)
 
     def hopeless(self) -> int:
@@ -236,25 +197,28 @@ class SortedController:
     def enough(self, rewarded: bool = False) -> bool:
         """The engines may be stopped: a batch is full, or holds enough tokens, and nothing that must not wait runs.
 
+        (``keep_running``: they run on, and it may be harvested as soon as it is :meth:`settled`.)
+
         Args:
             rewarded: Count only what has its reward, which may yet drop a prompt.
         """
         waited_for: tuple[State, ...] = ON_THEIR_WAY if rewarded else ("running",)
         for state in waited_for:
-            if any(self._protected(prompt, sample) for prompt, _, sample in self.buffer.samples(state)):
+            if any(self._protected(prompt, sample) for prompt, _, sample in self.ledger.samples(state)):
                 return False
         return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
 
     def settled(self, stopped_s: float) -> bool:
-        """The engines having been stopped for so many seconds, nothing is waited for any longer.
+        """The engines having been stopped (``keep_running``: it being enough) for so many seconds, all has come that is
+        waited for.
 
-        Until :attr:`Rules.stop_wait` these are: attempts that may still ask the engines for tokens, and rewards of what
-        is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is not
-        passed by for a longer one, or on-policy those that are slow to judge would be drawn again.
+        Until :attr:`Rules.stop_wait` these are: attempts that may still ask stopped engines for tokens, and rewards of
+        what is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is
+        not passed by for a longer one, or on-policy those that are slow to judge would be drawn again.
         """
         if stopped_s >= self.rules.stop_wait:
             return True
-        if any(True for _ in self.buffer.samples("running")):
+        if not self.rules.runs_on and any(True for _ in self.ledger.samples("running")):
             return False
         if not self.enough():  # no reward makes it so
             return True
@@ -262,12 +226,13 @@ class SortedController:
         return self.ready() and all(prompt.samples[number].state == "finished" for prompt, number in batch)
 
     def give_up(self) -> list[tuple[str, int]]:
-        """Abandon what still runs though the engines are stopped; rewards may come later.
+        """Abandon what still runs though the engines are stopped (``keep_running``: nothing); rewards may come later.
 
         Returns:
             The samples whose attempts were abandoned.
         """
-        given_up = [(prompt.uid, number) for prompt, number, _ in self.buffer.samples("running")]
+        running = () if self.rules.runs_on else self.ledger.samples("running")
+        given_up = [(prompt.uid, number) for prompt, number, _ in running]
         for uid, number in given_up:
             self.abandon(uid, number)
         return given_up
@@ -292,9 +257,10 @@ class SortedController:
             waited=[prompt.waited for prompt, _ in taken],
             staleness=[self.version - _version(sample) for sample in samples],
         )
+        self._training = True
         for uid, number in batch.samples:
-            self.buffer.train(uid, number)
-        for prompt in self.buffer:
+            self.ledger.train(uid, number)
+        for prompt in self.ledger:
             prompt.waited += 1
         self._failed.clear()
         return batch
@@ -303,22 +269,17 @@ class SortedController:
         """The policy's ``version`` is current from now on.
 
         Returns:
-            Samples whose finished, generated or kept text may not be trained any more and is generated anew.
+            Samples whose text, finished, generated, kept or (``keep_running``) in the making, is too stale to be
+            trained: they are generated anew, and attempts at them are to end.
         """
-        self.version, self.step = version, StepCounts()
-        oldest = version if self.rules.mode == "on_policy" else version - self.rules.max_versions + 1
-        stale = []
-        ended: tuple[State, ...] = ("generated", "finished")
-        for prompt, number, sample in [at for state in ended for at in self.buffer.samples(state)]:
-            if _version(sample) < oldest:
-                self.buffer.regenerate(prompt.uid, number)
-                self.step.stale += 1
-                self.step.discarded_tokens += sample.tokens
-                stale.append((prompt.uid, number))
-        for prompt, number, sample in self.buffer.samples("pending"):
-            if sample.first_version is not None and sample.first_version < oldest:
+        self.version, self.step, self._training = version, StepCounts(), False
+        states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
+        untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
+        stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
+        for prompt, number, sample in self.ledger.samples("pending"):
+            if sample.first_version is not None and sample.first_version < self._oldest_trained:
                 sample.first_version = None
-                self.step.discarded_tokens += sample.tokens
+                self.step.wasted_tokens += sample.tokens
                 stale.append((prompt.uid, number))
         return stale
 
@@ -326,19 +287,60 @@ class SortedController:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
-        return {"version": self.version, "owed": self._owed, "buffer": self.buffer.state_dict()}
+        return {"version": self.version, "owed": self._owed, "ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self._owed = state["version"], state["owed"]
-        self.buffer.load_state_dict(state["buffer"])
+        self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["buffer"])  # as older states say
 
     # ---- within ----
+
+    @property
+    def _oldest_trained(self) -> int:
+        """Version of the oldest token that may be trained now."""
+        return self.version - self.rules.max_staleness
+
+    def _admitted(self, pending: list[tuple[Prompt, int, Sample]]) -> list[tuple[Prompt, int, Sample]]:
+        """Of these, whole prompts that can be trained before they get too stale; the rest starts under a newer policy.
+
+        What runs on over updates must fit into the batches of all updates that may still train it: no more is in
+        flight (AReaL's bound, arXiv:2505.24298).
+        """
+        rules = self.rules
+        if self._training and rules.max_staleness == 0:
+            return []
+        if not rules.runs_on or rules.max_staleness == 0:
+            return pending
+        batches = rules.max_staleness + 1 - self._training
+        flying = {
+            prompt.uid: sum(sample.state in (*ON_THEIR_WAY, "finished") for sample in prompt.samples)
+            for prompt in self.ledger
+        }
+        begun = {uid for uid, samples in flying.items() if samples}
+        room = batches * rules.batch_samples - sum(flying.values())
+        admitted = []
+        for prompt, number, sample in pending:
+            if room > 0 or prompt.uid in begun:
+                begun.add(prompt.uid)
+                admitted.append((prompt, number, sample))
+                room -= 1
+        return admitted
+
+    def _regenerate_stale(self, uid: str, number: int) -> bool:
+        """Whether the sample's text was too stale to be trained; then it is generated anew."""
+        sample = self.ledger.prompt(uid).samples[number]
+        if sample.oldest_version is None or sample.oldest_version >= self._oldest_trained:
+            return False
+        self.ledger.regenerate(uid, number)
+        self.step.stale += 1
+        self.step.wasted_tokens += sample.tokens
+        return True
 
     def _units(self, *states: State) -> list[tuple[Prompt, list[int]]]:
         """What can be trained of that which is in these states: whole groups, or single trajectories."""
         if self.rules.unit == "group":
-            return [(prompt, list(range(len(prompt.samples)))) for prompt in self.buffer if prompt.complete(*states)]
-        return [(prompt, [number]) for state in states for prompt, number, _ in self.buffer.samples(state)]
+            return [(prompt, list(range(len(prompt.samples)))) for prompt in self.ledger if prompt.complete(*states)]
+        return [(prompt, [number]) for state in states for prompt, number, _ in self.ledger.samples(state)]
 
     def _batch(self, *states: State) -> list[tuple[Prompt, int]]:
         """The update batch, were it taken of what is in these states."""
@@ -359,19 +361,19 @@ class SortedController:
     def _remaining(self) -> int:
         """Samples that are loaded, or owed, and not yet trained."""
         owed = self._owed * self.rules.batch_samples // self.rules.batch_prompts
-        return owed + sum(sample.state != "trained" for prompt in self.buffer for sample in prompt.samples)
+        return owed + sum(sample.state != "trained" for prompt in self.ledger for sample in prompt.samples)
 
     def _protected(self, prompt: Prompt, sample: Sample) -> bool:
         """The next harvest must not pass it by."""
         rules = self.rules
         if rules.max_wait is not None and prompt.waited >= rules.max_wait:
             return True
-        if rules.mode == "on_policy":
+        if rules.max_staleness == 0:  # all would be too stale at the next update
             return False
-        # One that would be too old at the next update; in a group all wait for such a one, as it waits for all.
+        # One that would be; in a group all wait for such a one, as it waits for all.
         together = prompt.samples if rules.unit == "group" else [sample]
-        oldest = min((s.first_version for s in together if s.first_version is not None), default=self.version)
-        return self.version - oldest + 1 >= rules.max_versions
+        oldest = min((s.oldest_version for s in together if s.oldest_version is not None), default=self.version)
+        return oldest <= self._oldest_trained
 
     def _precedence(self, unit: tuple[Prompt, list[int]]) -> tuple[bool, int, float, int]:
         prompt, numbers = unit

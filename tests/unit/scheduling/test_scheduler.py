@@ -1,4 +1,4 @@
-"""The controller under random schedules: a make-believe engine finishes, fails and is cut short at any moment."""
+"""The scheduler under random schedules: a make-believe engine finishes, fails and is cut short at any moment."""
 
 import copy
 import json
@@ -8,20 +8,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.sorting.controller import Rules, SortedController
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.scheduler import Scheduler
 
 SAMPLES, LONGEST = 3, 40
 
 rules_of = st.builds(
-    lambda batch, groups, mode, unit, threshold, wait, versions: Rules(
+    lambda batch, groups, mode, unit, threshold, wait, staleness: named(
+        mode,
         batch_prompts=batch,
         batch_samples=batch * SAMPLES,
         group_batches=groups,
-        mode=mode,
         unit=unit,
         harvest_tokens=threshold,
         max_wait=wait,
-        max_versions=versions,
+        max_staleness=staleness,
     ),
     batch=st.integers(1, 4),
     groups=st.integers(1, 4),
@@ -29,12 +30,12 @@ rules_of = st.builds(
     unit=st.sampled_from(["group", "trajectory"]),
     threshold=st.sampled_from([None, None, 60]),
     wait=st.sampled_from([None, 1, 2]),
-    versions=st.integers(2, 4),
+    staleness=st.integers(1, 3),
 )
 
 
 class World:
-    """Engine and trainer around a controller; ``text`` holds the version of every token a sample has.
+    """Engine and trainer around a scheduler; ``text`` holds the version of every token a sample has.
 
     ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
     made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
@@ -42,7 +43,7 @@ class World:
 
     def __init__(self, rules, seed, mishaps=0.0, losses=0.0):
         self.rules, self.mishaps, self.losses = rules, mishaps, losses
-        self.controller = SortedController(rules)
+        self.scheduler = Scheduler(rules)
         self.random = random.Random(seed)
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
         self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
@@ -52,42 +53,42 @@ class World:
         self.lot = self.random.randint(1, self.limit or 1)
 
     def step(self, batches_left=None):
-        controller = self.controller
-        for sample in controller.begin(self.version):
+        scheduler = self.scheduler
+        for sample in scheduler.begin(self.version):
             self.text[sample] = []
         self.unrewarded = [sample for sample in self.unrewarded if self.state(sample) == "generated"]
         self.fill(batches_left)
         rewarded = False
         while True:
-            while not controller.enough(rewarded):
-                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the controller is stuck"
+            while not scheduler.enough(rewarded):
+                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the scheduler is stuck"
                 self.advance()
                 self.fill(batches_left)
             for sample in list(self.running):  # the abort: some finish before it reaches them
-                if sample[0] in controller.buffer and self.random.random() >= self.losses:  # or are busy elsewhere
+                if sample[0] in scheduler.ledger and self.random.random() >= self.losses:  # or are busy elsewhere
                     self.advance(sample, stop=self.random.random() < 0.8)
             while self.unrewarded and self.random.random() >= self.losses:
                 self.reward()
             self.check_settled()
-            assert set(controller.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
+            assert set(scheduler.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
             for sample in self.running:
                 assert self.state(sample) in ("pending", None)
                 self.text[sample] = self.text[sample][: self.kept[sample]]
             self.running = []
-            if controller.ready():
+            if scheduler.ready():
                 break
             rewarded = True
             self.fill(batches_left)  # a reward failed, or is long in coming: on with it
-        batch = controller.harvest()
+        batch = scheduler.harvest()
         self.check(batch)
         self.version += 1
         return batch
 
     def check_settled(self):
         """Engines stand still for rewards as long as these may change the batch, and no longer."""
-        controller = self.controller
-        assert controller.settled(self.rules.stop_wait)
-        settled = controller.settled(0.0)
+        scheduler = self.scheduler
+        assert scheduler.settled(self.rules.stop_wait)
+        settled = scheduler.settled(0.0)
         if any(self.state(sample) is not None for sample in self.running):
             assert not settled
             return
@@ -95,37 +96,37 @@ class World:
         if not late:
             assert settled
             return
-        rewarded = copy.deepcopy(controller)
+        rewarded = copy.deepcopy(scheduler)
         for sample in late:
             rewarded.finish(*sample)
         batch = rewarded.harvest().samples if rewarded.ready() else []
         if settled:
-            assert batch == (copy.deepcopy(controller).harvest().samples if controller.ready() else [])
-        elif controller.ready():
+            assert batch == (copy.deepcopy(scheduler).harvest().samples if scheduler.ready() else [])
+        elif scheduler.ready():
             assert set(late) & set(batch), "waits for the reward of a sample that is not of the batch"
         else:
             assert batch, "waits for rewards that do not fill the batch"
 
     def fill(self, batches_left):
-        while count := self.controller.loadable(batches_left):
-            assert not len(self.controller.buffer) or count <= len(self.dropped), "loaded before all were consumed"
+        while count := self.scheduler.loadable(batches_left):
+            assert not len(self.scheduler.ledger) or count <= len(self.dropped), "loaded before all were consumed"
             for _ in range(count):
-                self.controller.load(f"p{self.loads}", SAMPLES)
+                self.scheduler.load(f"p{self.loads}", SAMPLES)
                 self.loads += 1
-        started = self.controller.dispatch(self.limit, self.lot)
-        left = any(True for _ in self.controller.buffer.samples("pending"))
+        started = self.scheduler.dispatch(self.limit, self.lot)
+        left = any(True for _ in self.scheduler.ledger.samples("pending"))
         assert not started or len(started) >= self.lot or not left, "a message for less than a lot"
         for sample in started:
-            if self.rules.mode == "on_policy" or not self.text.get(sample):
+            if not self.rules.continues or not self.text.get(sample):
                 self.text[sample] = []
                 self.length[sample] = self.random.randint(1, LONGEST)
             self.kept[sample] = len(self.text[sample])
             assert sample not in self.running
-            attempt = (*sample, self.controller.buffer.prompt(sample[0]).samples[sample[1]].attempt)
+            attempt = (*sample, self.scheduler.ledger.prompt(sample[0]).samples[sample[1]].attempt)
             assert attempt not in self.attempts, "two attempts with one name"
             self.attempts.add(attempt)
             self.running.append(sample)
-        alive = [sample for sample in self.running if sample[0] in self.controller.buffer]
+        alive = [sample for sample in self.running if sample[0] in self.scheduler.ledger]
         assert self.limit is None or len(alive) <= self.limit
 
     def reward(self):
@@ -133,9 +134,9 @@ class World:
         self.unrewarded.remove(sample)
         if self.random.random() < self.mishaps:
             self.dropped.add(uid)
-            self.controller.fail(uid)
+            self.scheduler.fail(uid)
         else:
-            self.controller.finish(uid, number)
+            self.scheduler.finish(uid, number)
 
     def advance(self, sample=None, stop=None):
         if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
@@ -152,23 +153,23 @@ class World:
         text += [self.version] * made
         if len(text) == self.length[sample]:
             self.running.remove(sample)
-            self.controller.generate(uid, number, len(text), min(text))
+            self.scheduler.generate(uid, number, len(text), min(text))
             self.unrewarded.append(sample)
         elif stop:
             self.running.remove(sample)
-            self.controller.interrupt(uid, number, len(text), min(text, default=None))
+            self.scheduler.interrupt(uid, number, len(text), min(text, default=None))
 
     def state(self, sample):
         uid, number = sample
-        if uid not in self.controller.buffer:
+        if uid not in self.scheduler.ledger:
             return None
-        return self.controller.buffer.prompt(uid).samples[number].state
+        return self.scheduler.ledger.prompt(uid).samples[number].state
 
     def lose(self, sample):
         """Its worker dies; what it had told before is kept, and what it said since was told to nobody."""
         generated = sample in self.unrewarded
         (self.unrewarded if generated else self.running).remove(sample)
-        self.controller.abandon(*sample)
+        self.scheduler.abandon(*sample)
         assert self.state(sample) in ("pending", None)
         if not generated:
             self.text[sample] = self.text[sample][: self.kept[sample]]
@@ -177,7 +178,7 @@ class World:
         assert batch.samples
         assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
         assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
-        oldest = self.version - (0 if self.rules.mode == "on_policy" else self.rules.max_versions - 1)
+        oldest = self.version - self.rules.max_staleness
         for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
             assert sample not in self.trained, "trained twice"
             assert min(self.text[sample]) >= oldest
@@ -191,10 +192,10 @@ class World:
 def drain(world, steps=60):
     """Train until everything that was loaded is consumed."""
     for _ in range(steps):
-        if not len(world.controller.buffer) and world.batches:
+        if not len(world.scheduler.ledger) and world.batches:
             break
         world.step()
-    assert not len(world.controller.buffer), "some prompts never had their turn"
+    assert not len(world.scheduler.ledger), "some prompts never had their turn"
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -252,13 +253,13 @@ def test_a_crash_at_any_event_resumes_from_the_checkpoint(rules, seed, crash_at,
             world.step()
             if step % every == 0:
                 kept = copy.deepcopy((world.text, world.length, world.trained, world.loads, world.version))
-                saved = json.dumps(world.controller.state_dict()), kept
+                saved = json.dumps(world.scheduler.state_dict()), kept
     except Crash:
         pass
     world = World(rules, seed + 1)
     if saved is not None:
         state, (world.text, world.length, world.trained, world.loads, world.version) = saved
-        world.controller.load_state_dict(json.loads(state))
+        world.scheduler.load_state_dict(json.loads(state))
     drain(world)
     assert set(world.trained) == {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
 
@@ -271,7 +272,7 @@ def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses
 
     class Failing(World):
         def fill(self, batches_left):
-            if self.controller.hopeless():
+            if self.scheduler.hopeless():
                 raise Hopeless
             assert self.loads < 400
             super().fill(batches_left)
@@ -280,8 +281,9 @@ def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses
         Failing(rules, seed, mishaps=1.0, losses=losses).step()
 
 
-def controller(**rules):
-    built = SortedController(Rules(**{"batch_prompts": 1, "batch_samples": 2, "group_batches": 3, **rules}))
+def scheduler(mode="on_policy", **rules):
+    numbers = {"batch_prompts": 1, "batch_samples": 2, "group_batches": 3, "max_staleness": 1}
+    built = Scheduler(named(mode, **{**numbers, **rules}))
     built.begin(0)
     for i in range(built.loadable()):
         built.load(f"p{i}", 2)
@@ -296,7 +298,7 @@ def finish(built, uid, *lengths, version=0):
 
 
 def test_harvest_takes_the_shortest_first():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 30, 30)
     finish(built, "p2", 9, 11)
     batch = built.harvest()
@@ -306,17 +308,17 @@ def test_harvest_takes_the_shortest_first():
 
 def test_surplus_is_stale_after_the_update_on_policy_and_kept_in_partial_mode():
     for mode, stale in (("on_policy", [("p0", 0), ("p0", 1)]), ("partial", [])):
-        built = controller(mode=mode)
+        built = scheduler(mode=mode)
         finish(built, "p0", 30, 30)
         finish(built, "p2", 9, 11)
         built.harvest()
         assert built.begin(1) == stale
-        assert built.step.discarded_tokens == 30 * len(stale)
+        assert built.step.wasted_tokens == 30 * len(stale)
         assert built.ready() == (mode == "partial")
 
 
 def test_no_prompt_is_loaded_before_all_are_consumed():
-    built = controller(group_batches=2)
+    built = scheduler(group_batches=2)
     for version, uid in enumerate(("p0", "p1")):
         assert built.loadable() == 0
         built.begin(version)
@@ -331,7 +333,7 @@ def test_no_prompt_is_loaded_before_all_are_consumed():
 
 
 def test_a_prompt_that_waited_long_enough_is_waited_for():
-    built = controller(max_wait=1)
+    built = scheduler(max_wait=1)
     finish(built, "p1", 5, 5)
     built.harvest()
     for uid in ("p0", "p2"):
@@ -345,15 +347,15 @@ def test_a_prompt_that_waited_long_enough_is_waited_for():
 
 
 def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():
-    built = controller()
+    built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.drop("p0")
     assert built.loadable() == 1
     built.generate("p0", 1, 5, 0)
     built.finish("p0", 0)
     built.interrupt("p0", 1, 5, 0)
-    assert "p0" not in built.buffer
-    assert built.step.discarded_tokens == 5
+    assert "p0" not in built.ledger
+    assert built.step.wasted_tokens == 5
     built.load("p3", 2)
     assert built.loadable() == 0
     assert built.dispatch() == [("p3", 0), ("p3", 1)]
@@ -365,38 +367,38 @@ FAILURES = 16  # of a small batch
 def replaced(built, failing):
     """Loads and starts what may be, and lets the prompts fail whose number ``failing`` holds."""
     for _ in range(built.loadable()):
-        built.load(f"p{built.buffer.loaded}", 2)
+        built.load(f"p{built.ledger.loaded}", 2)
     built.dispatch()
-    for prompt in list(built.buffer):
+    for prompt in list(built.ledger):
         if failing(prompt.number):
             built.fail(prompt.uid)
 
 
 def test_it_is_hopeless_when_as_many_fail_one_after_another_as_an_update_batch_has():
     for batch, failures in ((1, FAILURES), (20, 20)):
-        built = controller(batch_prompts=batch, batch_samples=2 * batch)
+        built = scheduler(batch_prompts=batch, batch_samples=2 * batch)
         failed = 0
         while not built.hopeless():
-            built.fail(next(iter(built.buffer)).uid)
+            built.fail(next(iter(built.ledger)).uid)
             failed += 1
             replaced(built, lambda number: False)
         assert failed == failures == built.hopeless()
 
 
 def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
-    built = controller()
+    built = scheduler()
     for _ in range(2 * FAILURES):
         replaced(built, lambda number: number != 7)
-    assert "p7" in built.buffer
+    assert "p7" in built.ledger
     assert built.hopeless()
 
 
 def test_while_others_come_to_their_end_it_is_not_hopeless():
-    built = controller(batch_prompts=20, batch_samples=40, group_batches=4)
+    built = scheduler(batch_prompts=20, batch_samples=40, group_batches=4)
     for round in range(4):
         replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
         assert not built.hopeless(), round
-    built = controller()
+    built = scheduler()
     for number in range(FAILURES - 1):
         replaced(built, lambda failing, number=number: failing == number)
     finish(built, f"p{FAILURES}", 5, 5)
@@ -405,7 +407,7 @@ def test_while_others_come_to_their_end_it_is_not_hopeless():
 
 
 def test_samples_that_finish_in_prompts_that_fail_are_no_success():
-    built = controller()
+    built = scheduler()
     for number in range(FAILURES):
         finish(built, f"p{number}", 5)
         assert not built.hopeless()
@@ -415,7 +417,7 @@ def test_samples_that_finish_in_prompts_that_fail_are_no_success():
 
 
 def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on():
-    built = controller(unit="trajectory")
+    built = scheduler(unit="trajectory")
     for number in range(0, 3 * FAILURES, 2):
         finish(built, f"p{number}", 5)
         finish(built, f"p{number + 1}", 5)
@@ -428,7 +430,7 @@ def test_where_single_trajectories_are_trained_from_prompts_that_fail_it_goes_on
 
 
 def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 5, 5)
     built.harvest()
     built.interrupt("p1", 0, 0, None)
@@ -446,16 +448,16 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
         (lambda c: c.harvest(), "ask ready"),
-        (lambda c: SortedController(Rules(1, 1, mode="partial", max_versions=1)), "at least 2"),
+        (lambda c: Scheduler(named("partial", batch_prompts=1, batch_samples=1)), "at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused(event, message):
     with pytest.raises(ValueError, match=message):
-        event(controller())
+        event(scheduler())
 
 
 def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
-    built = controller()
+    built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.generate("p0", 1, 5, 0)
     assert built.enough()
@@ -468,7 +470,7 @@ def test_engines_may_stop_before_the_rewards_are_known_unless_those_decide():
 
 
 def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
-    built = controller()
+    built = scheduler()
     built.generate("p0", 0, 5, 0)
     built.generate("p0", 1, 5, 0)
     built.finish("p0", 0)
@@ -485,7 +487,7 @@ def test_a_late_judge_holds_no_engine_but_its_reward_is_waited_for():
 
 
 def test_a_full_batch_does_not_wait_for_rewards_of_others():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 5, 5)
     for number in range(2):
         built.generate("p1", number, 9, 0)
@@ -495,7 +497,7 @@ def test_a_full_batch_does_not_wait_for_rewards_of_others():
 
 
 def test_a_shorter_response_is_not_passed_by_because_its_reward_is_slow():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 9, 9)
     for number in range(2):
         built.generate("p1", number, 5, 0)
@@ -510,7 +512,7 @@ def test_a_shorter_response_is_not_passed_by_because_its_reward_is_slow():
 
 
 def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batch_is_full():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 5, 5)
     for number in range(2):
         built.generate("p1", number, 9, 0)
@@ -520,7 +522,7 @@ def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batc
 
 
 def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
-    built = controller()
+    built = scheduler()
     built.drop("p0")  # its reward failed after the stop
     built.generate("p1", 0, 5, 0)
     for uid, number in (("p1", 1), ("p2", 0), ("p2", 1)):
@@ -531,16 +533,16 @@ def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
 
 def test_a_response_whose_reward_comes_after_the_update_is_made_anew_on_policy_and_kept_in_partial_mode():
     for mode, state in (("on_policy", "pending"), ("partial", "generated")):
-        built = controller(mode=mode)
+        built = scheduler(mode=mode)
         finish(built, "p0", 5, 5)
         built.generate("p1", 0, 7, 0)
         built.harvest()
         assert built.begin(1) == ([("p1", 0)] if mode == "on_policy" else [])
-        assert built.buffer.prompt("p1").samples[0].state == state
+        assert built.ledger.prompt("p1").samples[0].state == state
 
 
 def test_a_response_without_tokens_is_the_current_policys():
-    built = controller()
+    built = scheduler()
     finish(built, "p0", 0, 0, version=None)
     batch = built.harvest()
     assert batch.lengths == [0, 0]

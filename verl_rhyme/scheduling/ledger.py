@@ -1,8 +1,9 @@
 """What was loaded and is not yet trained: prompts, their samples, and how far each has come.
 
 The texts themselves lie with whoever made them; this is the ledger. A sample is pending, running, generated (its reward
-is not known yet), finished or trained, and goes from one to the next by the methods of :class:`RolloutBuffer` alone,
-which refuse what cannot be: no sample is lost, started twice or trained twice.
+is not known yet), finished or trained, and goes from one to the next by the methods of :class:`Ledger` alone,
+which refuse what cannot be: no sample is lost, started twice or trained twice. Beside it, what a step comes to: its
+:class:`Harvest` and its :class:`StepCounts`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any, Literal
 
 State = Literal["pending", "running", "generated", "finished", "trained"]
 
+#: Samples in these states belong to an attempt that somebody works on.
+ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
+
 
 @dataclass(slots=True)
 class Sample:
@@ -24,6 +28,7 @@ class Sample:
         tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
         first_version: Policy version of its oldest kept token; ``None`` without any.
         interruptions: How often its generation was cut short.
+        running_version: While it runs on over version changes, what its oldest token may be of; else ``None``.
         attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
     """
 
@@ -32,6 +37,12 @@ class Sample:
     first_version: int | None = None
     interruptions: int = 0
     attempt: int = -1
+    running_version: int | None = None
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of its oldest token, the ones in the making included; ``None`` where nobody knows of any."""
+        return self.first_version if self.running_version is None else self.running_version
 
 
 @dataclass(slots=True)
@@ -59,7 +70,45 @@ class Prompt:
         return sum(sample.tokens for sample in self.samples)
 
 
-class RolloutBuffer:
+@dataclass(frozen=True)
+class Harvest:
+    """One update batch.
+
+    Attributes:
+        samples: (uid, number in its group), shortest first.
+        lengths: Tokens of each.
+        waited: Updates that passed each one's prompt by.
+        staleness: Of each one's oldest token: policy versions between it and the policy that is trained; 0 is
+            on-policy.
+    """
+
+    samples: list[tuple[str, int]]
+    lengths: list[int]
+    waited: list[int]
+    staleness: list[int]
+
+
+@dataclass
+class StepCounts:
+    """What became of tokens since the last the scheduler's ``begin``.
+
+    Attributes:
+        loaded, dropped: Prompts.
+        interrupted: Running samples that were cut short.
+        stale: Samples, finished or (``keep_running``) still running, that got too stale and are generated anew.
+        abandoned: Attempts that were lost, or not waited for.
+        wasted_tokens: Tokens that were made and will not be trained.
+    """
+
+    loaded: int = 0
+    dropped: int = 0
+    interrupted: int = 0
+    stale: int = 0
+    abandoned: int = 0
+    wasted_tokens: int = 0
+
+
+class Ledger:
     """The ledger; iterating gives the prompts in the order of loading."""
 
     def __init__(self) -> None:
@@ -96,8 +145,17 @@ class RolloutBuffer:
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
         self.loaded += 1
 
-    def start(self, uid: str, number: int) -> None:
+    def start(self, uid: str, number: int, version: int | None = None) -> None:
+        """``version``: what its new tokens are at least of, where it may run on over version changes."""
         self._move(uid, number, ("pending",), "running").attempt += 1
+        if version is not None:
+            self.progress(uid, number, version)
+
+    def progress(self, uid: str, number: int, version: int) -> None:
+        """The oldest token of a running attempt is of ``version``, or of what it goes on from."""
+        sample = self._move(uid, number, ("running",), "running")
+        kept = version if sample.first_version is None else sample.first_version
+        sample.running_version = min(kept, version)
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""
@@ -119,8 +177,8 @@ class RolloutBuffer:
         self._move(uid, number, ("running", "generated"), "pending")
 
     def regenerate(self, uid: str, number: int) -> None:
-        """A response that came to its end may not be trained any more: it is to be generated anew."""
-        sample = self._move(uid, number, ("generated", "finished"), "pending")
+        """What a response says may not be trained any more: it is to be generated anew."""
+        sample = self._move(uid, number, ("running", "generated", "finished"), "pending")
         sample.first_version = None
         sample.interruptions += 1
 
@@ -139,6 +197,7 @@ class RolloutBuffer:
         prompts = [dataclasses.asdict(prompt) for prompt in self]
         for prompt in prompts:
             for sample in prompt["samples"]:
+                del sample["running_version"]
                 if sample["state"] in ("running", "generated"):
                     sample["state"] = "pending"
         return {"loaded": self.loaded, "prompts": prompts}
@@ -157,4 +216,5 @@ class RolloutBuffer:
         if sample.state not in sources:
             raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
         sample.state = target
+        sample.running_version = None
         return sample

@@ -1,0 +1,342 @@
+"""Samples that run on while the policy is trained: a make-believe engine and trainer that wait for nobody."""
+
+import contextlib
+import copy
+import json
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.scheduler import Scheduler
+
+SAMPLES, LONGEST = 3, 40
+
+rules_of = st.one_of(
+    st.builds(
+        lambda batch, **rules: Rules(batch, batch * SAMPLES, on_interrupt="keep_running", **rules),
+        st.integers(1, 4),
+        group_batches=st.integers(1, 4),
+        unit=st.sampled_from(["group", "trajectory"]),
+        harvest_tokens=st.sampled_from([None, None, 60]),
+        max_wait=st.sampled_from([None, 1, 2]),
+        max_staleness=st.integers(1, 3),
+    ),
+    st.builds(
+        lambda batch, **rules: Rules(batch, batch * SAMPLES, 1, on_interrupt="keep_running", **rules),
+        st.integers(1, 4),
+        unit=st.sampled_from(["group", "trajectory"]),
+        max_wait=st.sampled_from([None, 1]),
+    ),
+)
+
+
+class World:
+    """Replicas and a trainer around a scheduler; ``text`` holds the version of every token a sample has.
+
+    ``lag``: replicas take new weights when it suits them, before the scheduler hears of these or long after.
+    ``losses``: share of events at which an attempt is lost with all that it made, or cut short on its replica.
+    ``mishaps``: share of rewards that fail. ``uneven``: prompts have groups of their own size.
+    """
+
+    def __init__(self, rules, seed, lag=False, losses=0.0, mishaps=0.0, uneven=False):
+        self.rules, self.lag, self.losses, self.mishaps, self.uneven = rules, lag, losses, mishaps, uneven
+        self.scheduler, self.random = Scheduler(rules), random.Random(seed)
+        self.scheduler.begin(0)
+        self.text, self.length, self.kept, self.place = {}, {}, {}, {}  # of samples
+        self.running, self.unrewarded, self.trained, self.dropped = [], [], [], set()
+        self.sizes, self.loads, self.stale, self.weights, self.training = {}, 0, 0, 0, False
+        self.replicas = [0, 0, 0]
+        self.limit = self.random.choice([None, None, 1, 7])
+
+    def run(self, steps):
+        """Until all that was loaded is trained; or so many batches."""
+        for _ in range(steps):
+            if self.trained and not len(self.scheduler.ledger):
+                return True
+            self.until_harvest()
+        return False
+
+    def until_harvest(self):
+        while True:
+            self.fill()
+            scheduler = self.scheduler
+            if not self.training and scheduler.enough() and scheduler.settled(self.random.choice([0.0, 30.0])):
+                assert scheduler.give_up() == []
+                if scheduler.ready():
+                    return self.harvest()
+            self.event()
+
+    def fill(self):
+        scheduler = self.scheduler
+        while count := scheduler.loadable():
+            for _ in range(count):
+                uid = f"p{self.loads}"
+                self.sizes[uid] = self.random.randint(1, 2 * SAMPLES) if self.uneven else SAMPLES
+                scheduler.load(uid, self.sizes[uid])
+                self.loads += 1
+        for sample in scheduler.dispatch(self.limit):
+            assert sample not in self.running
+            if not self.text.get(sample):
+                self.text[sample], self.length[sample] = [], self.random.randint(1, LONGEST)
+            self.kept[sample] = len(self.text[sample])
+            self.place[sample] = self.random.randrange(len(self.replicas))
+            self.running.append(sample)
+
+    def event(self):
+        happen = [self.advance] * (4 * bool(self.running)) + [self.reward] * (2 * bool(self.unrewarded))
+        happen += [self.tell] * bool(self.running) + [self.publish] * self.training
+        happen += [self.pull] * (self.lag and min(self.replicas) < self.weights)
+        assert happen, "nothing is on its way, nothing enough: the scheduler is stuck"
+        self.random.choice(happen)()
+
+    def advance(self):
+        sample = self.random.choice(self.running)
+        text, scheduler = self.text[sample], self.scheduler
+        more = self.length[sample] - len(text)
+        text += [self.replicas[self.place[sample]]] * self.random.choice([more, self.random.randint(0, more)])
+        if self.random.random() < self.losses:
+            self.running.remove(sample)
+            if self.random.random() < 0.5:
+                scheduler.abandon(*sample)
+                del text[self.kept[sample] :]
+            elif not scheduler.interrupt(*sample, len(text), min(text, default=None)):
+                text.clear()
+        elif len(text) == self.length[sample]:
+            self.running.remove(sample)
+            if scheduler.generate(*sample, len(text), min(text)):
+                self.unrewarded.append(sample)
+            else:
+                text.clear()
+
+    def tell(self):
+        sample = self.random.choice(self.running)
+        if not self.scheduler.progress(*sample, min(self.text[sample], default=None)):
+            self.end(sample)
+
+    def reward(self):
+        uid, number = sample = self.random.choice(self.unrewarded)
+        self.unrewarded.remove(sample)
+        if self.random.random() < self.losses:
+            self.scheduler.abandon(uid, number)  # what it had told before is gone on from
+        elif self.random.random() < self.mishaps:
+            self.dropped.add(uid)
+            self.scheduler.fail(uid)
+        else:
+            self.scheduler.finish(uid, number)
+
+    def pull(self):
+        number = self.random.randrange(len(self.replicas))
+        self.replicas[number] = self.weights
+
+    def publish(self):
+        """New weights are there; the scheduler is told at once or later."""
+        if self.weights == self.scheduler.version:
+            self.weights += 1
+            if self.lag:
+                return
+            self.replicas = [self.weights] * len(self.replicas)
+        for sample in self.scheduler.begin(self.weights):
+            self.end(sample)
+        self.stale += self.scheduler.step.stale
+        self.training = False
+
+    def end(self, sample):
+        """Its text is too stale."""
+        self.text[sample].clear()
+        for place in (self.running, self.unrewarded):
+            if sample in place:
+                place.remove(sample)
+
+    def harvest(self):
+        batch = self.scheduler.harvest()
+        assert batch.samples
+        assert batch.lengths == sorted(batch.lengths) == [len(self.text[sample]) for sample in batch.samples]
+        for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
+            assert sample not in self.trained, "trained twice"
+            assert sample not in self.running + self.unrewarded
+            assert staleness == self.scheduler.version - min(self.text[sample]) <= self.rules.max_staleness
+            self.trained.append(sample)
+        if self.rules.unit == "group":
+            assert len(batch.samples) == sum(self.sizes[uid] for uid in {uid for uid, _ in batch.samples})
+        self.running = [sample for sample in self.running if sample[0] not in self.dropped]
+        self.unrewarded = [sample for sample in self.unrewarded if sample[0] not in self.dropped]
+        self.training = True
+        if self.rules.max_staleness == 0:
+            assert self.scheduler.dispatch() == [], "started under a policy it may not be trained in"
+
+    def check_all(self):
+        wanted = {(uid, number) for uid, size in self.sizes.items() for number in range(size)}
+        assert set(self.trained) | {sample for sample in wanted if sample[0] in self.dropped} == wanted
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.booleans())
+def test_what_runs_on_is_trained_once_and_within_the_bound(rules, seed, uneven):
+    world = World(rules, seed, uneven=uneven)
+    assert world.run(100), "some prompts never had their turn"
+    world.check_all()
+    if not uneven and rules.max_staleness <= 1 and rules.harvest_tokens is None and world.limit is None:
+        assert world.stale == 0, "more was started than could be trained in time"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
+def test_replicas_that_lag_and_attempts_that_are_lost_break_no_bound_and_lose_no_sample(rules, seed, mishaps, losses):
+    world = World(rules, seed, lag=True, losses=losses, mishaps=mishaps)
+    assert world.run(300), "some prompts never had their turn"
+    world.check_all()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.integers(0, 200), st.booleans())
+def test_a_crash_at_any_event_resumes_from_the_checkpoint(rules, seed, crash_at, lag):
+    """What ran goes on from what was told before it; the checkpoint is what JSON keeps of it."""
+
+    class Crash(Exception):
+        pass
+
+    class Mortal(World):
+        events, saved = 0, None
+
+        def event(self):
+            self.events += 1
+            if self.events == crash_at:
+                raise Crash
+            super().event()
+
+        def publish(self):
+            super().publish()
+            if self.training:  # only once the scheduler knows of it
+                return
+            text = {s: list(text[: self.kept[s]] if s in self.running else text) for s, text in self.text.items()}
+            kept = copy.deepcopy((text, self.length, self.trained, self.sizes, self.loads, self.weights))
+            self.saved = json.dumps(self.scheduler.state_dict()), kept
+
+    dead = Mortal(rules, seed, lag=lag)
+    with contextlib.suppress(Crash):
+        dead.run(8)
+    world = World(rules, seed + 1, lag=lag)
+    if dead.saved is not None:
+        state, (world.text, world.length, world.trained, world.sizes, world.loads, world.weights) = dead.saved
+        world.scheduler.load_state_dict(json.loads(state))
+        world.replicas = [world.weights] * 3
+        for sample in world.scheduler.begin(world.weights):
+            world.end(sample)
+    assert world.run(300)
+    world.check_all()
+
+
+def scheduler(**rules):
+    built = Scheduler(Rules(1, 2, **{"on_interrupt": "keep_running", "max_staleness": 1, **rules}))
+    built.begin(0)
+    for number in range(built.loadable()):
+        built.load(f"p{number}", 2)
+    built.dispatch()
+    return built
+
+
+def finish(built, uid, *lengths, version=0):
+    for number, length in enumerate(lengths):
+        assert built.generate(uid, number, length, version)
+        built.finish(uid, number)
+
+
+def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
+    built = scheduler(group_batches=4)
+    assert [prompt.uid for prompt, number, _ in built.ledger.samples("running") if number == 0] == ["p0", "p1"]
+    finish(built, "p1", 3, 3)
+    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+    assert built.dispatch() == []  # p0 fills the one update that may train what the old policy says
+    built.begin(1)
+    assert built.dispatch() == [("p2", 0), ("p2", 1)]
+
+
+def test_what_would_be_too_stale_at_the_next_update_is_waited_for():
+    built = scheduler()
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    assert built.begin(1) == []  # p0 runs on
+    built.dispatch()
+    finish(built, "p2", 3, 3, version=1)
+    assert not built.enough()
+    finish(built, "p0", 9, 9, version=0)
+    batch = built.harvest()
+    assert batch.samples == [("p0", 0), ("p0", 1)]  # first, though longer
+    assert batch.staleness == [1, 1]
+
+
+def test_a_request_that_only_queued_is_as_young_as_its_first_token():
+    built = scheduler()
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    built.begin(1)
+    built.dispatch()
+    finish(built, "p2", 3, 3, version=1)
+    assert all(built.progress("p0", number, None) for number in range(2))
+    assert built.harvest().samples == [("p2", 0), ("p2", 1)]
+    assert built.begin(2) == []
+
+
+def test_what_is_past_the_bound_is_generated_anew_while_it_runs_or_when_it_tells():
+    built = scheduler(group_batches=1)
+    assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two updates by somebody else
+    assert built.step.stale == 2
+    assert built.dispatch() == [("p0", 0), ("p0", 1)]
+    assert not built.progress("p0", 0, 0)  # its replica has not taken the weights
+    assert not built.generate("p0", 1, 7, 0)
+    assert built.step.wasted_tokens == 7
+    assert built.dispatch() == [("p0", 1), ("p0", 0)]
+    assert not built.interrupt("p0", 0, 5, 0)
+    assert built.interrupt("p0", 1, 5, 1)
+    assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
+
+
+def test_what_goes_on_stays_as_old_as_what_it_goes_on_from():
+    built = scheduler(group_batches=1)
+    assert built.interrupt("p0", 0, 5, 0)
+    built.begin(1)
+    built.dispatch()
+    assert built.progress("p0", 0, None)
+    assert built.begin(2) == [("p0", 0), ("p0", 1)]
+
+
+def test_a_batch_waits_for_the_rewards_of_the_shortest_but_for_nothing_that_runs():
+    built = scheduler()
+    finish(built, "p1", 9, 9)
+    assert built.settled(0.0)  # p0 runs on
+    assert all(built.generate("p0", number, 5, 0) for number in range(2))
+    assert not built.settled(0.0)
+    assert built.settled(30.0)
+    assert built.give_up() == []
+    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+
+
+def test_within_one_version_nothing_starts_until_the_policy_is_new():
+    built = scheduler(group_batches=1, max_staleness=0)
+    finish(built, "p0", 3, 3)
+    built.harvest()
+    built.load("p1", 2)
+    assert built.dispatch() == []
+    built.begin(1)
+    assert built.dispatch() == [("p1", 0), ("p1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"on_interrupt": "continue"}, ["on_interrupt=continue", "max_staleness", "at least 1", "regenerate"]),
+        ({"on_interrupt": "keep_running"}, ["keep_running", "max_staleness=0", "group_batches=1"]),
+        ({"on_interrupt": "keep_running", "group_batches": 1, "harvest_tokens": 9}, ["harvest_tokens=null"]),
+        ({"max_staleness": -1}, ["max_staleness", "at least 0", "-1"]),
+        ({"on_interrupt": "stop"}, ["on_interrupt", "keep_running", "'stop'"]),
+        ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
+        ({"group_batches": 0}, ["a group at least one batch"]),
+    ],
+)
+def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
+        Rules(1, 2, **rules)
+    assert not [word for word in words if word not in str(caught.value)]

@@ -1,0 +1,101 @@
+"""The rules of a rollout: what is loaded, when a batch is harvested, what becomes of what runs, how stale it gets.
+
+A mode is a name for a set of rules (:data:`MODES`). Scheduler, buffer and workers ask the rules and know no mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+#: What becomes of a running response at a version change. ``regenerate``: it is cut short and generated anew, its text
+#: at most a draft. ``continue``: it is cut short and goes on where it stood. ``keep_running``: it is not cut short.
+OnInterrupt = Literal["regenerate", "continue", "keep_running"]
+
+#: What is trained together: all samples of a prompt in one batch (GRPO, RLOO, DAPO), or each as it comes (PPO,
+#: REINFORCE++).
+Unit = Literal["group", "trajectory"]
+
+#: What ``sorting.mode`` stands for.
+MODES: dict[str, dict[str, Any]] = {
+    "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
+    "partial": {"on_interrupt": "continue"},
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the scheduler goes by.
+
+    Prompts are loaded in groups of batches, and no others before all of a group are trained, except in place of
+    prompts that were dropped.
+
+    Attributes:
+        batch_prompts: Prompts of an update batch.
+        batch_samples: Trajectories of an update batch.
+        group_batches: Update batches of prompts that are loaded together.
+        on_interrupt: See :data:`OnInterrupt`.
+        max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
+        unit: See :data:`Unit`.
+        harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
+        max_wait: Updates that may pass a prompt by; then the next harvest waits for it. ``None``: no bound but that of
+            the group.
+        redraft: ``regenerate``: the text of what was cut short becomes the draft.
+        stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
+            update batch's rewards.
+
+    Raises:
+        ValueError: Rules that contradict each other; the message says how to mend them.
+    """
+
+    batch_prompts: int
+    batch_samples: int
+    group_batches: int = 4
+    on_interrupt: OnInterrupt = "regenerate"
+    max_staleness: int = 0
+    unit: Unit = "group"
+    harvest_tokens: int | None = None
+    max_wait: int | None = None
+    redraft: bool = True
+    stop_wait: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts or self.group_batches < 1:
+            raise ValueError(f"an update batch needs prompts, a sample of each, and a group at least one batch: {self}")
+        for name, kind in (("on_interrupt", OnInterrupt), ("unit", Unit)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0, not {self.max_staleness}")
+        if self.max_staleness == 0 and self.on_interrupt == "continue":
+            raise ValueError(
+                "on_interrupt=continue trains tokens of earlier policies: max_staleness must be at least 1, or "
+                "on_interrupt=regenerate"
+            )
+        if self.max_staleness == 0 and self.runs_on and (self.group_batches > 1 or self.harvest_tokens is not None):
+            raise ValueError(
+                "on_interrupt=keep_running with max_staleness=0 needs that nothing runs when the version changes: "
+                "group_batches=1 and harvest_tokens=null (all that is loaded is trained at once), or max_staleness at "
+                "least 1, or on_interrupt=regenerate"
+            )
+
+    @property
+    def continues(self) -> bool:
+        """What was cut short, by a version change or otherwise, goes on where it stood."""
+        return self.on_interrupt != "regenerate"
+
+    @property
+    def runs_on(self) -> bool:
+        """What runs is not cut short at a version change: engines are not stopped for it."""
+        return self.on_interrupt == "keep_running"
+
+
+def named(mode: str, **rules: Any) -> Rules:
+    """A set of rules by its name, with ``rules`` for all that the set leaves open.
+
+    Raises:
+        ValueError: There is no such set, or the rules contradict each other.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    return Rules(**{**rules, **MODES[mode]})
