@@ -142,7 +142,7 @@ TABLE = (
     Combination(
         ("trainer.v1.sampler.custom_sampler.path", "rhyme.sorting.mode"),
         lambda path, sorting: bool(path) and sorting is not None,
-        "a sampler of your own is ignored by rhyme_sorted, whose controller decides what is sampled",
+        "a sampler of your own is ignored by rhyme_sorted, whose scheduler decides what is sampled",
         "set trainer.v1.sampler.custom_sampler.path=null, or use another trainer mode",
     ),
     Combination(

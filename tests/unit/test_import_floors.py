@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2] / "verl_rhyme"
 
 #: A package may import from the floors below its own, and from itself. What is on no floor is on the top one.
 FLOORS = [
-    {"history"},
+    {"history", "lengths"},
     {"drafting", "sampling", "scheduling"},
     {"observability"},
     {"platforms", "patches"},
@@ -90,6 +90,11 @@ def test_imports_point_down(path, module):
         ("verl_rhyme.drafting.adaptive", "from ..trainer import base", True),
         ("verl_rhyme.drafting.adaptive", "from . import choice", False),
         ("verl_rhyme.history.store", "import verl_rhyme.drafting.choice", True),
+        ("verl_rhyme.drafting.adaptive", "from verl_rhyme.lengths.earlier import EarlierLengths", False),
+        ("verl_rhyme.scheduling.order", "from verl_rhyme.lengths.earlier import EarlierLengths", False),
+        ("verl_rhyme.lengths.earlier", "from verl_rhyme.drafting import budget", True),
+        ("verl_rhyme.lengths.earlier", "from verl_rhyme.history.record import PromptHistory", True),
+        ("verl_rhyme.lengths.earlier", "import torch", True),
         ("verl_rhyme.sampling.noise", "import torch", True),
         ("verl_rhyme.workers.agent_loop", "from verl_rhyme.sampling.noise import key_of", False),
         ("verl_rhyme.history.store", "from verl_rhyme import __version__", False),

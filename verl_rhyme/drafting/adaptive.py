@@ -17,7 +17,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,12 +30,11 @@ from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
 from verl_rhyme.history.record import PromptHistory
+from verl_rhyme.lengths.earlier import EarlierLengths
 
 #: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
 #: Not those from a previous text, which cost next to nothing.
 REST_AFTER, REST_EVERY = 32, 16
-#: Earlier responses of a prompt that tell how long the next ones will be: the latest ones.
-_MAX_PAST = 64
 
 
 @dataclass(slots=True)
@@ -46,14 +44,6 @@ class _Shared:
     history: PromptHistory | None
     group: int
     users: int = 0
-
-
-class _Progress(NamedTuple):
-    """How long a slot's request is, and how long its prompt's earlier responses were (tokens)."""
-
-    began: np.ndarray  # int64[slots], tokens it had at its first step, or -1
-    past: np.ndarray  # int32[slots, _MAX_PAST], lengths
-    counts: np.ndarray  # int64[slots], how many there are
 
 
 @dataclass(slots=True)
@@ -84,7 +74,8 @@ class AdaptiveDrafter:
     ):
         self._config, self._lookup, self._vocabulary = config, lookup, min(vocabulary, (1 << 31) - 1)
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
-        self._progress = _progress_arrays(max(1, slots))
+        self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
+        self._earlier = EarlierLengths(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
         self._model = confidence.prior()
@@ -206,24 +197,23 @@ class AdaptiveDrafter:
         return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit, reverified)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        began, past, counts = self._progress
+        began = self._began
         began[ids] = np.where(began[ids] < 0, lengths, began[ids])
-        return tail_weights(past[ids], counts[ids], lengths - began[ids], self._config.tail_weight)
+        return tail_weights(self._earlier.remaining(ids, lengths - began[ids]), self._config.tail_weight)
 
     def _attach(self, slot: int, history: PromptHistory | None) -> None:
         slots = self._slots
         self._histories.pop(slot, None)
         slots.history_size[slot] = 0
-        began, past, counts = self._progress
-        began[slot], counts[slot] = -1, 0
+        self._began[slot] = -1
         if history is None or not len(history.suffixes):
+            self._earlier.set(slot, ())
             return
         arrays = (history.tokens, history.suffixes, history.confidence)
         self._histories[slot] = arrays  # their addresses are valid as long as this holds them
         slots.history[slot] = [array.ctypes.data for array in arrays]
         slots.history_size[slot] = len(history.tokens), len(history.suffixes)
-        latest = np.diff(history.bounds)[-_MAX_PAST:] - 1
-        past[slot, : len(latest)], counts[slot] = latest, len(latest)
+        self._earlier.set(slot, history.lengths)
 
     def _forget(self, request: str) -> None:
         live = self._requests.pop(request, None)
@@ -242,9 +232,10 @@ class AdaptiveDrafter:
         """Twice the slots. The live texts stay: their blocks may all be open then, and new text goes unindexed."""
         old, count = self._slots, len(self._slots.length)
         self._slots = _slot_arrays(2 * count, self._config.max_tokens)
-        progress, self._progress = self._progress, _progress_arrays(2 * count)
-        for new_array, old_array in zip((*self._slots, *self._progress), (*old, *progress), strict=True):
+        for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
+        self._began = np.concatenate([self._began, np.full(count, -1, dtype=np.int64)])
+        self._earlier.grow()
         self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
 
@@ -267,14 +258,6 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidates=np.zeros(slots, dtype=np.int32),
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
-    )
-
-
-def _progress_arrays(slots: int) -> _Progress:
-    return _Progress(
-        began=np.full(slots, -1, dtype=np.int64),
-        past=np.zeros((slots, _MAX_PAST), dtype=np.int32),
-        counts=np.zeros(slots, dtype=np.int64),
     )
 
 

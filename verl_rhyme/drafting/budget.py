@@ -78,39 +78,27 @@ def _grant(reach, planned, budget, cost, weights):
 
 
 @njit(cache=True, nogil=True)
-def tail_weights(lengths, counts, generated, most):
+def tail_weights(remaining, most):
     """What a token of each request is worth by how much it has to go, that of the mean request being 1.
 
-    What it has to go is the mean excess of its prompt's earlier responses that were longer than it is now; half of
-    what it has where none was.
-
     Args:
-        lengths: int32[B, N], lengths of earlier responses to each one's prompt (tokens), in any order.
-        counts: int64[B], how many of them there are; 0 where nothing is known.
-        generated: int64[B], tokens each has emitted.
+        remaining: float64[B], tokens each is expected to have to go (:mod:`verl_rhyme.lengths.earlier`); NaN where
+            nothing is known.
         most: At least 1; 1 weighs nothing.
 
     Returns:
         float64[B], from ``1 / most`` to ``most``; 1 where nothing is known.
     """
-    rows = len(counts)
+    rows = len(remaining)
     weights = np.ones(rows)
-    remaining = np.empty(rows)
     total, known = 0.0, 0
     for i in range(rows):
-        if not counts[i]:
-            continue
-        excess, longer = 0.0, 0
-        for length in lengths[i, : counts[i]]:
-            if length > generated[i]:
-                excess += length - generated[i]
-                longer += 1
-        remaining[i] = excess / longer if longer else 0.5 * generated[i]
-        total += remaining[i]
-        known += 1
+        if not np.isnan(remaining[i]):
+            total += remaining[i]
+            known += 1
     if total <= 0:
         return weights
     for i in range(rows):
-        if counts[i]:
+        if not np.isnan(remaining[i]):
             weights[i] = min(max(remaining[i] * known / total, 1 / most), most)
     return weights

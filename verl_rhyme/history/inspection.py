@@ -93,7 +93,7 @@ def inspect(folder: Path) -> Inspection:
                     foreseen, compared = foreseen + seen, compared + tokens
                 result.prompts += 1
                 result.responses += len(history)
-                lengths = np.diff(history.bounds) - 1
+                lengths = history.lengths
                 result.tokens += int(lengths.sum())
                 for epoch, length, reward in zip(history.epoch.tolist(), lengths.tolist(), history.reward, strict=True):
                     row = result.epochs.setdefault(epoch, {"responses": 0, "tokens": 0})

@@ -138,6 +138,11 @@ class PromptHistory:
     def _span(self, i: int) -> slice:
         return slice(self.bounds[i] + 1, self.bounds[i + 1])
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32[m]: tokens of each response."""
+        return np.diff(self.bounds) - 1
+
     @cached_property
     def scaled_reward(self) -> np.ndarray:
         """float32[m]: rewards scaled to [0, 1] over this prompt's history; all 0 where they do not differ.

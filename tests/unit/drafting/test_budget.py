@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.drafting.budget import grant, tail_weights
+from verl_rhyme.lengths.earlier import EarlierLengths
 
 FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
 
@@ -65,29 +66,55 @@ def test_is_never_expected_to_be_slower_than_no_draft(a, b, c, drafting, rows, p
     assert rates[k] >= rates[0] * (1 - 1e-9)
 
 
+def weights_of(past, generated, most):
+    """The weights of requests whose prompts had responses of these lengths."""
+    earlier = EarlierLengths(len(past))
+    for row, lengths in enumerate(past):
+        earlier.set(row, lengths)
+    return tail_weights(earlier.remaining(np.arange(len(past)), np.array(generated)), most)
+
+
 def test_the_request_that_will_finish_last_is_served_first():
     reach = np.tile(0.5 ** np.arange(1, 5), (3, 1))
     planned = np.full(3, 4)
-    past = np.array([[100, 110], [400, 440], [100, 120]], dtype=np.int32)
-    weights = tail_weights(past, np.array([2, 2, 0]), np.array([50, 50, 50]), 2.0)
+    past, generated = [[100, 110], [400, 440], []], [50, 50, 50]
+    weights = weights_of(past, generated, 2.0)
     assert weights[2] == 1, "nothing is known of it"
     assert 0.5 <= weights[0] < 1 < weights[1] <= 2
     granted = grant(reach, planned, 4, weights=weights)
     assert granted[1] > granted[2] >= granted[0]
-    assert (tail_weights(past, np.array([2, 2, 0]), np.array([50, 50, 50]), 1.0) == 1).all()
+    assert (weights_of(past, generated, 1.0) == 1).all()
 
 
 def test_a_request_longer_than_any_before_it_is_expected_to_go_on():
-    past = np.array([[100], [100]], dtype=np.int32)
-    weights = tail_weights(past, np.array([1, 1]), np.array([300, 95]), 2.0)
+    weights = weights_of([[100], [100]], [300, 95], 2.0)
     assert weights[0] > weights[1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=20), st.floats(1, 10))
 def test_weights_stay_in_their_bounds(requests, most):
-    past = np.array([[length] * 3 for length, _ in requests], dtype=np.int32)
-    count = np.array([length % 4 for length, _ in requests])
-    weights = tail_weights(past, count, np.array([generated for _, generated in requests]), most)
+    past = [[length] * (length % 4) for length, _ in requests]
+    weights = weights_of(past, [generated for _, generated in requests], most)
     assert np.isfinite(weights).all()
     assert (weights >= 1 / most - 1e-12).all()
     assert (weights <= most + 1e-12).all()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 90), max_size=5), st.integers(0, 100)), min_size=1, max_size=20),
+    st.floats(1, 10),
+)
+def test_weights_are_what_is_left_over_the_mean_of_it(requests, most):
+    left = []
+    for lengths, generated in requests:
+        excess = [length - generated for length in lengths if length > generated]
+        left.append((sum(excess) / len(excess) if excess else generated / 2) if lengths else None)
+    known = [one for one in left if one is not None]
+    weights = weights_of([lengths for lengths, _ in requests], [generated for _, generated in requests], most)
+    if not sum(known):
+        assert (weights == 1).all()
+        return
+    expected = [1 if one is None else min(max(one * len(known) / sum(known), 1 / most), most) for one in left]
+    assert weights == pytest.approx(expected)
