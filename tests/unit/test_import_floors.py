@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2] / "verl_rhyme"
 #: A package may import from the floors below its own, and from itself. What is on no floor is on the top one.
 FLOORS = [
     {"history"},
-    {"drafting", "sampling", "sorting"},
+    {"drafting", "sampling", "scheduling", "sorting"},
     {"observability"},
     {"platforms", "patches"},
     {"workers"},
