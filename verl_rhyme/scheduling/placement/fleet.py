@@ -102,6 +102,11 @@ class Fleet:
         totals[REQUESTS] += requests
         totals[TOKENS] += tokens
 
+    def requests(self, replica: str) -> int:
+        """Those that run on a replica; 0 where there is none of that name."""
+        i = self.index.get(replica)
+        return 0 if i is None else self.running.item(REQUESTS, i)
+
     def least(self) -> npt.NDArray[np.intp]:
         """Columns of the replicas with the fewest requests."""
         requests = self.running[REQUESTS]

@@ -137,20 +137,21 @@ class Placement:
         }
 
     def _choose(self, request: Request) -> str:
-        replica: str | None = self._tell("choose", request)
-        if replica is not None and replica in self.fleet:
-            return replica
-        if replica is not None:
+        try:
+            replica = self.policy.choose(request)
+            if isinstance(replica, str) and replica in self.fleet:
+                return replica
             self._failed(f"choose answered {replica!r}, which is no replica")
+        except Exception as error:
+            self._failed(f"choose: {type(error).__name__}: {error}")
         least = self.fleet.least()
         return self.fleet.names[least[self._random.randrange(len(least))]]
 
-    def _tell(self, event: str, *about: Any) -> Any:
+    def _tell(self, event: str, *about: Any) -> None:
         try:
-            return getattr(self.policy, event)(*about)
+            getattr(self.policy, event)(*about)
         except Exception as error:
             self._failed(f"{event}: {type(error).__name__}: {error}")
-            return None
 
     def _failed(self, why: str) -> None:
         self.errors += 1

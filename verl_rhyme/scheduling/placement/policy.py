@@ -13,8 +13,8 @@ class Request(NamedTuple):
         key: The prompt it belongs to: samples, turns and epochs of a prompt share it.
         sample: Number of the sample in its group, -1 when unknown.
         attempt: 0 for the first, one more for each resumption and each further turn.
-        group: Samples of the prompt that are sent about now, this one included; 0 when unknown. Room is kept for them
-            until they come or no request of the prompt runs.
+        group: Samples of the prompt that are sent about now, this one included; 0 when unknown. From the first attempt
+            of one of them on, room is kept for the others until they come or no request of the prompt runs.
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
         last: Where the conversation was last; empty when it is new.
@@ -32,7 +32,12 @@ class Request(NamedTuple):
     @property
     def tokens(self) -> int:
         """KV tokens it will fill at its end; 0 when nobody knows."""
-        return 0 if self.response_tokens is None else self.prompt_tokens + self.response_tokens
+        return 0 if self.response_tokens is None else max(0, self.prompt_tokens + self.response_tokens)
+
+    @property
+    def new(self) -> bool:
+        """Whether it begins a conversation."""
+        return not self.attempt and not self.last
 
 
 class PlacementPolicy(Protocol):

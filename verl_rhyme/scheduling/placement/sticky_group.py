@@ -23,7 +23,7 @@ from verl_rhyme.scheduling.placement.policy import Request
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-#: The finalizer's shifts and factors: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+#: Shifts and factors of the finalizer in "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _SPLITMIX64 = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
@@ -78,7 +78,7 @@ class StickyGroup:
 
     def choose(self, request: Request) -> str:
         group = self._groups.get(request.key, _NOBODY)
-        more = 0 if request.last else max(0, request.group - group.arrived - 1)
+        more = max(0, request.group - group.arrived - 1) if request.new else 0
         requests, tokens = self._limits(1 + more, request.tokens, group)
         for preferred in (request.last, group.replica):
             if preferred and self._fits(preferred, request.tokens, requests, tokens, group):
@@ -92,7 +92,8 @@ class StickyGroup:
         if group is None:
             group = self._groups[request.key] = _Group()
         group.running += 1
-        if request.last and group.replica:
+        if not request.new:
+            group.replica = group.replica or replica
             return
         group.arrived += 1
         self._unreserve(group)
