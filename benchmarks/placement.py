@@ -1,6 +1,6 @@
 """Which replica serves which request: verl's least loaded against a prompt's requests together, at real sizes.
 
-    python -m benchmarks.placement [--json] [--quick]
+    python -m benchmarks.placement [--json] [--quick] [--prompts N]
 
 The real placement objects, without engines: 17,398 prompts x 16 samples (DAPO-Math) in steps of 512 prompts and then,
 reshuffled, the first 12 steps of another epoch, sent by 16 agent loop workers at once, on 2 to 1,024 replicas. Response
@@ -183,11 +183,12 @@ def measure(arm: str, regime: str, replicas: int, prompts: int) -> dict[str, Any
 @app.command()
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="fewer prompts and sizes")] = False,
+    quick: Annotated[bool, typer.Option(help="1,536 prompts, fewer sizes")] = False,
+    prompts: Annotated[int, typer.Option(help="of an epoch")] = 17_398,
 ) -> None:
     """Measure and print."""
     about = {"benchmark": "placement", "machine": describe(), "commit": commit()}
-    prompts = 1536 if quick else 17_398
+    prompts = 1536 if quick else prompts
     sizes = {"sync": (4, 32, 1024), "stream": (32,)} if quick else {"sync": (2, 4, 32, 128, 1024), "stream": (32, 128)}
     for regime, fleets in sizes.items():
         for replicas in fleets:

@@ -65,8 +65,9 @@ def test_any_order_of_events(policy, events):
             assert replica in there
             running.append((request, replica))
         elif event == "release" and running:
-            request, replica = running.pop(args[0] % len(running))
-            assert placement.release(request.id, replica)
+            of, at = running[args[0] % len(running)]
+            running.remove(next(run for run in running if (run[0].id, run[1]) == (of.id, at)))  # the eldest of the name
+            assert placement.release(of.id, at)
         elif event == "add":
             there.add(f"r{args[0]}")
             placement.add(f"r{args[0]}")
