@@ -210,11 +210,28 @@ def test_a_conversation_stays_where_it_was_and_its_siblings_come_there():
 
 def test_a_turn_reserves_no_room_for_siblings():
     """They are long gone: what an agent loop sends with each of its turns holds for the first."""
-    placement = fleet_of(2)
+    placement = fleet_of(4)
     placement.release("a", placement.acquire(Request("a", "p", group=16)))
     assert placement.fleet.reserved_totals == [0, 0]
     placement.acquire(Request("a", "p", attempt=1, group=16))
     assert placement.fleet.reserved_totals == [0, 0]
+    placement.acquire(Request("b", "p", attempt=1, group=16))
+    assert max(placement.status()["requests"].values()) == 1  # nor is the bound that of a group
+
+
+def test_room_kept_on_a_replica_goes_with_it():
+    placement = fleet_of(2)
+    placement.expect(40)
+    home = placement.acquire(Request("a", "p", group=4))
+    other = next(name for name in placement.fleet.names if name != home)
+    placement.policy.started(Request("b", "p", attempt=1), other)  # a sibling that runs elsewhere holds the group
+    placement.remove(home)
+    placement.add(home)
+    for i in range(3):
+        placement.acquire(Request(f"c{i}", "p", group=4))
+    assert (placement.fleet.reserved >= 0).all()
+    assert placement.fleet.reserved_totals[REQUESTS] == placement.fleet.reserved[REQUESTS].sum()
+    assert placement.errors == 0
 
 
 @settings(max_examples=10, deadline=None)
