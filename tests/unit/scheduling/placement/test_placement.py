@@ -219,6 +219,22 @@ def test_a_turn_reserves_no_room_for_siblings():
     assert max(placement.status()["requests"].values()) == 1  # nor is the bound that of a group
 
 
+def test_conversations_are_remembered_up_to_a_bound():
+    placement = Placement("least_loaded", conversations=3)
+    placement.add("a")
+    for i in range(9):
+        placement.release(str(i), placement.acquire(Request(str(i))))
+    assert placement.forget() == 3
+
+
+def test_a_replica_takes_all_runs_of_a_name_with_it():
+    placement = fleet_of(1)
+    for _ in range(3):
+        placement.acquire(Request("a", "p"))
+    placement.remove("10.0.0.0:8000")
+    assert len(placement.policy) == len(placement._running) == 0
+
+
 def test_room_kept_on_a_replica_goes_with_it():
     placement = fleet_of(2)
     placement.expect(40)
