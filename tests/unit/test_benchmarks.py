@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import eviction, traces
+from benchmarks import eviction, placement, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
@@ -90,3 +90,13 @@ def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():
     assert after["hit_rate"] == pytest.approx(0.4, abs=0.04)
     assert after["written"] < 0.55
     assert before["written"] == 1
+
+
+def test_groups_come_together_and_home_within_the_bound():
+    least = placement.measure("least_loaded", "sync", 8, 600)
+    group = placement.measure("sticky_group", "sync", 8, 600)
+    assert least["pairs"] == pytest.approx(1 / 8, abs=0.02)
+    assert least["home"] == pytest.approx(1 / 8, abs=0.05)
+    assert group["pairs"] > 0.99
+    assert group["home"] > 0.9
+    assert least["requests_to_mean_greatest"] == 1 < group["requests_to_mean_greatest"] <= 1.25

@@ -6,6 +6,7 @@ from verl_rhyme.seam_check import RAY_CLASS, Seam
 
 _AGENT = "verl.trainer.ppo.v1.agent_loop_tq"
 _CLIENT = "verl.workers.rollout.llm_server"
+_ROUTER = "verl.workers.rollout.router"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _GENERATE = (
     "(self, request_id, *, prompt_ids, sampling_params, image_data, video_data, audio_data, mm_processor_kwargs, "
@@ -79,6 +80,47 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, client_cls, **kwargs)",
     ),
     Seam(f"{_CLIENT}:LLMServerManager.get_replicas", "request slots", signature="(self)"),
+    Seam(
+        f"{_ROUTER}:RequestLoadBalancer",
+        "our router",
+        has=(
+            "acquire_server",
+            "release_server",
+            "require_acquire_fields",
+            "require_release_fields",
+            "add_servers",
+            "remove_servers",
+            "get_all_servers",
+            "get_status",
+            "clear_sticky_cache",
+            "get_total_inflight",
+        ),
+    ),
+    Seam(
+        f"{_ROUTER}:get_router_handle",
+        "our router",
+        signature="(servers, router_config_path, full_determinism, load_balancer_cls)",
+    ),
+    Seam(f"{_ROUTER}:_create_plugin_extension", "our router", contains=("ray_cls.remote(servers, yaml_config)",)),
+    Seam(
+        f"{_ROUTER}:_create_global_sticky_inflight",
+        "our router, given as a class",
+        contains=(
+            "kwargs = dict(servers=servers, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)",
+            "ray.remote(load_balancer_cls).remote(**kwargs)",
+        ),
+    ),
+    Seam(
+        f"{_CLIENT}:LLMServerClient._acquire_server",
+        "what the router is told of a request",
+        signature="(self, request_id, **extra)",
+        contains=("for name in self._lb_require_acquire_fields if name in extra",),
+    ),
+    Seam(
+        f"{_CLIENT}:FullyAsyncLLMServerClient._acquire_server",
+        "waiting for a replica",
+        contains=('"No available servers in load balancer" in str(e)',),
+    ),
     Seam(
         f"{_AGENT}:AgentLoopManagerTQ.__init__",
         "our agent loop worker",

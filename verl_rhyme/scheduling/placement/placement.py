@@ -1,0 +1,158 @@
+"""Accounts for what runs where, and asks a policy where to send what comes."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from verl_rhyme.scheduling.placement.fleet import REQUESTS, TOKENS, Fleet
+from verl_rhyme.scheduling.placement.least_loaded import LeastLoaded
+from verl_rhyme.scheduling.placement.policy import PlacementPolicy, Request
+from verl_rhyme.scheduling.placement.sticky_group import StickyGroup
+
+POLICIES: dict[str, Callable[..., PlacementPolicy]] = {"least_loaded": LeastLoaded, "sticky_group": StickyGroup}
+
+
+class NoReplica(RuntimeError):
+    """There is no replica to send a request to."""
+
+
+class Placement:
+    """The events of a fleet, and the answer. A policy that fails costs balance or locality, never a request.
+
+    Args:
+        policy: A name in :data:`POLICIES`.
+        options: Of the policy.
+        conversations: How many conversations are remembered for their next turn; the longest unheard of go first.
+
+    Attributes:
+        fleet: Replicas and loads.
+        placed: Requests placed so far.
+        errors: Calls of the policy that raised.
+        last_error: The latest of them, in words.
+
+    Raises:
+        ValueError: No such policy.
+        TypeError: No such option.
+    """
+
+    def __init__(
+        self, policy: str = "least_loaded", options: dict[str, Any] | None = None, conversations: int = 65536
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"no placement policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
+        self.fleet = Fleet()
+        self.policy = POLICIES[policy](self.fleet, **(options or {}))
+        self.placed = self.errors = 0
+        self.last_error = ""
+        self._conversations: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id: key, replica
+        self._remembered = conversations
+        self._running: dict[str, list[tuple[Request, str]]] = {}
+        self._random = random.Random(0)
+
+    def add(self, replica: str) -> None:
+        """A replica takes requests from now on. One that is there already goes on as it is."""
+        self.fleet.add(replica)
+
+    def remove(self, replica: str) -> bool:
+        """A replica takes no more, and what ran there is forgotten; false when it was not there."""
+        if replica not in self.fleet:
+            return False
+        for request_id in [name for name, runs in self._running.items() if any(at == replica for _, at in runs)]:
+            while self.release(request_id, replica):
+                pass
+        self._tell("removed", replica)
+        self.fleet.remove(replica)
+        return True
+
+    def report(self, replica: str, capacity: int) -> None:
+        """KV tokens a replica has room for. Ignored when it has left.
+
+        Raises:
+            ValueError: Not positive.
+        """
+        if replica in self.fleet:
+            self.fleet.report(replica, capacity)
+
+    def expect(self, requests: int) -> None:
+        """So many requests are about to come: bounds hold against the load there will be. Replaces what was said."""
+        self.fleet.expected = max(0, requests)
+
+    def acquire(self, request: Request) -> str:
+        """Where to send a request, which counts there from now on until it is released.
+
+        Raises:
+            NoReplica: None was added, or all were removed.
+        """
+        if not self.fleet:
+            raise NoReplica("No available servers in load balancer")
+        if (known := self._conversations.get(request.id)) is not None:
+            request = request._replace(key=known[0], last=known[1])
+        replica = self._choose(request)
+        self.placed += 1
+        self.fleet.expected = max(0, self.fleet.expected - 1)
+        self.fleet.run(replica, 1, request.tokens)
+        self._running.setdefault(request.id, []).append((request, replica))
+        self._conversations[request.id] = (request.key, replica)
+        self._conversations.move_to_end(request.id)
+        if len(self._conversations) > self._remembered:
+            self._conversations.popitem(last=False)
+        self._tell("started", request, replica)
+        return replica
+
+    def release(self, request_id: str, replica: str) -> bool:
+        """A request ended; false when none of that name runs there (its replica may have left in between)."""
+        runs = self._running.get(request_id, [])
+        for i, (request, at) in enumerate(runs):
+            if at == replica:
+                del runs[i]
+                if not runs:
+                    del self._running[request_id]
+                self.fleet.run(replica, -1, -request.tokens)
+                self._tell("released", request, replica)
+                return True
+        return False
+
+    def forget(self) -> int:
+        """Place what comes without regard to where its conversation and siblings are; how many were remembered."""
+        count = len(self._conversations)
+        self._conversations.clear()
+        self._tell("forget")
+        return count
+
+    def status(self) -> dict[str, Any]:
+        """Loads by replica, the greatest of them over its fair share, and what was counted."""
+        fleet = self.fleet
+        return {
+            "requests": {name: int(n) for name, n in zip(fleet.names, fleet.running[REQUESTS], strict=True)},
+            "tokens": {name: int(n) for name, n in zip(fleet.names, fleet.running[TOKENS], strict=True)},
+            "request_imbalance": fleet.imbalance(REQUESTS),
+            "token_imbalance": fleet.imbalance(TOKENS),
+            "expected": fleet.expected,
+            "placed": self.placed,
+            "policy_errors": self.errors,
+            "last_policy_error": self.last_error,
+        }
+
+    def _choose(self, request: Request) -> str:
+        try:
+            replica = self.policy.choose(request)
+            if isinstance(replica, str) and replica in self.fleet:
+                return replica
+            self._failed(f"choose answered {replica!r}, which is no replica")
+        except Exception as error:
+            self._failed(f"choose: {type(error).__name__}: {error}")
+        least = self.fleet.least()
+        return self.fleet.names[least[self._random.randrange(len(least))]]
+
+    def _tell(self, event: str, *about: Any) -> None:
+        try:
+            getattr(self.policy, event)(*about)
+        except Exception as error:
+            self._failed(f"{event}: {type(error).__name__}: {error}")
+
+    def _failed(self, why: str) -> None:
+        self.errors += 1
+        self.last_error = why
