@@ -98,8 +98,12 @@ def test_a_worker_that_still_starts_is_waited_for(cluster):
 def test_a_worker_that_died_has_no_attempts_any_more(cluster):
     manager = Manager(("well", "well"), patience_s=30.0)
     manager.generate_sequences(PROMPTS)
-    lost = set(ray.get(manager.agent_loop_workers[0].attempts.remote()))
-    ray.kill(manager.agent_loop_workers[0])
+    dead = manager.agent_loop_workers[0]
+    lost = set(ray.get(dead.attempts.remote()))
+    ray.kill(dead)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # Ray kills while it goes on: the worker may still answer
+            ray.get(dead.attempts.remote(), timeout=30)
     assert running(manager) == ALL - lost
     assert len(manager.agent_loop_workers) == 1
 
