@@ -69,6 +69,14 @@ def running(manager):
     return found
 
 
+def has_died(worker):
+    try:
+        ray.get(worker.attempts.remote(), timeout=30)
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
 @pytest.fixture(scope="module")
 def cluster():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -98,8 +106,12 @@ def test_a_worker_that_still_starts_is_waited_for(cluster):
 def test_a_worker_that_died_has_no_attempts_any_more(cluster):
     manager = Manager(("well", "well"), patience_s=30.0)
     manager.generate_sequences(PROMPTS)
-    lost = set(ray.get(manager.agent_loop_workers[0].attempts.remote()))
-    ray.kill(manager.agent_loop_workers[0])
+    dead = manager.agent_loop_workers[0]
+    lost = set(ray.get(dead.attempts.remote()))
+    ray.kill(dead)
+    deadline = time.monotonic() + 30
+    while not has_died(dead):  # it may still answer for a moment
+        assert time.monotonic() < deadline
     assert running(manager) == ALL - lost
     assert len(manager.agent_loop_workers) == 1
 

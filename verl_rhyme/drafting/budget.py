@@ -54,7 +54,9 @@ def _grant(reach, planned, budget, cost, weights):
     rows = len(planned)
     granted = np.zeros(rows, dtype=np.int64)
     total = planned.sum()
-    if budget <= 0 or total == 0:
+    seconds = a + b * rows
+    # A fit to steps that all drafted may leave nothing to one without: what it costs is learnt by taking it.
+    if budget <= 0 or total == 0 or seconds <= 0:
         return granted
     values, row = np.empty(total), np.empty(total, dtype=np.int64)
     n = 0
@@ -64,7 +66,7 @@ def _grant(reach, planned, budget, cost, weights):
             n += 1
     # Stable: within a row the earlier token comes first, so each row keeps a beginning.
     order = np.argsort(values, kind="mergesort")
-    tokens, seconds = float(rows), a + b * rows
+    tokens = float(rows)
     best, most = 0, tokens / seconds
     seconds += d
     for k in range(min(total, budget)):

@@ -74,6 +74,13 @@ def weights_of(past, generated, most):
     return tail_weights(earlier.remaining(np.arange(len(past)), np.array(generated)), most)
 
 
+@pytest.mark.parametrize("cost", [(0.0, 0.0, 1e-3, 0.0), (0.0, 0.0, 0.0, 1e-3), (0.0, 0.0, 1e-3, 1e-3), (0.0,) * 4])
+def test_where_all_steps_drafted_one_without_drafts_is_taken(cost):
+    """A fit to steps that all drafted may leave nothing to one without; its cost is learnt by taking it."""
+    reach = np.full((3, 4), 0.9)
+    assert grant(reach, np.full(3, 4), 100, cost).tolist() == [0, 0, 0]
+
+
 def test_the_request_that_will_finish_last_is_served_first():
     reach = np.tile(0.5 ** np.arange(1, 5), (3, 1))
     planned = np.full(3, 4)
