@@ -107,6 +107,9 @@ class StepCounts:
     abandoned: int = 0
     wasted_tokens: int = 0
 
+    def __add__(self, other: StepCounts) -> StepCounts:
+        return StepCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
 
 class Ledger:
     """The ledger; iterating gives the prompts in the order of loading."""

@@ -13,16 +13,26 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.sorted import RhymeTrainerSorted
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
 
 
 class _InVerlsPlace(RhymeTrainerMixin):
-    """Under verl's names nobody asked for rhyme: without it, these yield verl's own class."""
+    """Under verl's names nobody asked for rhyme: without it, these yield verl's own class.
+
+    With rules of our own (``sorting.mode``) they yield the pipeline on their topology.
+    """
+
+    pipeline: Any = None
 
     def __new__(cls, config: DictConfig) -> Any:
-        if config_tree.from_verl(config) is None and cls in TRAINERS.values():
-            stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
-            return stock(config)  # no instance of cls: Python calls no second __init__
+        if cls in TRAINERS.values():
+            rhyme = config_tree.from_verl(config)
+            # no instance of cls: Python calls no second __init__
+            if rhyme is None:
+                stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
+                return stock(config)
+            if rhyme.sorting.mode is not None and cls.pipeline is not None:
+                return cls.pipeline(config)
         return super().__new__(cls)
 
 
@@ -33,16 +43,20 @@ class RhymeTrainerSync(_InVerlsPlace, PPOTrainerSync):
 class RhymeTrainerColocateAsync(_InVerlsPlace, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=colocate_async``"""
 
+    pipeline = RhymePipelineColocated
+
 
 class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``"""
+
+    pipeline = RhymePipelineSeparate
 
 
 TRAINERS = {
     "sync": RhymeTrainerSync,
     "colocate_async": RhymeTrainerColocateAsync,
     "separate_async": RhymeTrainerSeparateAsync,
-    "rhyme_sorted": RhymeTrainerSorted,
+    "rhyme_sorted": RhymePipelineColocated,
 }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import ray
 import transfer_queue as tq
@@ -17,22 +18,22 @@ from verl.trainer.ppo.v1.agent_loop_tq import (
     AgentLoopWorkerTQ,
     apply_greedy_sampling_params,
 )
+from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC
+from verl.utils import tensordict_utils as tu
 from verl.utils.ray_utils import auto_await
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
+from verl_rhyme.workers.reports import Reports
 from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter, sample_of
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a report waits for others to go with it.
-_REPORT_DELAY_S = 0.01
-#: Seconds that TransferQueue has to take a report, and between the tries.
-_REPORT_TIMEOUT_S = 30.0
-_REPORT_RETRIES_S = (0.5, 2.0, 8.0)
+#: Seconds before samples whose data could not be fetched are given back to the coordinator.
+_RETRY_S = 1.0
 #: The end of an error's text that is reported: a remote one has its traceback before its message.
 _ERROR_CHARS = 1000
 
@@ -58,39 +59,9 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
             self.agent_loop_workers_class = RhymeAgentLoopWorker
 
 
-class _Reports:
-    """How samples ended, in one message where several end at about the same time, as they do at an abort."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._sending: asyncio.Task[None] | None = None
-
-    async def send(self, key: str, fields: dict[str, Any], tag: dict[str, Any]) -> None:
-        """Returns when TransferQueue has it; no key may be sent again before."""
-        self._rows.append((key, fields, tag))
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
-        await asyncio.shield(self._sending)
-
-    async def _send(self) -> None:
-        await asyncio.sleep(_REPORT_DELAY_S)
-        self._sending = None
-        (keys, fields, tags), self._rows = zip(*self._rows, strict=True), []
-        report = {"fields": list_of_dict_to_tensordict(list(fields)), "tags": list(tags)}
-        for retry_s in (*_REPORT_RETRIES_S, None):
-            try:
-                put = tq.async_kv_batch_put(keys=list(keys), partition_id=SESSIONS, **report)
-                return await asyncio.wait_for(put, _REPORT_TIMEOUT_S)
-            except Exception as error:
-                if retry_s is None:
-                    raise
-                logger.warning("%d reports did not reach TransferQueue (%r): trying again", len(keys), error)
-                await asyncio.sleep(retry_s)
-
-
 @ray.remote
 class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Runs the samples it is told to start, one attempt each, and reports how each attempt ended."""
+    """Runs the samples that the coordinator tells it to start, one attempt each, and tells how each attempt ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,100 +71,181 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._coupled = rhyme.sampling.coupled
         self._seed = int(rollout.get("seed", 0) or 0)
-        self._reports = _Reports()
-        self._attempts: dict[str, asyncio.Task[None]] = {}
+        filtering = self.config.algorithm.get("filter_groups", None) or {}
+        self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
+        self._reports = Reports()
+        self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: it waits for its prompt's data
+
+    # ---- the coordinator's ----
+
+    async def attach(self, coordinator: Any) -> list[str]:
+        """Tell ``coordinator`` from now on. Returns :meth:`attempts`."""
+        self._reports.attach(coordinator)
+        return list(self._attempts)
 
     async def attempts(self) -> list[str]:
         """Names (``session_key``) of the attempts that run here; one that is not among them has been reported."""
         return list(self._attempts)
 
+    async def begin(self, starts: list[Start], step: int) -> None:
+        """Start these samples, in the training step ``step``. Does not wait for what becomes of them."""
+        self._attempts.update(dict.fromkeys(start.session for start in starts))
+        task = asyncio.create_task(self._begin(starts, step))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
+
     async def abandon(self, sessions: list[str]) -> None:
         """End these attempts, if they run here, without a report: nobody waits for it."""
         for session in sessions:
-            if session in self._attempts:
-                self._attempts[session].cancel()
+            task = self._attempts.get(session)
+            if task is not None:
+                task.cancel()
+            else:
+                self._attempts.pop(session, None)
+
+    # ---- an attempt ----
+
+    async def _begin(self, starts: list[Start], step: int) -> None:
+        """Prompts and kept turns come in one message each; from there on it is verl's way to :meth:`_run_prompt`."""
+        groups: dict[str, list[Start]] = defaultdict(list)
+        for start in starts:
+            groups[sample_of(start.session)[0]].append(start)
+        try:
+            batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
+            kept = await _recall([start.kept for start in starts if start.kept is not None])
+            tu.assign_non_tensor_data(batch, "global_steps", step)
+            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, kept) for group in groups.values()])
+            await self.generate_sequences(batch)
+        except Exception as error:
+            await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
+            for start in starts:
+                if start.session in self._attempts and self._attempts[start.session] is None:
+                    del self._attempts[start.session]
+                    await self._reports.send(Ended(start.session, "lost", error=repr(error)[-_ERROR_CHARS:]))
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
-        starts: list[Start] | None = prompt.pop(STARTS, None)
-        if starts is None:  # validation
+        order: _Order | None = prompt.pop(STARTS, None)
+        if order is None:  # validation
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         prompt.pop("__rollout_n__", None)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             apply_greedy_sampling_params(params)
+        starts = [start for start in order.starts if start.session in self._attempts]  # not abandoned meanwhile
         tasks = []
         for start in starts:
-            task = asyncio.create_task(self._run_session(start, prompt, params, trajectory, trace))
+            work = self._run_session(start, order.kept.get(start.kept), prompt, params, trajectory, trace)
+            task = asyncio.create_task(work)
             self._attempts[start.session] = task
-            task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session))  # type: ignore[misc]
+            task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session, None))  # type: ignore[misc]
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
                 logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
 
     async def _run_session(
-        self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
+        self, start: Start, kept: Kept | None, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, number = sample_of(start.session)
         session = Session(start.partial, start.priority, start.session)
+        if kept is not None:
+            session.kept = kept.turns
+            session.records = kept.records if session.partial else []
         meta = RequestMeta(sample=number)
         if self._coupled:
             meta.noise = f"{key_of(self._seed, uid, number):016x}"
+        enter(session)
         try:
-            if start.kept is not None:
-                await self._recall(start.kept, session)
-            enter(session)
             await self._run_agent_loop(
                 meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=number, **prompt
             )
         except Interrupted:
-            await self._report(session, status="interrupted")
+            await self._tell(session, "interrupted")
         except Exception as error:
             logger.exception("sample %d of prompt %s failed; the prompt is replaced", number, uid)
             text = "".join(traceback.format_exception_only(error)).strip()
-            await self._report(session, status="failed", error=text[-_ERROR_CHARS:])
+            await self._reports.send(Ended(start.session, "failed", error=text[-_ERROR_CHARS:]))
+        else:
+            await self._reports.send(Ended(start.session, "finished", scores=session.scores))
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
-        if session is not None:
-            if not output:
-                raise ValueError("the agent loop returned no trajectory")
-            for trajectory in output if isinstance(output, list) else [output]:
-                # verl wants to know the versions also of one in which the policy said nothing.
-                for name in ("min_global_steps", "max_global_steps"):
-                    if trajectory.extra_fields.get(name) is None:
-                        trajectory.extra_fields[name] = kwargs["global_steps"] - 1
-            kwargs["session_id"] = int(session.name.rpartition("_")[2])
-            # Before the reward is computed: the engine need not run on for that.
-            await self._report(session, status="generated")
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
-
-    async def _recall(self, key: str, session: Session) -> None:
-        """Take up what the attempt ``key`` left."""
-        try:
-            data = await tq.async_kv_batch_get(keys=[key], partition_id=SESSIONS, select_fields=["turns", "records"])
-        except Exception:
-            logger.warning("what %s said is not there: the sample begins anew", key, exc_info=True)
+        if session is None:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        turns, records = (getattr(data[name][0], "data", data[name][0]) for name in ("turns", "records"))
-        session.kept = [Turn(**turn) for turn in turns]
-        session.records = list(records) if session.partial else []
+        if not output:
+            raise ValueError("the agent loop returned no trajectory")
+        outputs = output if isinstance(output, list) else [output]
+        for trajectory in outputs:
+            # verl wants to know the versions also of one in which the policy said nothing.
+            for name in ("min_global_steps", "max_global_steps"):
+                if trajectory.extra_fields.get(name) is None:
+                    trajectory.extra_fields[name] = kwargs["global_steps"] - 1
+        kwargs["session_id"] = int(session.name.rpartition("_")[2])
+        # Before the reward is computed: the engine need not run on for that.
+        await self._tell(session, "generated")
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        if self._filter_metric is not None:
+            session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
-    async def _report(self, session: Session, status: str, **more: str) -> None:
-        """The tag is what the trainer looks at again and again, the fields what it or the next attempt may ask for."""
+    async def _tell(self, session: Session, status: Status) -> None:
+        """What the coordinator is to know, and, in TransferQueue, what the next attempt may begin with."""
         # What never reached the engine is nothing to tell of.
         records = [record for record in session.records if record["response_tokens"]]
-        fields = {"turns": [turn.to_dict() for turn in session.left], "records": records}
-        tag = {"status": status, "tokens": session.tokens, "first_version": session.first_version, **more}
-        await self._reports.send(session.name, fields, tag)
+        left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
+        await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+
+
+class Kept(NamedTuple):
+    """What an attempt left to the next."""
+
+    turns: list[Turn]
+    records: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Samples of a prompt to start, and what earlier attempts left, by name."""
+
+    starts: list[Start]
+    kept: dict[str | None, Kept]
+
+
+async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
+    """By name, what these attempts left; what is not there is left out, and those samples begin anew."""
+    if not sessions:
+        return {}
+    try:
+        data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["turns", "records"])
+    except Exception:
+        if len(sessions) == 1:
+            logger.warning("what %s said is not there: the sample begins anew", sessions[0], exc_info=True)
+            return {}
+        one_by_one = [await _recall([session]) for session in sessions]
+        return {session: kept for found in one_by_one for session, kept in found.items()}
+    columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
+    return {
+        session: Kept([Turn(**turn) for turn in turns], list(records))
+        for session, turns, records in zip(sessions, *columns, strict=True)
+    }
+
+
+def _score(trajectory: Any, metric: str) -> float:
+    """What verl filters groups by (``ReplayBuffer._dapo_filtered_keys``)."""
+    if metric == FILTER_GROUPS_REWARD_METRIC:
+        return float(trajectory.reward_score)
+    told = trajectory.extra_fields.get("reward_extra_info") or {}
+    if metric not in told:
+        raise ValueError(f"algorithm.filter_groups.metric={metric}: the reward function gives {sorted(told) or 'none'}")
+    return float(told[metric])
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):
     """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=sorted``.
 
-    A worker that died, or does not answer, is given up: what it was to do next goes to the others, and what it was
-    about is in no answer of :meth:`attempts` any more.
+    Makes the workers that the coordinator drives, and hands them validation prompts. A worker that died, or does not
+    answer, is given up: what it was to do goes to the others.
     """
 
     agent_loop_workers: list[Any]
@@ -205,11 +257,9 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
         self._ready: list[Any] = []  # workers that have started
-        self._asked: dict[Any, Any] = {}  # answer to come -> worker
-        self._asked_at = 0.0
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Hand prompts with their :data:`STARTS` to the workers, without waiting for what becomes of them."""
+        """Hand prompts to the workers, without waiting for what becomes of them."""
         self._await_start()
         chunks = prompts.chunk(len(self.agent_loop_workers))
         sent = [
@@ -223,6 +273,11 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
                 self._give_up(worker, error)
                 self.generate_sequences(chunk)
 
+    def renew(self) -> list[Any]:
+        """Make other workers in the place of all: none is left."""
+        auto_await(self._init_agent_loop_workers)()
+        return self.agent_loop_workers
+
     def _await_start(self) -> None:
         """Imports from a cold shared filesystem may take longer than a worker that runs may be silent."""
         for worker in [worker for worker in self.agent_loop_workers if worker not in self._ready]:
@@ -235,30 +290,6 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             else:
                 self._ready.append(worker)
 
-    def attempts(self) -> set[str] | None:
-        """Names of the attempts that run in any worker; ``None`` as long as not all have answered. Does not wait."""
-        if not self._asked:
-            self._asked = {worker.attempts.remote(): worker for worker in self.agent_loop_workers}
-            self._asked_at = time.monotonic()
-        told, silent = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        if silent and time.monotonic() - self._asked_at < self._patience_s:
-            return None
-        asked, self._asked = self._asked, {}
-        running: set[str] = set()
-        for answer in told:
-            try:
-                running.update(ray.get(answer))
-            except ray.exceptions.RayActorError as error:
-                self._give_up(asked[answer], error)
-        for answer in silent:
-            self._give_up(asked[answer], TimeoutError(f"no answer for {self._patience_s:.0f} s"))
-        return running
-
-    def abandon(self, sessions: list[str]) -> None:
-        """End attempts nobody waits for any more, wherever they run. Does not wait."""
-        for worker in self.agent_loop_workers:
-            worker.abandon.remote(sessions)
-
     def _give_up(self, worker: Any, error: Exception) -> None:
         left = [other for other in self.agent_loop_workers if other is not worker]
         if len(left) == len(self.agent_loop_workers):
@@ -267,4 +298,4 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         ray.kill(worker)  # one that only hangs must not come back with what others do by then
         self.agent_loop_workers = left
         if not left:
-            auto_await(self._init_agent_loop_workers)()
+            self.renew()

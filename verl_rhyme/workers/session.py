@@ -17,47 +17,12 @@ from verl_rhyme.history.keys import prompt_key
 SESSIONS = "rhyme_sessions"
 #: The partition with the data of each loaded prompt, until all its samples are trained.
 PROMPTS = "rhyme_prompts"
-#: Column of a dispatched batch: the samples of the prompt to start (:class:`Start`).
+#: Column of a dispatched batch: the samples of the prompt to start.
 STARTS = "__rhyme_starts__"
-
-
-#: Of a session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
-_SAMPLES = 1 << 16
-
-
-def session_key(uid: str, number: int, attempt: int = 0) -> str:
-    """Name of one attempt at a sample: its key in :data:`SESSIONS`, and what verl puts before its trajectories' index.
-
-    Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
-    """
-    return f"{uid}_{attempt * _SAMPLES + number}"
-
-
-def sample_of(session: str) -> tuple[str, int]:
-    """(uid, number in its group) of a :func:`session_key`."""
-    uid, _, number = session.rpartition("_")
-    return uid, int(number) % _SAMPLES
 
 
 class Interrupted(BaseException):
     """The attempt was cut short by a weight update. No ``Exception``: an agent loop must not take it for an error."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A sample to start.
-
-    Attributes:
-        session: Name of the attempt (:func:`session_key`).
-        kept: Name of the attempt that has left turns to begin with; ``None`` without any.
-        priority: Its place in the engine's queue, lowest first; validation has 0.
-        partial: It goes on from these turns, rather than draft from them (``Rules.continues``).
-    """
-
-    session: str
-    kept: str | None
-    priority: int
-    partial: bool = False
 
 
 @dataclass
@@ -97,6 +62,7 @@ class Session:
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far.
+        scores: At the end, for each trajectory what groups are filtered by; empty where none are.
     """
 
     partial: bool
@@ -105,6 +71,7 @@ class Session:
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
     def begin(self, prompt_ids: list[int]) -> tuple[Turn, list[int]]:
         """A turn begins.

@@ -1,8 +1,9 @@
-"""``trainer.v1.trainer_mode=rhyme_sorted``: SortedRL's pipeline on verl's V1 trainer (arXiv:2603.23414, section 3).
+"""The pipeline: rollout by the coordinator's scheduler, on verl's V1 trainer (SortedRL, arXiv:2603.23414, section 3).
 
-A step: start what is pending, take the update batch as soon as it is finished, abort the rest, sleep, train, sync, and
-on. What happens to samples is decided by :mod:`verl_rhyme.scheduling`; how an interrupted one goes on, by
-:mod:`verl_rhyme.workers.session`.
+A step: take the update batch as soon as it is finished, train, publish the new policy. What happens to samples
+meanwhile is decided by :mod:`verl_rhyme.scheduling` and driven by :mod:`verl_rhyme.workers.coordinator`; how an
+interrupted one goes on, by :mod:`verl_rhyme.workers.session`; where engines and actor live, by
+:mod:`verl_rhyme.trainer.topology`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from typing import Any
 import numpy as np
 import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-from verl.utils import tensordict_utils as tu
-from verl.utils.debug import marked_timer
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.sorted_buffer import SortedReplayBuffer
+from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.topology import Colocated, Separate, Topology
 from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.session import PROMPTS, STARTS, Start
+from verl_rhyme.workers.coordinator import TRAIN, Reply, Setting
+from verl_rhyme.workers.session import PROMPTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,24 @@ STATE_FILE = "rhyme_sorted.json"
 _SINGLE = ("gae", "reinforce_plus_plus")
 
 
-class RhymeTrainerSorted(RhymeTrainerMixin):
-    """See the module."""
+class PipelineReplayBuffer(ReplayBufferAsync):
+    """verl's buffer for validation; for training, the coordinator's face."""
 
-    replay_buffer: SortedReplayBuffer
+    def __init__(self, trainer: RhymePipelineTrainer, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._trainer = trainer
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        if partition_id != TRAIN:
+            return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        return self._trainer.next_batch()
+
+
+class RhymePipelineTrainer(RhymeTrainerMixin):
+    """See the module. Put it before that trainer of verl's whose devices it works on."""
+
+    topology: Topology
+    _reply: Reply
 
     # ---- set-up ----
 
@@ -64,7 +81,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
                 f"{config.algorithm.adv_estimator} or algorithm.filter_groups compares: use group"
             )
         batch_prompts = config.data.train_batch_size
-        rules = named(
+        self.rules: Rules = named(
             sorting.mode,
             batch_prompts=batch_prompts,
             batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
@@ -75,30 +92,84 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
             max_staleness=sorting.max_staleness,
             redraft=sorting.redraft and self._rhyme.drafting.enable,
             stop_wait=sorting.stop_wait,
+            through_training=self.topology.through_training,
+            draft_ahead=sorting.draft_ahead and self.topology.through_training,
         )
+        self._filters = filter_metric is not None
+        self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
-        return SortedReplayBuffer(
-            rules,
+        return PipelineReplayBuffer(
             self,
             trainer_mode=self.trainer_mode,
             trainer_config=config.trainer.v1.get(self.trainer_mode, {}),
             max_off_policy_threshold=None,  # the scheduler's rules are stricter
             max_off_policy_strategy="drop",
             sampler_kwargs=config.trainer.v1.sampler.sampler_kwargs,
-            refill_fn=lambda count: None,
-            filter_groups_metric=filter_metric,
         )
 
     def get_llm_client(self) -> Any:
-        return rhymed(self.llm_server_manager.get_client(), interruptible=True)
+        return rhymed(self.topology.servers().get_client(), interruptible=True)
 
-    def on_init_end(self) -> None:
-        self.checkpoint_manager.update_weights(self.global_steps)
+    def _request_slots(self) -> int:
+        return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
-    # ---- what the buffer asks for ----
+    def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
+        """Before the first step: the coordinator takes up what the checkpoint told."""
+        slots = self._request_slots()
+        limit = max(1, math.ceil(self._rhyme.sorting.oversubscription * slots))
+        setting = Setting(
+            rules=self.rules,
+            filters=self._filters,
+            limit=limit,
+            lot=max(1, (limit - slots) // 2),  # half of what queues up at the engines
+            slots=slots,
+            lost_after=self._rhyme.sorting.lost_after,
+        )
+        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
+        self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
+        self._publish(self.global_steps - 1)
+        return 0
 
-    def load_prompts(self, count: int) -> list[tuple[str, int]]:
-        batch = self._next_train_batch(count)
+    def on_train_begin(self) -> None:
+        pass  # no warm-up: the coordinator has begun
+
+    # ---- a step ----
+
+    def prepare_step(self) -> dict:
+        return {}
+
+    def next_batch(self) -> tuple[KVBatchMeta, dict]:
+        """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
+        rules = self.rules
+        reply = self._reply = self._driver.next_batch(
+            lambda: self.topology.stop(rules), lambda: self.topology.resume(rules)
+        )
+        if self.topology.through_training:
+            self._driver.supply()  # they go on while the actor trains
+        counts: dict[str, Any] = {}
+        if reply.filtered:
+            counts["training/filter_groups/evicted_samples"] = sum(reply.filtered.values())
+            counts[DAPO_FILTERED_REWARD_COUNTS_KEY] = reply.filtered
+        if reply.failed:
+            counts["training/rollout_failure/evicted_samples"] = reply.failed
+        return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
+
+    def on_sample_end(self) -> None:
+        self.topology.give_way()
+        if self.curr_step_profile and not self.topology.through_training:  # there verl stops it later
+            self._stop_rollout_profiling()
+
+    def on_step_end(self) -> None:
+        self._driver.pause()
+        super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
+        self._publish(self.global_steps)
+
+    def _publish(self, version: int) -> None:
+        self._driver.publish(version, batches_left=self.total_training_steps - version)
+
+    def _load_prompts(self, count: int) -> list[tuple[str, int]]:
+        chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
+        batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
@@ -106,48 +177,12 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         return [(uid, int(count)) for uid, count in zip(uids, samples, strict=True)]
 
-    def start_samples(self, starts: dict[str, list[Start]]) -> None:
-        batch = tq.kv_batch_get(keys=list(starts), partition_id=PROMPTS)
-        tu.assign_non_tensor_data(batch, "global_steps", self.global_steps)
-        tu.assign_non_tensor_stack(batch, STARTS, list(starts.values()))
-        self.agent_loop_manager.generate_sequences(batch)
-
-    def dispatch_limits(self) -> tuple[int, int]:
-        slots = self._request_slots()
-        most = max(1, math.ceil(self._rhyme.sorting.oversubscription * slots))
-        return most, max(1, (most - slots) // 2)  # half of what queues up at the engines
-
-    def stop_engines(self) -> None:
-        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
-        self.checkpoint_manager.abort_replicas(reject_request=True)
-
-    def resume_engines(self) -> None:
-        self.checkpoint_manager.resume_generation_replicas()
-
-    def running_attempts(self) -> set[str] | None:
-        return self.agent_loop_manager.attempts()
-
-    def abandon_attempts(self, sessions: list[str]) -> None:
-        if sessions:
-            self.agent_loop_manager.abandon(sessions)
-
-    # ---- a step ----
-
-    def prepare_step(self) -> dict:
-        steps_left = self.total_training_steps - self.global_steps + 1
-        self.replay_buffer.begin(version=self.global_steps - 1, batches_left=steps_left)
-        return {}
-
-    def on_sample_end(self) -> None:
-        self.checkpoint_manager.sleep_replicas()
-        if self.curr_step_profile:
-            self._stop_rollout_profiling()
-
-    def on_step_end(self) -> None:
-        with marked_timer("update_weights", self.timing_raw, color="red"):
-            self.checkpoint_manager.update_weights(self.global_steps)
-            self.resume_engines()
-        super().on_step_end()
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            if hasattr(self, "_driver"):
+                self._driver.close()
 
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
@@ -185,8 +220,8 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
-        metrics.update(self.replay_buffer.take_metrics(self._request_slots()))
-        self._recorder.log_untrained(self.replay_buffer.take_wasted(), step=global_steps, epoch=self._epoch())
+        metrics.update(self._reply.metrics)
+        self._recorder.log_untrained(self._reply.wasted, step=global_steps, epoch=self._epoch())
 
     # ---- checkpoints ----
 
@@ -194,7 +229,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         folder.mkdir(parents=True, exist_ok=True)
         # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
-        (folder / STATE_FILE).write_text(json.dumps(self.replay_buffer.state_dict()))
+        (folder / STATE_FILE).write_text(json.dumps(self._driver.state()))
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -203,14 +238,25 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
             return
         path = self._checkpoint_folder() / STATE_FILE
         if path.is_file():
-            self.replay_buffer.load_state_dict(json.loads(path.read_text()))
+            self._state = json.loads(path.read_text())
         else:
             logger.warning("no %s: another trainer mode made this checkpoint; prompts in flight are forgotten", path)
-            self.replay_buffer.load_state_dict(self.replay_buffer.state_dict())
 
-    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        return 0  # the first step starts what is pending
 
+class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
+    """``trainer.v1.trainer_mode=rhyme_sorted``, or ``colocate_async`` with ``sorting.mode``."""
+
+    def __init__(self, config: Any) -> None:
+        self.topology = Colocated(self)
+        super().__init__(config)
+
+
+class RhymePipelineSeparate(RhymePipelineTrainer, PPOTrainerSeparateAsync):
+    """``trainer.v1.trainer_mode=separate_async`` with ``sorting.mode``."""
+
+    def __init__(self, config: Any) -> None:
+        self.topology = Separate(self)
+        super().__init__(config)
 
 def _spread_padding(tags: list[dict], knob: float, rng: np.random.Generator) -> np.ndarray:
     """int64[N], the order of training; verl's padding, which trains nothing, at even distances in it."""

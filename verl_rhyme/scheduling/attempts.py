@@ -1,0 +1,94 @@
+"""Attempts at a sample: their names, how one is to start, and what it tells when it ends.
+
+These travel between the coordinator and the agent loop workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+#: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is, and
+#: the trajectories are stored; ``interrupted``: cut short by a weight update; ``failed``: the agent loop or the reward
+#: raised; ``lost``: it could not start, or not tell.
+Status = Literal["generated", "finished", "interrupted", "failed", "lost"]
+
+#: Of a session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
+_SAMPLES = 1 << 16
+
+
+class Attempt(NamedTuple):
+    """One attempt at a sample: uid of its prompt, the sample's number in its group, and how many came before."""
+
+    uid: str
+    number: int
+    attempt: int = 0
+
+    @property
+    def sample(self) -> tuple[str, int]:
+        return self.uid, self.number
+
+    @property
+    def session(self) -> str:
+        """Its name: what verl puts before the index of its trajectories.
+
+        Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
+        """
+        return f"{self.uid}_{self.attempt * _SAMPLES + self.number}"
+
+    @classmethod
+    def named(cls, session: str) -> Attempt:
+        """Inverse of :attr:`session`."""
+        uid, _, number = session.rpartition("_")
+        attempt, sample = divmod(int(number), _SAMPLES)
+        return cls(uid, sample, attempt)
+
+
+def session_key(uid: str, number: int, attempt: int = 0) -> str:
+    """See :attr:`Attempt.session`."""
+    return Attempt(uid, number, attempt).session
+
+
+def sample_of(session: str) -> tuple[str, int]:
+    """(uid, number in its group) of a :func:`session_key`."""
+    return Attempt.named(session).sample
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A sample to start.
+
+    Attributes:
+        session: Name of the attempt (:attr:`Attempt.session`).
+        kept: Name of the attempt that has left turns to begin with; ``None`` without any.
+        priority: Its place in the engine's queue, lowest first; validation has 0.
+        partial: It goes on from these turns, rather than draft from them (``Rules.continues``).
+    """
+
+    session: str
+    kept: str | None
+    priority: int
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an attempt tells of its end.
+
+    Attributes:
+        session: Its name.
+        status: See :data:`Status`.
+        tokens: Response tokens it has, with those it went on from.
+        first_version: Policy version of the oldest of them; ``None`` without any.
+        records: What the servers said of its requests, one mapping each (``workers.request.RequestRecord``).
+        scores: ``finished``: for each of its trajectories what groups are filtered by; empty where none are.
+        error: ``failed``, ``lost``: why.
+    """
+
+    session: str
+    status: Status
+    tokens: int = 0
+    first_version: int | None = None
+    records: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    error: str = ""

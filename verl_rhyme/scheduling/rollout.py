@@ -1,0 +1,386 @@
+"""A run's rollout, but for its messages: prompts in stock, attempts and what they told, and what a batch is made of.
+
+Around the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions: who is started under
+which name and from whose text, whose word counts, what an ended attempt leaves to others. A pure state machine too; the
+coordinator (``workers/coordinator.py``) carries its messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, StepCounts
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.scheduler import Scheduler
+
+#: A sample: uid of its prompt, number in the group.
+Name = tuple[str, int]
+#: What a server said of a request (``workers.request.RequestRecord``).
+Record = Mapping[str, Any]
+
+
+class Evidence(NamedTuple):
+    """What is known of an attempt after its coordinator was lost.
+
+    Attributes:
+        status: What it told last (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
+        tokens, first_version: As it told (:class:`~verl_rhyme.scheduling.attempts.Ended`).
+        running: An agent loop worker is about it.
+        stored: All its trajectories are stored.
+        records: As it told.
+    """
+
+    status: str | None = None
+    tokens: int = 0
+    first_version: int | None = None
+    running: bool = False
+    stored: bool = False
+    records: list[Record] = []  # noqa: RUF012  nobody changes it
+
+
+@dataclass
+class Batch:
+    """An update batch, and what came to pass since the last one.
+
+    Attributes:
+        harvest: The samples.
+        sessions: Name of each one's attempt: its trajectories' keys begin with it.
+        version: The policy version it trains.
+        trained: Request records of these samples, with ``uid`` and ``sample``.
+        ran: Those of the attempts that ended since the last batch.
+        wasted: Those of attempts whose tokens will not be trained.
+        counts: The scheduler's.
+        left: Finished samples that are not in it.
+        failed: Prompts that were dropped since the last batch because a sample failed.
+        filtered: By their common score, how many groups were dropped since the last batch.
+    """
+
+    harvest: Harvest
+    sessions: list[str]
+    version: int
+    trained: list[Record]
+    ran: list[Record]
+    wasted: list[Record]
+    counts: StepCounts
+    left: int
+    failed: int
+    filtered: dict[float, int]
+
+
+@dataclass
+class _Told:
+    """By samples, of those that are not trained yet."""
+
+    kept: dict[Name, int] = field(default_factory=dict)  # the attempt that ended last and has left its turns
+    records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
+    scores: dict[Name, list[float]] = field(default_factory=dict)
+
+    def forget(self, sample: Name) -> list[Record]:
+        """Its records."""
+        self.kept.pop(sample, None)
+        self.scores.pop(sample, None)
+        return self.records.pop(sample, [])
+
+
+class Hopeless(RuntimeError):
+    """Prompt after prompt fails, and none comes to its end."""
+
+
+class Rollout:
+    """See the module. Whoever drives it asks :meth:`wanted`, hands prompts, sends what :meth:`fill` and
+    :meth:`take_abandoned` give, and tells :meth:`ended`; between, the scheduler is asked as its class says.
+
+    Args:
+        rules: The scheduler's.
+        filters: Drop groups whose trajectories all have one score (DAPO, arXiv:2503.14476, section 3.2).
+    """
+
+    def __init__(self, rules: Rules, filters: bool = False) -> None:
+        self.scheduler = Scheduler(rules)
+        self._filters = filters
+        self._stock: deque[tuple[str, int]] = deque()  # prompts that wait to be loaded, and how many samples of each
+        self._batches_left: int | None = None
+        self._told = _Told()
+        self._ran: list[Record] = []  # of the attempts that ended since the last batch
+        self._abandoned: list[str] = []  # attempts that are to end
+        self._wasted: list[Record] = []
+        self._failed = 0
+        self._filtered: Counter[float] = Counter()
+
+    @property
+    def rules(self) -> Rules:
+        return self.scheduler.rules
+
+    # ---- prompts ----
+
+    def hand(self, prompts: Iterable[tuple[str, int]]) -> None:
+        """Prompts for the stock: uid, and how many samples are wanted. One that is there already is not taken twice."""
+        known = {uid for uid, _ in self._stock}
+        self._stock += [(uid, n) for uid, n in prompts if uid not in known and uid not in self.scheduler.ledger]
+
+    def wanted(self) -> int:
+        """Prompts that are to be handed over now."""
+        return max(0, self.scheduler.loadable(self._batches_left) - len(self._stock))
+
+    # ---- versions ----
+
+    def publish(self, version: int, batches_left: int | None) -> None:
+        """The policy ``version`` is current: what may not be trained any more is to be generated anew.
+
+        Args:
+            version: It counts the updates.
+            batches_left: Update batches until training ends, as far as known: no more prompts are loaded than these take.
+        """
+        under_way = {a.sample: a for a in self.attempts()}
+        before = self.scheduler.step
+        stale = self.scheduler.begin(version)
+        self.scheduler.step = before + self.scheduler.step  # told with the next batch
+        for sample in stale:
+            self._waste(sample)
+            if sample in under_way:  # some wait for a reward yet
+                self._abandoned.append(under_way[sample].session)
+            if self.rules.continues:  # too stale to be gone on from; where nothing is, it is drafted from
+                self._told.kept.pop(sample, None)
+        self._batches_left = batches_left
+
+    # ---- attempts ----
+
+    def attempts(self) -> list[Attempt]:
+        """Those that somebody works on."""
+        found = []
+        for state in ON_THEIR_WAY:
+            found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
+        return found
+
+    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
+        """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
+        for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
+            self.scheduler.load(*self._stock.popleft())
+        rules, starts = self.rules, []
+        for uid, number in self.scheduler.dispatch(limit, lot):
+            prompt = self.scheduler.ledger.prompt(uid)
+            before = self._told.kept.get((uid, number)) if rules.continues or rules.redraft else None
+            kept = None if before is None else Attempt(uid, number, before).session
+            session = Attempt(uid, number, prompt.samples[number].attempt).session
+            starts.append(Start(session, kept, prompt.number + 1, rules.continues))
+        return starts
+
+    def ended(self, told: Ended) -> None:
+        """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.
+
+        Raises:
+            Hopeless: See there.
+            RuntimeError: Its tokens are of a policy that must not have made them.
+        """
+        uid, number, attempt = Attempt.named(told.session)
+        sample = self._on_its_way(Attempt(uid, number, attempt))
+        if sample is None:
+            return
+        if told.status == "failed":
+            self._fail(uid, f"sample {number} of prompt {uid}: {told.error}")
+        elif told.status == "lost":
+            self.scheduler.abandon(uid, number)
+        elif told.status == "finished":
+            if sample.state == "generated":
+                self._told.scores[uid, number] = told.scores
+                self.scheduler.finish(uid, number)
+                self._filter(uid)
+        elif sample.state == "running":
+            before = {record["id"] for record in self._told.records.get((uid, number), ())}
+            records = _named(told.records, uid, number)
+            self._ran += [record for record in records if record["id"] not in before]
+            self._told.records[uid, number] = records
+            self._told.kept[uid, number] = attempt
+            if told.status == "generated":
+                self._generated(told, uid, number)
+            elif not self.scheduler.interrupt(uid, number, told.tokens, told.first_version):
+                self._waste((uid, number))
+
+    def lost(self, sessions: Iterable[str]) -> list[str]:
+        """Nobody knows of these attempts any more: those of them that were waited for, which start again."""
+        lost = [session for session in sessions if self._on_its_way(Attempt.named(session)) is not None]
+        for session in lost:
+            self.scheduler.abandon(*Attempt.named(session).sample)
+        return lost
+
+    def give_up(self) -> list[str]:
+        """The engines stand still: whoever has not told how it ended is busy elsewhere, and starts again."""
+        running = {a.sample: a.session for a in self.attempts()}
+        given_up = [running[sample] for sample in self.scheduler.give_up()]
+        self._abandoned += given_up
+        return given_up
+
+    def take_abandoned(self) -> list[str]:
+        """Attempts that are to end without a word, since the last call."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
+
+    # ---- batches ----
+
+    def take(self) -> Batch:
+        """The update batch (:meth:`Scheduler.harvest`)."""
+        ledger, version = self.scheduler.ledger, self.scheduler.version
+        finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
+        harvest = self.scheduler.harvest()
+        for staleness in harvest.staleness:  # looked at once more before anything is trained
+            if not 0 <= staleness <= self.rules.max_staleness:
+                raise _lagging(staleness, self.rules)
+        trained = [record for sample in harvest.samples for record in self._told.forget(sample)]
+        if self._batches_left is not None:
+            self._batches_left -= 1
+        counts, self.scheduler.step = self.scheduler.step, StepCounts()
+        batch = Batch(
+            harvest=harvest,
+            sessions=[Attempt(*sample, finished[sample]).session for sample in harvest.samples],
+            version=version,
+            trained=trained,
+            ran=self._ran,
+            wasted=self._wasted,
+            counts=counts,
+            left=len(finished) - len(harvest.samples),
+            failed=self._failed,
+            filtered=dict(self._filtered),
+        )
+        self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
+        return batch
+
+    # ---- what lies in the queue ----
+
+    def needs_prompt(self, uid: str) -> bool:
+        """Somebody may yet ask for this prompt's data."""
+        return uid in self.scheduler.ledger or any(uid == waiting for waiting, _ in self._stock)
+
+    def needs_turns(self, session: str) -> bool:
+        """Somebody may yet go on from, or draft from, what this attempt left."""
+        uid, number, attempt = Attempt.named(session)
+        return self._told.kept.get((uid, number)) == attempt or self.needs_trajectories(session)
+
+    def needs_trajectories(self, session: str) -> bool:
+        """What this attempt stored, or will store, may yet be trained."""
+        attempt = Attempt.named(session)
+        if attempt.uid not in self.scheduler.ledger:
+            return False
+        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+        return sample.attempt == attempt.attempt and sample.state in (*ON_THEIR_WAY, "finished")
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
+        kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
+        return {**self.scheduler.state_dict(), "stock": list(self._stock), "reports": sorted(kept)}
+
+    def restore(self, state: dict[str, Any], evidence: Mapping[str, Evidence], prompts: set[str]) -> list[str]:
+        """Take up what :meth:`state_dict` told, and what has happened since.
+
+        Args:
+            state: Of an earlier moment.
+            evidence: By name, all attempts of which anything is known now.
+            prompts: Those whose data are there.
+
+        Returns:
+            Prompts whose data are gone, which others replace.
+        """
+        self.scheduler.load_state_dict(state)
+        self._stock = deque((uid, n) for uid, n in state.get("stock", []) if uid in prompts)
+        gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
+        for uid in gone:
+            self.scheduler.drop(uid)
+        latest: dict[Name, Attempt] = {}
+        for session in evidence:
+            attempt = Attempt.named(session)
+            if attempt.uid in self.scheduler.ledger and attempt.attempt >= latest.get(attempt.sample, attempt).attempt:
+                latest[attempt.sample] = attempt
+        counted = state.get("reports", list(evidence))  # older states do not say whose
+        told = [Attempt.named(s) for s in counted if evidence.get(s, Evidence()).status in ("interrupted", "generated")]
+        self._told = _Told(kept={a.sample: a.attempt for a in sorted(told) if a.uid in self.scheduler.ledger})
+        for sample, attempt in latest.items():
+            self._restore(attempt, evidence[attempt.session])
+            if (before := self._told.kept.get(sample)) is not None:
+                told_before = evidence[Attempt(*sample, before).session]
+                self._told.records[sample] = _named(told_before.records, *sample)
+        return gone
+
+    def _restore(self, attempt: Attempt, known: Evidence) -> None:
+        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+        if attempt.attempt < sample.attempt or sample.state == "trained":
+            return
+        told = known.status in ("interrupted", "generated")
+        if sample.state != "pending" or not (told or known.running):
+            return
+        if told:
+            self._told.kept[attempt.sample] = attempt.attempt
+        generated = known.status == "generated"
+        if generated and known.stored:
+            state = "finished"
+        elif known.running:
+            state = "generated" if generated else "running"
+        elif generated:
+            return  # its worker was lost at the reward: it starts again, from what it had said
+        else:
+            state = "pending"
+        self.scheduler.restore(*attempt, state, known.tokens, known.first_version)  # type: ignore[attr-defined]
+
+    # ---- within ----
+
+    def _on_its_way(self, attempt: Attempt) -> Any:
+        """The ledger's sample, if it is this attempt that is worked on; else ``None``."""
+        if attempt.uid not in self.scheduler.ledger:
+            return None
+        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+        return sample if sample.attempt == attempt.attempt and sample.state in ON_THEIR_WAY else None
+
+    def _generated(self, told: Ended, uid: str, number: int) -> None:
+        if self.scheduler.generate(uid, number, told.tokens, told.first_version):
+            return
+        if not self.rules.through_training:  # type: ignore[attr-defined]
+            assert told.first_version is not None
+            raise _lagging(self.scheduler.version - told.first_version, self.rules)
+        self._waste((uid, number))
+        self._abandoned.append(told.session)  # it computes a reward that nobody waits for
+
+    def _waste(self, sample: Name) -> None:
+        self._wasted += self._told.records.pop(sample, [])
+
+    def _fail(self, uid: str, error: str) -> None:
+        self._drop(uid, failed=True)
+        if count := self.scheduler.hopeless():
+            raise Hopeless(
+                f"{count} prompts in a row failed, and none came to its end; the latest was {error}\nThe agent loop "
+                "workers logged the traceback. Mend what raised this: the reward function "
+                "(reward.custom_reward_function), or the agent loop or tool (actor_rollout_ref.rollout.agent, "
+                ".multi_turn); the same command goes on from the last checkpoint."
+            )
+
+    def _filter(self, uid: str) -> None:
+        """A group whose samples all have one score teaches nothing; another prompt takes its place."""
+        prompt = self.scheduler.ledger.prompt(uid)
+        if not self._filters or not prompt.complete("finished"):
+            return
+        scores = [score for n in range(len(prompt.samples)) for score in self._told.scores.get((uid, n), ())]
+        if len(scores) > 1 and min(scores) == max(scores):
+            self._filtered[scores[0]] += 1
+            self._drop(uid)
+
+    def _drop(self, uid: str, failed: bool = False) -> None:
+        self._failed += failed
+        for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
+            self._wasted += self._told.forget((uid, number))
+            if sample.state in ON_THEIR_WAY:
+                self._abandoned.append(Attempt(uid, number, sample.attempt).session)
+        (self.scheduler.fail if failed else self.scheduler.drop)(uid)
+
+
+def _named(records: Iterable[Record], uid: str, number: int) -> list[Record]:
+    return [{**record, "uid": uid, "sample": number} for record in records]
+
+
+def _lagging(staleness: int, rules: Rules) -> RuntimeError:
+    return RuntimeError(
+        f"a trajectory has staleness {staleness} where 0 to {rules.max_staleness} is allowed; is a rollout server "
+        "without the latest weights (training/off_policy/*)?"
+    )

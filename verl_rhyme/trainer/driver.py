@@ -1,0 +1,124 @@
+"""The trainer's hand on the coordinator: what it asks of it, and what it tells one that was started anew."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from verl_rhyme.workers import coordinator
+from verl_rhyme.workers.coordinator import NotOpen, Reply, Setting, Wants
+
+logger = logging.getLogger(__name__)
+
+#: How often in a row a coordinator is opened again before the run ends, and the seconds between.
+_REOPENINGS = 8
+_PAUSE_S = 2.0
+
+
+class Driver:
+    """One for a run. A coordinator whose process dies is started anew by Ray; whoever notices first opens it again.
+
+    Args:
+        setting: The run's.
+        load: Fetches so many prompts (or a few more) and stores their data in TransferQueue's ``PROMPTS``: their uids,
+            and how many samples each is to have.
+        crew: Makes other agent loop workers when all are gone.
+    """
+
+    def __init__(
+        self, setting: Setting, load: Callable[[int], list[tuple[str, int]]], crew: Callable[[], list[Any]]
+    ) -> None:
+        self._setting, self._load, self._crew = setting, load, crew
+        self._actor = coordinator.start()
+        self._workers: list[Any] = []
+        self._state: dict[str, Any] | None = None  # of the last batch
+        self._handed: list[tuple[str, int]] = []  # prompts since then
+        self._version = 0
+        self._batches_left = 0
+        #: How often the coordinator had to be opened again.
+        self.reopened = 0
+
+    def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
+        """Begin; ``state`` is a checkpoint's, ``None`` without one."""
+        self._workers, self._state, self._version = workers, state, version
+        arguments = self._setting, workers, state, version, False
+        self._state = ray.get(self._actor.open.remote(*arguments))
+
+    def publish(self, version: int, batches_left: int) -> None:
+        """The engines run under the policy ``version`` from now on."""
+        self._version, self._batches_left = version, batches_left
+        self._supply(self._ask("publish", version, batches_left))
+
+    def pause(self) -> None:
+        """Nothing is started until :meth:`publish`."""
+        self._ask("pause")
+
+    def next_batch(self, stop: Callable[[], None], resume: Callable[[], None]) -> Reply:
+        """The update batch, as soon as the scheduler says that it is ready.
+
+        Args:
+            stop: Called before it is taken: interrupts what runs, where the engines do not run on.
+            resume: Called if it was not ready after all.
+        """
+        rewarded = False
+        while True:
+            while (wants := self._ask("enough", rewarded)) is not None:
+                self._supply(wants)
+            stop()
+            reply: Reply | None = self._ask("take")
+            if reply is not None:
+                break
+            # A reward failed, or an agent loop; or it is long in coming: the engines run on until it is there.
+            resume()
+            rewarded = True
+        self._state, self._handed = reply.state, []
+        self._batches_left -= 1
+        return reply
+
+    def supply(self) -> None:
+        """Hand over what is wanted now, without waiting for more."""
+        self._supply(self._ask("wants"))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON."""
+        return self._ask("state")
+
+    def close(self) -> None:
+        ray.kill(self._actor)
+
+    def _supply(self, wants: Wants) -> None:
+        if wants.workers:
+            self._workers = self._crew()
+            self._ask("add_workers", self._workers)
+        if wants.prompts:
+            prompts = self._load(wants.prompts)
+            self._handed += prompts
+            self._ask("hand", prompts)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        for _ in range(_REOPENINGS):
+            try:
+                return ray.get(getattr(self._actor, method).remote(*arguments))
+            except (RayActorError, NotOpen) as error:
+                logger.warning("the coordinator died and is opened again: %s", str(error).splitlines()[0])
+                self.reopened += 1
+                self._reopen()
+        raise RuntimeError(
+            f"the coordinator died {_REOPENINGS} times in a row, see its log; the same command goes on from the last "
+            "checkpoint"
+        )
+
+    def _reopen(self) -> None:
+        try:
+            ray.get(self._actor.open.remote(self._setting, self._workers, self._state, self._version, False))
+            if self._handed:
+                ray.get(self._actor.hand.remote(self._handed))
+            ray.get(self._actor.publish.remote(self._version, self._batches_left))
+            ray.get(self._actor.pause.remote())  # who waits for a batch lets it go on
+        except (RayActorError, NotOpen):
+            time.sleep(_PAUSE_S)

@@ -1,0 +1,86 @@
+"""Where engines and training live: who serves, what stops at a harvest, and for how long.
+
+A topology decides nothing; the coordinator does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from verl_rhyme.scheduling.rules import Rules
+
+
+class Topology(Protocol):
+    """What the pipeline asks of it."""
+
+    #: The engines run on between the harvest and the next policy version (``Rules.through_training``).
+    through_training: bool
+
+    def servers(self) -> Any:
+        """verl's manager of the engines that generate for training."""
+        ...
+
+    def stop(self, rules: Rules) -> None:
+        """At a harvest: interrupt what runs, and refuse what comes, where that is to be."""
+        ...
+
+    def resume(self, rules: Rules) -> None:
+        """Undo :meth:`stop`, under the same policy."""
+        ...
+
+    def give_way(self) -> None:
+        """The actor is about to train."""
+        ...
+
+
+class Colocated:
+    """Engines and actor take turns on the same devices: stop, sleep, train, sync, on."""
+
+    through_training = False
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def servers(self) -> Any:
+        return self._trainer.llm_server_manager
+
+    def stop(self, rules: Rules) -> None:
+        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
+        self._trainer.checkpoint_manager.abort_replicas(reject_request=True)
+
+    def resume(self, rules: Rules) -> None:
+        self._trainer.checkpoint_manager.resume_generation_replicas()
+
+    def give_way(self) -> None:
+        self._trainer.checkpoint_manager.sleep_replicas()
+
+
+class Separate:
+    """Engines have devices of their own, and go on while the actor trains; the weight sync interrupts what runs.
+
+    On-policy they have nothing to do then, unless ``draft_ahead`` lets them make what can only be drafts.
+    """
+
+    through_training = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def servers(self) -> Any:
+        return self._trainer.standalone_server_manager
+
+    def stop(self, rules: Rules) -> None:
+        if _idle(rules):
+            self._trainer.standalone_checkpoint_manager.abort_replicas(reject_request=True)
+
+    def resume(self, rules: Rules) -> None:
+        if _idle(rules):
+            self._trainer.standalone_checkpoint_manager.resume_generation_replicas()
+
+    def give_way(self) -> None:
+        pass
+
+
+def _idle(rules: Rules) -> bool:
+    """What runs on would be in vain."""
+    return rules.max_staleness == 0 and not rules.draft_ahead  # type: ignore[attr-defined]

@@ -1,0 +1,411 @@
+"""The coordinator: the one place where a run's rollout is driven, also while the trainer trains.
+
+An asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers push how attempts ended;
+at once, and by nobody's clock, it starts what may be started. The trainer hands prompts over, asks whether a batch is
+:meth:`~Coordinator.enough`, takes it, and says which policy version is published. No token text passes through it.
+
+It is told all that it knows and can be told again: Ray starts it anew when its process dies, under the same handle, and
+:class:`~verl_rhyme.trainer.driver.Driver` opens it with the state it had at the last batch; what happened since is in
+TransferQueue, where agent loop workers write before they tell, and in what they are about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import ray
+import transfer_queue as tq
+
+from verl_rhyme.observability.audible import keep_audible
+from verl_rhyme.observability.batches import batch_metrics
+from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.ledger import State
+from verl_rhyme.scheduling.rollout import Evidence, Record, Rollout
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.workers.crew import Crew
+from verl_rhyme.workers.session import PROMPTS, SESSIONS
+
+logger = logging.getLogger(__name__)
+
+TRAIN = "train"
+#: Seconds after which it is told, again and again, what a batch still waits for.
+_PATIENCE_S = 60.0
+#: Seconds between two looks at the clock while a batch settles.
+_TICK_S = 0.05
+
+
+class NotOpen(RuntimeError):
+    """The coordinator was started anew and knows nothing yet."""
+
+
+class Wants(NamedTuple):
+    """What the trainer is to supply.
+
+    Attributes:
+        prompts: To hand over.
+        workers: All agent loop workers are gone: others are to be made.
+    """
+
+    prompts: int = 0
+    workers: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not change in a run.
+
+    Attributes:
+        rules: The scheduler's.
+        filters: Drop groups whose trajectories all have one score.
+        limit: Samples that the engines are given at a time.
+        lot: How many are started together at least.
+        slots: Q of the bubble ratio.
+        lost_after: Seconds without an answer after which an agent loop worker is given up.
+    """
+
+    rules: Rules
+    filters: bool
+    limit: int
+    lot: int
+    slots: int
+    lost_after: float
+
+
+@dataclass
+class Reply:
+    """An update batch, for the trainer.
+
+    Attributes:
+        keys, tags: Of its trajectories in TransferQueue's ``train``, shortest first.
+        metrics: Of the step.
+        filtered: By their common score, how many groups were dropped since the last batch.
+        failed: Prompts that were dropped since, because a sample failed.
+        wasted: Request records of attempts whose tokens will not be trained.
+        state: What the coordinator can be opened with again.
+    """
+
+    keys: list[str]
+    tags: list[dict[str, Any]]
+    metrics: dict[str, float]
+    filtered: dict[float, int]
+    failed: int
+    wasted: list[Record]
+    state: dict[str, Any]
+
+
+class Coordinator:
+    """See the module; :func:`start` makes it an actor. Whatever it is asked before :meth:`open` raises
+    :class:`NotOpen`, but reports are kept until then."""
+
+    def __init__(self) -> None:
+        keep_audible()
+        tq.init()
+        self._opened: tuple[Setting, Rollout, Crew] | None = None
+        self._early: list[Ended] = []
+        self._dispatching = False
+        self._error: Exception | None = None
+        self._changes: set[asyncio.Future[None]] = set()
+        self._cleaning: asyncio.Task[None] | None = None
+
+    # ---- the trainer's ----
+
+    async def open(
+        self, setting: Setting, workers: list[Any], state: dict[str, Any] | None, version: int, dispatching: bool
+    ) -> dict[str, Any]:
+        """Begin, or take up what was begun.
+
+        Args:
+            setting: The run's.
+            workers: The agent loop workers.
+            state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
+            version: The current policy's, for what is told meanwhile.
+            dispatching: Start samples at once; else :meth:`publish` is waited for.
+
+        Returns:
+            The state it begins with.
+        """
+        if self._opened is not None:
+            self._opened[2].close()
+        rollout = Rollout(setting.rules, setting.filters)
+        rollout.scheduler.version = version
+        me = ray.get_runtime_context().current_actor
+        crew = Crew(workers, me, setting.lost_after, self._lost)
+        running = await crew.join()
+        listing = await tq.async_kv_list() or {}
+        if state is not None:
+            evidence = await _evidence(listing, running)
+            gone = rollout.restore(state, evidence, set(listing.get(PROMPTS, ())))
+            for uid in gone:
+                logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
+        self._opened, self._error = (setting, rollout, crew), None
+        crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
+        self._clean(listing, keep=set())
+        early, self._early = self._early, []
+        self._dispatching = dispatching
+        await self.ended(early)
+        self._lost([a.session for a in rollout.attempts() if not crew.knows(a.session)], "their worker died meanwhile")
+        return rollout.state_dict()
+
+    async def add_workers(self, workers: list[Any]) -> None:
+        """Others in the place of those that are gone."""
+        setting, rollout, crew = self._open
+        crew.close()
+        crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
+        await crew.join()
+        self._opened = setting, rollout, crew
+        self._go()
+
+    async def hand(self, prompts: list[tuple[str, int]]) -> None:
+        """Prompts whose data are in TransferQueue's :data:`PROMPTS`: uid, and samples wanted."""
+        self._open[1].hand(prompts)
+        self._go()
+
+    async def publish(self, version: int, batches_left: int) -> Wants:
+        """The engines run under the policy ``version`` from now on; so many update batches are left."""
+        self._open[1].publish(version, batches_left)
+        self._dispatching = batches_left > 0
+        self._go()
+        return self._wants() if self._dispatching else Wants()
+
+    async def pause(self) -> None:
+        """Start nothing until :meth:`publish`: the engines are about to get new weights."""
+        self._dispatching = False
+
+    async def enough(self, rewarded: bool) -> Wants | None:
+        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or something is wanted.
+
+        Raises:
+            RuntimeError: The rollout cannot go on; the message says why.
+        """
+        rollout = self._open[1]
+        told = asyncio.get_running_loop().time()
+        self._dispatching = True
+        self._go()
+        while True:
+            self._raise()
+            if rollout.scheduler.enough(rewarded):
+                self._dispatching = self._runs_on
+                return None
+            if any(wants := self._wants()):
+                return wants
+            told = self._complain(told, "an update batch")
+            await self._change(_PATIENCE_S)
+
+    async def take(self) -> Reply | None:
+        """Wait until all has come that the update batch waits for (:meth:`Scheduler.settled`), and take it.
+
+        Returns:
+            ``None``: it is not ready, because a reward failed or is long in coming: the engines are to run on.
+        """
+        setting, rollout, crew = self._open
+        clock = asyncio.get_running_loop().time
+        began = told = clock()
+        while not rollout.scheduler.settled(clock() - began):
+            self._raise()
+            told = self._complain(told, "attempts to end after the abort")
+            await self._change(_TICK_S)
+        self._raise()
+        if given_up := rollout.give_up():
+            logger.warning(
+                "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
+                *(len(given_up), setting.rules.stop_wait, given_up[:8]),
+            )
+        crew.abandon(rollout.take_abandoned())
+        if not rollout.scheduler.ready():
+            return None
+        listing = await tq.async_kv_list() or {}
+        if not rollout.scheduler.ready():  # a group was filtered meanwhile
+            return None
+        stored = _trajectories(listing.get(TRAIN, {}))
+        batch = rollout.take()
+        keys = [key for session in batch.sessions for key in stored[session]]
+        self._clean(listing, keep=set(keys))
+        self._go()
+        return Reply(
+            keys=keys,
+            tags=[listing[TRAIN][key] for key in keys],
+            metrics=batch_metrics(batch, setting.slots),
+            filtered=batch.filtered,
+            failed=batch.failed,
+            wasted=batch.wasted,
+            state=rollout.state_dict(),
+        )
+
+    async def state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON."""
+        return self._open[1].state_dict()
+
+    async def wants(self) -> Wants:
+        """Without waiting."""
+        return self._wants()
+
+    # ---- the agent loop workers' ----
+
+    async def ended(self, told: list[Ended]) -> None:
+        """How attempts ended, in the order in which they did."""
+        if self._opened is None:
+            self._early += told
+            return
+        _, rollout, crew = self._opened
+        for attempt in told:
+            if attempt.status == "lost":
+                logger.warning("%s could not start, and starts again: %s", attempt.session, attempt.error)
+            if attempt.status != "generated":
+                crew.ended(attempt.session)
+            try:
+                rollout.ended(attempt)
+            except Exception as error:
+                self._fail(error)
+        self._go()
+
+    # ---- within ----
+
+    @property
+    def _open(self) -> tuple[Setting, Rollout, Crew]:
+        if self._opened is None:
+            raise NotOpen("the coordinator was started anew")
+        return self._opened
+
+    @property
+    def _runs_on(self) -> bool:
+        rules = self._open[0].rules
+        return rules.through_training or rules.runs_on
+
+    def _go(self) -> None:
+        """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
+        setting, rollout, crew = self._open
+        if self._error is None:
+            try:
+                if self._dispatching and len(crew):
+                    crew.start(rollout.fill(setting.limit, setting.lot), rollout.scheduler.version + 1)
+                crew.abandon(rollout.take_abandoned())
+            except Exception as error:
+                self._fail(error)
+        for change in self._changes:
+            if not change.done():
+                change.set_result(None)
+        self._changes.clear()
+
+    def _lost(self, sessions: list[str], why: str) -> None:
+        if self._opened is None:
+            return
+        if lost := self._opened[1].lost(sessions):
+            logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
+        self._go()
+
+    def _wants(self) -> Wants:
+        _, rollout, crew = self._open
+        return Wants(rollout.wanted(), not len(crew))
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            logger.error("the rollout cannot go on", exc_info=error)
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _change(self, timeout: float) -> None:
+        change = asyncio.get_running_loop().create_future()
+        self._changes.add(change)
+        await asyncio.wait({change}, timeout=timeout)
+        self._changes.discard(change)
+
+    def _complain(self, told: float, what: str) -> float:
+        now = asyncio.get_running_loop().time()
+        if now - told < _PATIENCE_S:
+            return told
+        ledger = self._open[1].scheduler.ledger
+        counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
+        logger.warning("waiting for %s; samples by state: %s", what, counts)
+        return now
+
+    def _clean(self, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
+        """What abandoned attempts and dropped prompts left, or still write, goes; also what is trained, but ``keep``."""
+        rollout = self._open[1]
+
+        def wanted(partition: str, key: str) -> bool:
+            if partition == PROMPTS:
+                return rollout.needs_prompt(key)
+            session = key.rpartition("_")[0] if partition == TRAIN else key
+            try:
+                Attempt.named(session)
+            except ValueError:  # another trainer mode's
+                return False
+            return rollout.needs_trajectories(session) if partition == TRAIN else rollout.needs_turns(session)
+
+        gone = {
+            partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
+            for partition in (SESSIONS, PROMPTS, TRAIN)
+        }
+        before, self._cleaning = self._cleaning, asyncio.ensure_future(_clear(gone, self._cleaning))
+
+
+async def _clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
+    if before is not None:
+        await before
+    for partition, keys in gone.items():
+        if keys:
+            try:
+                await tq.async_kv_clear(keys=keys, partition_id=partition)
+            except Exception:
+                logger.warning("could not clear %d keys of %s", len(keys), partition, exc_info=True)
+
+
+async def _evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
+    told = {k: tag for k, tag in listing.get(SESSIONS, {}).items() if tag.get("status") in ("interrupted", "generated")}
+    stored = _trajectories(listing.get(TRAIN, {}))
+    records: dict[str, list[Record]] = {}
+    if told:
+        data = await tq.async_kv_batch_get(keys=list(told), partition_id=SESSIONS, select_fields=["records"])
+        records = {key: list(getattr(row, "data", row)) for key, row in zip(told, data["records"], strict=True)}
+    return {
+        session: Evidence(
+            status=told.get(session, {}).get("status"),
+            tokens=told.get(session, {}).get("tokens", 0),
+            first_version=told.get(session, {}).get("first_version"),
+            running=session in running,
+            stored=session in stored,
+            records=records.get(session, []),
+        )
+        for session in {*told, *running}
+    }
+
+
+def _trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Keys of each attempt's trajectories, where all of them are stored; an agent loop may give several."""
+    found: dict[str, list[str]] = defaultdict(list)
+    unfinished: Counter[str] = Counter()
+    for key, tag in tags.items():
+        session = key.rpartition("_")[0]
+        found[session].append(key)
+        unfinished[session] += tag.get("status") != "success"  # a key is shown before its data and its tag are there
+    return {
+        session: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+        for session, keys in found.items()
+        if not unfinished[session]
+    }
+
+
+def start(name: str | None = None) -> Any:
+    """A coordinator as a Ray actor on this node; its handle outlives its process."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(Coordinator)
+        .options(
+            name=name,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=1000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
+        )
+        .remote()
+    )

@@ -1,0 +1,153 @@
+"""The agent loop workers, as the coordinator sees them: who is about what, and who is there no more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from verl_rhyme.scheduling.attempts import Attempt, Start
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two questions to a worker what it is about.
+_ROLL_CALL_S = 10.0
+
+
+class Crew:
+    """Sends starts to the workers, and finds what got lost with them.
+
+    A worker that died, or does not answer, is given up: killed, for one that only hangs must not come back with what
+    others do by then, and its attempts are lost. So are attempts that a worker does not know though it was to start
+    them and has not told of their end.
+
+    Args:
+        workers: Handles of ``SessionAgentLoopWorker``.
+        coordinator: The handle that they report to.
+        patience_s: Seconds that a worker has for an answer, once it has started.
+        lost: Called with names of attempts that are lost, and why.
+    """
+
+    def __init__(
+        self, workers: Iterable[Any], coordinator: Any, patience_s: float, lost: Callable[[list[str], str], None]
+    ) -> None:
+        self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
+        self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
+        self._worker: dict[str, Any] = {}  # the other way round
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._joining = list(workers)
+
+    def __len__(self) -> int:
+        return len(self._about)
+
+    async def join(self) -> set[str]:
+        """Take the workers into service as soon as they have started. Returns the attempts that they are about."""
+        found = await asyncio.gather(*(self._join(worker) for worker in self._joining))
+        self._joining = []
+        return set().union(*found)
+
+    def start(self, starts: list[Start], step: int) -> None:
+        """Send samples to the workers, those of a prompt together, each to the one that is about least."""
+        groups: dict[str, list[Start]] = defaultdict(list)
+        for start in starts:
+            groups[Attempt.named(start.session).uid].append(start)
+        orders: dict[Any, list[Start]] = defaultdict(list)
+        for group in groups.values():
+            worker = min(self._about, key=lambda worker: len(self._about[worker]))
+            orders[worker] += group
+            for start in group:
+                self._about[worker].add(start.session)
+                self._worker[start.session] = worker
+        for worker, order in orders.items():
+            self._run(self._send(worker, order, step))
+
+    def knows(self, session: str) -> bool:
+        """A worker was sent this attempt, and has not told how it ended."""
+        return session in self._worker
+
+    def ended(self, session: str) -> None:
+        """An attempt has told how it ended; nobody asks for it any more."""
+        worker = self._worker.pop(session, None)
+        if worker in self._about:
+            self._about[worker].discard(session)
+
+    def abandon(self, sessions: list[str]) -> None:
+        """End attempts nobody waits for, wherever they run. Does not wait."""
+        orders: dict[Any, list[str]] = defaultdict(list)
+        for session in sessions:
+            if (worker := self._worker.get(session)) is not None:
+                orders[worker].append(session)
+            self.ended(session)
+        for worker, order in orders.items():
+            worker.abandon.remote(order)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # ---- within ----
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _join(self, worker: Any) -> set[str]:
+        try:  # imports from a cold shared filesystem may take longer than a worker that runs may be silent
+            about = set(await worker.attach.remote(self._coordinator))
+        except RayActorError as error:
+            logger.warning("an agent loop worker did not start: %s", _first_line(error))
+            return set()
+        self._about[worker] = about
+        self._worker.update(dict.fromkeys(about, worker))
+        self._run(self._watch(worker))
+        return about
+
+    async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
+        try:
+            await asyncio.wait_for(_answer(worker.begin.remote(starts, step)), self._patience_s)
+        except (RayActorError, TimeoutError) as error:
+            self._give_up(worker, error)
+        except Exception as error:
+            self._tell_lost([start.session for start in starts], f"a worker could not start them: {error}")
+
+    async def _watch(self, worker: Any) -> None:
+        while worker in self._about:
+            await asyncio.sleep(_ROLL_CALL_S)
+            asked = set(self._about.get(worker, ()))
+            try:
+                found = await asyncio.wait_for(_answer(worker.attempts.remote()), self._patience_s)
+            except (RayActorError, TimeoutError) as error:
+                self._give_up(worker, error)
+                return
+            missing = (asked - set(found)) & self._about.get(worker, set())
+            if missing:
+                self._tell_lost(sorted(missing), "the worker that was to start them does not know them")
+
+    def _give_up(self, worker: Any, error: BaseException) -> None:
+        about = self._about.pop(worker, None)
+        if about is None:
+            return  # already
+        why = _first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
+        logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", why)
+        ray.kill(worker)
+        self._tell_lost(sorted(about), "their agent loop worker is gone")
+
+    def _tell_lost(self, sessions: list[str], why: str) -> None:
+        for session in sessions:
+            self.ended(session)
+        self._lost(sessions, why)
+
+
+async def _answer(reference: Any) -> Any:
+    """Ray's references are awaitable, but no coroutines, which ``asyncio.wait_for`` wants."""
+    return await reference
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,83 @@
+"""How attempts ended, from an agent loop worker to TransferQueue and the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import transfer_queue as tq
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.workers.session import SESSIONS
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a report waits for others to go with it.
+_DELAY_S = 0.01
+#: Seconds that each of the two has to take a report, and between the tries.
+_TIMEOUT_S = 30.0
+_RETRIES_S = (0.5, 2.0, 8.0)
+
+
+class Reports:
+    """In one message where several end at about the same time, as they do at an abort.
+
+    What an attempt left is in TransferQueue before the coordinator is told: one that is started anew finds it there.
+    """
+
+    def __init__(self) -> None:
+        self._coordinator: Any = None
+        self._rows: list[tuple[Ended, dict[str, Any] | None]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    def attach(self, coordinator: Any) -> None:
+        """``coordinator`` is told from now on."""
+        self._coordinator = coordinator
+
+    async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:
+        """Returns when both have it; of one attempt nothing may be sent again before.
+
+        Args:
+            ended: For the coordinator.
+            left: Columns for TransferQueue; ``None``: none.
+        """
+        self._rows.append((ended, left))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        await asyncio.shield(self._sending)
+
+    async def _send(self) -> None:
+        await asyncio.sleep(_DELAY_S)
+        self._sending = None
+        rows, self._rows = self._rows, []
+        if stored := [(ended, left) for ended, left in rows if left is not None]:
+            report = {
+                "keys": [ended.session for ended, _ in stored],
+                "tags": [_tag(ended) for ended, _ in stored],
+                "fields": list_of_dict_to_tensordict([left for _, left in stored]),
+            }
+            await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored))
+        told = [ended for ended, _ in rows]
+        await _insist(lambda: self._coordinator.ended.remote(told), "the coordinator", len(told))
+
+
+def _tag(ended: Ended) -> dict[str, Any]:
+    return {"status": ended.status, "tokens": ended.tokens, "first_version": ended.first_version}
+
+
+async def _insist(send: Any, whom: str, count: int) -> None:
+    for retry_s in (*_RETRIES_S, None):
+        try:
+            await asyncio.wait_for(_answer(send()), _TIMEOUT_S)
+            return
+        except Exception as error:
+            if retry_s is None:
+                raise
+            logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
+            await asyncio.sleep(retry_s)
+
+
+async def _answer(sent: Any) -> Any:
+    return await sent
