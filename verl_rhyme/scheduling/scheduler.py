@@ -305,6 +305,45 @@ class Scheduler:
         self._training = state.get("training", False)  # older states do not say, as below
         self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["buffer"])  # as older states say
 
+    def restore(
+        self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
+    ) -> bool:
+        """After ``load_state_dict`` (all that was on its way is pending then), and ``begin`` where the policy is newer:
+        put a sample where evidence shows it, which came after the state was saved.
+
+        What became of tokens before is not counted again.
+
+        Args:
+            uid: Of its prompt.
+            number: In its group.
+            attempt: Its latest.
+            state: ``pending``: interrupted or never started. ``running``, ``generated``, ``finished``.
+            tokens: Those that it has, or (``running``) goes on from, or (``pending``) was cut short after.
+            first_version: Of the oldest of them; ``None``: it has none. What runs is taken for as old as that, else
+                for the current policy's, until :meth:`progress`.
+
+        Returns:
+            As :meth:`generate` and :meth:`interrupt`: whether its text may be trained, or gone on from.
+
+        Raises:
+            ValueError: The ledger knows of a later attempt, or that this one was further; or no sample is like this.
+        """
+        if uid not in self.ledger:
+            return False
+        if first_version is None and state in ("generated", "finished"):
+            first_version = self.version
+        if state in ("pending", "running") and not (self.rules.continues and tokens):
+            first_version = None
+        kept = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        self.ledger.restore(
+            uid, number, attempt, state, tokens, None if state == "pending" and not kept else first_version
+        )
+        if state == "pending":
+            return kept
+        if state == "running" and self.rules.spans_versions:
+            self.ledger.progress(uid, number, self.version)
+        return not self._regenerate_stale(uid, number)
+
     # ---- within ----
 
     @property
