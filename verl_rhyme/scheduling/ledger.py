@@ -185,6 +185,30 @@ class Ledger:
         sample.first_version = None
         sample.interruptions += 1
 
+    def restore(
+        self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
+    ) -> None:
+        """Put a sample where it was after this ledger was saved.
+
+        Raises:
+            ValueError: The ledger knows of a later attempt, or that this one was further; or no sample is like this.
+        """
+        known = self._prompts[uid].samples[number] if uid in self._prompts else Sample()
+        if attempt < known.attempt or (
+            attempt == known.attempt and known.state == "finished" and state in ON_THEIR_WAY
+        ):
+            raise ValueError(
+                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is "
+                f"{known.state} in attempt {known.attempt}, and what is older tells nothing; restore its latest attempt"
+            )
+        if state == "trained" or (state != "pending" and attempt < 0):
+            raise ValueError(
+                f"sample {number} of prompt {uid} cannot be restored as {state} in attempt {attempt}: it is pending, "
+                "or running, generated or finished in an attempt from 0"
+            )
+        sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
+        sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
+
     def train(self, uid: str, number: int) -> None:
         """A finished response goes to the trainer; with its last one a prompt leaves."""
         self._move(uid, number, ("finished",), "trained")

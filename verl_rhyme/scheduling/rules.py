@@ -43,6 +43,10 @@ class Rules:
         redraft: ``regenerate``: the text of what was cut short becomes the draft.
         stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
             update batch's rewards.
+        through_training: Engines run on between a harvest and the next version of the policy, whose weights cut short
+            what runs (``regenerate``, ``continue``).
+        draft_ahead: On-policy and ``through_training``: samples start while the actor trains, too. What they say
+            before the new version is at most a draft of what is generated under it, and counts as wasted.
 
     Raises:
         ValueError: Rules that contradict each other; the message says how to mend them.
@@ -58,6 +62,8 @@ class Rules:
     max_wait: int | None = None
     redraft: bool = True
     stop_wait: float = 30.0
+    through_training: bool = False
+    draft_ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts or self.group_batches < 1:
@@ -78,6 +84,36 @@ class Rules:
                 "group_batches=1 and harvest_tokens=null (all that is loaded is trained at once), or max_staleness at "
                 "least 1, or on_interrupt=regenerate"
             )
+        if self.draft_ahead:
+            self._check_draft_ahead()
+
+    def _check_draft_ahead(self) -> None:
+        if not self.through_training:
+            raise ValueError(
+                "draft_ahead=true needs engines that run while the actor trains (through_training: engines apart from "
+                "the actor); or set draft_ahead=false"
+            )
+        if self.max_staleness > 0:
+            raise ValueError(
+                f"draft_ahead=true with max_staleness={self.max_staleness}: what is generated while the actor trains "
+                "is trained itself then, not only drafted from; set draft_ahead=false, or max_staleness=0 with "
+                "on_interrupt=regenerate"
+            )
+        if self.on_interrupt != "regenerate":
+            raise ValueError(
+                f"draft_ahead=true with on_interrupt={self.on_interrupt} and max_staleness=0: what starts while the "
+                "actor trains has to be generated anew; set on_interrupt=regenerate, or draft_ahead=false"
+            )
+
+    @property
+    def stops(self) -> bool:
+        """Engines are stopped at a harvest: what runs ends, or is given up, before the batch is taken."""
+        return not (self.through_training or self.runs_on)
+
+    @property
+    def spans_versions(self) -> bool:
+        """What runs may have tokens of earlier policies that will be trained: its age is known before it ends."""
+        return self.runs_on or (self.through_training and self.continues)
 
     @property
     def continues(self) -> bool:

@@ -7,7 +7,8 @@ later, never lost.
 
 What still runs at a harvest is interrupted and generated anew (``regenerate``), interrupted and goes on where it stood
 (``continue``: every token keeps the version and the log-probability it was made with), or runs on while the policy is
-trained (``keep_running``): :mod:`verl_rhyme.scheduling.rules`. The staleness of a trained token never exceeds
+trained (``keep_running``): :mod:`verl_rhyme.scheduling.rules`. Engines apart from the actor run on until the new
+weights cut them short (``through_training``). The staleness of a trained token never exceeds
 ``max_staleness``: a harvest waits for what the next one could not take any more, and what is past the bound all the
 same is generated anew.
 
@@ -40,8 +41,10 @@ class Scheduler:
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
-    Under ``keep_running`` no engine is stopped: events, ``progress(...)`` and ``dispatch()`` go on at all times, also
-    between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(), settled() and ready().
+    Where engines are not stopped (``keep_running``, ``through_training``), events, ``progress(...)`` and ``dispatch()``
+    go on at all times, also between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(),
+    settled() and ready(). New weights may reach engines, and what they cut short may report, before ``begin()`` or
+    after.
 
     Raises:
         ValueError: An event that cannot be (see :class:`Ledger`), or rules that contradict each other.
@@ -91,8 +94,8 @@ class Scheduler:
         pending = sorted(self.ledger.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
         pending = self._admitted(pending)[:room]
         for prompt, number, _ in pending:
-            # What does not run on over a version change is all of the version it tells when it was stopped.
-            self.ledger.start(prompt.uid, number, self.version if self.rules.runs_on else None)
+            # What does not span versions is all of the version it tells when it was stopped.
+            self.ledger.start(prompt.uid, number, self.version if self.rules.spans_versions else None)
         return [(prompt.uid, number) for prompt, number, _ in pending]
 
     # ---- events ----
@@ -112,17 +115,17 @@ class Scheduler:
         return not self._regenerate_stale(uid, number)
 
     def progress(self, uid: str, number: int, first_version: int | None) -> bool:
-        """``keep_running``: the oldest token of a running response is of ``first_version``; ``None``: it has none yet.
+        """The oldest token of a running response is of ``first_version``; ``None``: it has none yet.
 
-        Without this it is taken for as old as its start: a request that queued over a version change is younger, one
-        on a replica that lags behind is older.
+        Without this what spans versions is taken for as old as its start: a request that queued over a version change
+        is younger, one on a replica that lags behind is older. Other rules need not be told.
 
         Returns:
             As :meth:`generate`.
         """
         if uid not in self.ledger:
             return False
-        if not self.rules.runs_on:  # it tells when it is cut short
+        if not self.rules.spans_versions:  # it tells when it is cut short
             return True
         self.ledger.progress(uid, number, self.version if first_version is None else first_version)
         return not self._regenerate_stale(uid, number)
@@ -197,11 +200,13 @@ class Scheduler:
     def enough(self, rewarded: bool = False) -> bool:
         """The engines may be stopped: a batch is full, or holds enough tokens, and nothing that must not wait runs.
 
-        (``keep_running``: they run on, and it may be harvested as soon as it is :meth:`settled`.)
+        (Where engines run on, it may be harvested as soon as it is :meth:`settled`.) Never while the policy is trained.
 
         Args:
             rewarded: Count only what has its reward, which may yet drop a prompt.
         """
+        if self._training:
+            return False
         waited_for: tuple[State, ...] = ON_THEIR_WAY if rewarded else ("running",)
         for state in waited_for:
             if any(self._protected(prompt, sample) for prompt, _, sample in self.ledger.samples(state)):
@@ -209,8 +214,8 @@ class Scheduler:
         return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
 
     def settled(self, stopped_s: float) -> bool:
-        """The engines having been stopped (``keep_running``: it being enough) for so many seconds, all has come that is
-        waited for.
+        """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
+        is waited for.
 
         Until :attr:`Rules.stop_wait` these are: attempts that may still ask stopped engines for tokens, and rewards of
         what is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is
@@ -218,7 +223,7 @@ class Scheduler:
         """
         if stopped_s >= self.rules.stop_wait:
             return True
-        if not self.rules.runs_on and any(True for _ in self.ledger.samples("running")):
+        if self.rules.stops and any(True for _ in self.ledger.samples("running")):
             return False
         if not self.enough():  # no reward makes it so
             return True
@@ -226,12 +231,12 @@ class Scheduler:
         return self.ready() and all(prompt.samples[number].state == "finished" for prompt, number in batch)
 
     def give_up(self) -> list[tuple[str, int]]:
-        """Abandon what still runs though the engines are stopped (``keep_running``: nothing); rewards may come later.
+        """Abandon what still runs though the engines are stopped (if they are); rewards may come later.
 
         Returns:
             The samples whose attempts were abandoned.
         """
-        running = () if self.rules.runs_on else self.ledger.samples("running")
+        running = self.ledger.samples("running") if self.rules.stops else ()
         given_up = [(prompt.uid, number) for prompt, number, _ in running]
         for uid, number in given_up:
             self.abandon(uid, number)
@@ -269,8 +274,9 @@ class Scheduler:
         """The policy's ``version`` is current from now on.
 
         Returns:
-            Samples whose text, finished, generated, kept or (``keep_running``) in the making, is too stale to be
-            trained: they are generated anew, and attempts at them are to end.
+            Samples whose text, finished, generated, kept or (where it spans versions) in the making, is too stale to
+            be trained: they are generated anew, and attempts at them are to end. What runs otherwise tells when it
+            ends or is cut short, and is judged then.
         """
         self.version, self.step, self._training = version, StepCounts(), False
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
@@ -287,11 +293,56 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
-        return {"version": self.version, "owed": self._owed, "ledger": self.ledger.state_dict()}
+        return {
+            "version": self.version,
+            "owed": self._owed,
+            "training": self._training,
+            "ledger": self.ledger.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self._owed = state["version"], state["owed"]
+        self._training = state.get("training", False)  # older states do not say, as below
         self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["buffer"])  # as older states say
+
+    def restore(
+        self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
+    ) -> bool:
+        """After ``load_state_dict`` (all that was on its way is pending then), and ``begin`` where the policy is newer:
+        put a sample where evidence shows it, which came after the state was saved.
+
+        What became of tokens before is not counted again.
+
+        Args:
+            uid: Of its prompt.
+            number: In its group.
+            attempt: Its latest.
+            state: ``pending``: interrupted or never started. ``running``, ``generated``, ``finished``.
+            tokens: Those that it has, or (``running``) goes on from, or (``pending``) was cut short after.
+            first_version: Of the oldest of them; ``None``: it has none. What runs is taken for as old as that, else
+                for the current policy's, until :meth:`progress`.
+
+        Returns:
+            As :meth:`generate` and :meth:`interrupt`: whether its text may be trained, or gone on from.
+
+        Raises:
+            ValueError: The ledger knows of a later attempt, or that this one was further; or no sample is like this.
+        """
+        if uid not in self.ledger:
+            return False
+        if first_version is None and state in ("generated", "finished"):
+            first_version = self.version
+        if state in ("pending", "running") and not (self.rules.continues and tokens):
+            first_version = None
+        kept = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        self.ledger.restore(
+            uid, number, attempt, state, tokens, None if state == "pending" and not kept else first_version
+        )
+        if state == "pending":
+            return kept
+        if state == "running" and self.rules.spans_versions:
+            self.ledger.progress(uid, number, self.version)
+        return not self._regenerate_stale(uid, number)
 
     # ---- within ----
 
@@ -307,7 +358,7 @@ class Scheduler:
         flight (AReaL's bound, arXiv:2505.24298).
         """
         rules = self.rules
-        if self._training and rules.max_staleness == 0:
+        if self._training and rules.max_staleness == 0 and not rules.draft_ahead:
             return []
         if not rules.runs_on or rules.max_staleness == 0:
             return pending

@@ -1,0 +1,228 @@
+"""A scheduler that died is built again from what was saved of it and from what its samples left."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worlds import SAMPLES, Separate, World
+
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.scheduler import Scheduler
+
+rules_of = st.builds(
+    lambda batch, on_interrupt, staleness, draft_ahead, **rules: Rules(
+        batch,
+        batch * SAMPLES,
+        on_interrupt=on_interrupt,
+        max_staleness=0 if on_interrupt == "regenerate" else staleness,
+        through_training=True,
+        draft_ahead=draft_ahead and on_interrupt == "regenerate",
+        **rules,
+    ),
+    batch=st.integers(1, 4),
+    on_interrupt=st.sampled_from(["regenerate", "continue", "keep_running"]),
+    staleness=st.integers(1, 3),
+    draft_ahead=st.booleans(),
+    group_batches=st.integers(1, 4),
+    unit=st.sampled_from(["group", "trajectory"]),
+    max_wait=st.sampled_from([None, 1]),
+)
+
+
+class Witness(Scheduler):
+    """Notes what was loaded and dropped, and the latest that each attempt told, as its worker leaves it."""
+
+    def __init__(self, rules):
+        super().__init__(rules)
+        self.prompts, self.told = [], {}
+
+    def load(self, uid, samples):
+        super().load(uid, samples)
+        self.prompts.append(("load", (uid, samples)))
+        self.told |= {(uid, number): (-1, "pending", 0, None) for number in range(samples)}
+
+    def drop(self, uid):
+        super().drop(uid)
+        self.prompts.append(("drop", (uid,)))
+
+    def dispatch(self, *args):
+        started = super().dispatch(*args)
+        for uid, number in started:
+            sample = self.ledger.prompt(uid).samples[number]
+            self.told[uid, number] = (sample.attempt, "running", sample.tokens, sample.first_version)
+        return started
+
+    def generate(self, uid, number, tokens, first_version):
+        self._end(uid, number, "generated", tokens, first_version)
+        return super().generate(uid, number, tokens, first_version)
+
+    def interrupt(self, uid, number, tokens, first_version):
+        self._end(uid, number, "pending", tokens, first_version)
+        return super().interrupt(uid, number, tokens, first_version)
+
+    def finish(self, uid, number):
+        super().finish(uid, number)
+        attempt, _, *text = self.told[uid, number]
+        self.told[uid, number] = (attempt, "finished", *text)
+
+    def abandon(self, uid, number):
+        super().abandon(uid, number)
+        attempt, _, *text = self.told[uid, number]
+        self.told[uid, number] = (attempt, "pending", *text)
+
+    def progress(self, uid, number, first_version):
+        goes_on = super().progress(uid, number, first_version)
+        if not goes_on and uid in self.ledger:
+            self._ended(uid, number)
+        return goes_on
+
+    def begin(self, version):
+        stale = super().begin(version)
+        for sample in stale:
+            self._ended(*sample)
+        return stale
+
+    def _end(self, uid, number, state, *text):
+        self.told[uid, number] = (self.told[uid, number][0], state, *text)
+
+    def _ended(self, uid, number):
+        """It was told to end; the text is there yet, unless it was in the making."""
+        attempt, _, tokens, _ = self.told[uid, number]
+        self.told[uid, number] = (attempt, "pending", tokens, None)
+
+    def again(self, saved, prompts):
+        """Another, of what was saved when so many prompts had been loaded or dropped."""
+        restored = Scheduler(self.rules)
+        restored.load_state_dict(json.loads(saved))
+        for event, arguments in self.prompts[prompts:]:
+            getattr(restored, event)(*arguments)
+        if restored.version != self.version:
+            restored.begin(self.version)
+        for (uid, number), (attempt, state, tokens, first_version) in self.told.items():
+            if uid in self.ledger and self.ledger.prompt(uid).samples[number].state != "trained":
+                restored.restore(uid, number, attempt, state, tokens, first_version)
+        witness = Witness(self.rules)
+        vars(witness).update({**vars(restored), "prompts": list(self.prompts), "told": dict(self.told)})
+        return witness
+
+
+def facts(scheduler):
+    return [
+        (prompt.uid, prompt.number, prompt.waited, sample.state, sample.attempt, sample.tokens, sample.first_version)
+        for prompt in scheduler.ledger
+        for sample in prompt.samples
+    ]
+
+
+def mortal(kind):
+    class Mortal(kind):
+        """Its scheduler may die at any event, and what was saved of it is as old as the last batch or less."""
+
+        def __init__(self, rules, seed, **kwargs):
+            super().__init__(rules, seed, **kwargs)
+            self.scheduler = Witness(rules)
+            self.scheduler.begin(0)
+            self.save()
+
+        def save(self):
+            self.saved = json.dumps(self.scheduler.state_dict()), len(self.scheduler.prompts)
+
+        def event(self):
+            super().event()
+            if self.random.random() < 0.05:
+                self.save()
+            if self.random.random() < 0.05:
+                dead, self.scheduler = self.scheduler, self.scheduler.again(*self.saved)
+                assert facts(self.scheduler) == facts(dead)
+                assert self.scheduler.loadable() == dead.loadable()
+                assert self.scheduler.enough() >= dead.enough()  # what runs may be older than is known
+
+        def harvest(self):
+            super().harvest()
+            self.save()
+
+    return Mortal
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
+def test_what_was_saved_and_what_was_left_since_make_the_scheduler_that_died(rules, seed, mishaps, losses):
+    kind = World if rules.runs_on else Separate
+    world = mortal(kind)(rules, seed, mishaps=mishaps, losses=losses)
+    assert world.run(400), "some prompts never had their turn"
+    world.check_all()
+
+
+def scheduler(on_interrupt="regenerate", **rules):
+    built = Scheduler(Rules(1, 2, on_interrupt=on_interrupt, through_training=True, **rules))
+    built.begin(3)
+    for number in range(built.loadable()):
+        built.load(f"p{number}", 2)
+    return built
+
+
+def sample(built, uid="p0", number=0):
+    found = built.ledger.prompt(uid).samples[number]
+    return found.state, found.attempt, found.tokens, found.first_version
+
+
+def test_a_text_that_was_cut_short_is_kept_where_it_may_go_on():
+    for first_version, kept in ((3, 3), (2, 2), (1, None)):
+        built = scheduler("continue", max_staleness=1)
+        assert built.restore("p0", 0, 4, "pending", 7, first_version) == (kept is not None)
+        assert sample(built) == ("pending", 4, 7, kept)
+    built = scheduler()
+    assert not built.restore("p0", 0, 4, "pending", 7, 3)
+    assert sample(built) == ("pending", 4, 7, None)
+    assert built.dispatch()[0] == ("p0", 0)
+    assert sample(built)[1] == 5
+
+
+def test_what_became_too_stale_meanwhile_is_generated_anew():
+    for state in ("generated", "finished"):
+        built = scheduler()
+        assert not built.restore("p0", 0, 0, state, 7, 2)
+        assert sample(built) == ("pending", 0, 7, None)
+        assert built.step.wasted_tokens == 7
+        assert built.restore("p0", 1, 0, state, 7, 3)
+        assert sample(built, number=1) == (state, 0, 7, 3)
+    built = scheduler("keep_running", max_staleness=1)
+    assert not built.restore("p0", 0, 0, "running", 7, 1)
+    assert sample(built) == ("pending", 0, 7, None)
+
+
+def test_what_runs_is_as_old_as_what_it_goes_on_from_until_it_tells():
+    built = scheduler("keep_running", max_staleness=2)
+    assert built.restore("p0", 0, 1, "running", 7, 2)
+    assert built.restore("p0", 1, 0, "running", 0, None)
+    assert [sample.oldest_version for sample in built.ledger.prompt("p0").samples] == [2, 3]
+    assert built.progress("p0", 1, 1)
+    assert built.ledger.prompt("p0").samples[1].oldest_version == 1
+    assert built.dispatch()[0] == ("p1", 0), "it would run twice"
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        ((0, "finished", 5, 3), "finished in attempt 1, and what is older tells nothing; restore its latest attempt"),
+        ((1, "running", 0, None), "cannot be restored as running in attempt 1: it is finished in attempt 1"),
+        ((2, "trained", 5, 3), "cannot be restored as trained"),
+    ],
+)
+def test_older_evidence_is_refused(fact, message):
+    built = scheduler()
+    built.restore("p0", 0, 1, "finished", 5, 3)
+    before = facts(built)
+    with pytest.raises(ValueError, match=message):
+        built.restore("p0", 0, *fact)
+    assert facts(built) == before
+
+
+def test_what_never_started_cannot_have_ended_and_what_is_gone_is_nobodys():
+    built = scheduler()
+    with pytest.raises(ValueError, match="from 0"):
+        built.restore("p0", 0, -1, "finished", 5, 3)
+    assert built.restore("p0", 0, 0, "finished", 5, 3)
+    assert not built.restore("elsewhere", 0, 0, "finished", 5, 3)
+    assert "elsewhere" not in built.ledger
