@@ -5,7 +5,8 @@
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted: docs/sorted.md
 #   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
-#                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train
+#                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train. RHYME=sorted
+#                                takes all three: the first two are one to it, in the last engines run on while it trains
 #   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
 #   RUN_DIR=runs/RECIPE/ARM-ENGINE-MODE   logs and metrics.jsonl; on storage that all nodes share
 #   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
@@ -40,7 +41,7 @@ one_of ENGINE megatron fsdp
 one_of MODE sync colocate_async separate_async
 _arm=$(arm_name)
 _run=$_arm-$ENGINE-$MODE
-[ "$RHYME" != sorted ] || MODE=rhyme_sorted
+[ "$RHYME-$MODE" != sorted-sync ] || MODE=rhyme_sorted
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
   RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke-$_run}
@@ -104,6 +105,9 @@ if [ "$MODE" = separate_async ]; then
     "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
     actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
   )
+  # all engines are the pool's, and a version is an update batch
+  [ "$RHYME" != sorted ] ||
+    _args+=(actor_rollout_ref.hybrid_engine=false trainer.v1.separate_async.parameter_sync_step=1)
 fi
 
 launch() { # launch [hydra overrides]

@@ -5,7 +5,7 @@
 #   COMPARE=1               both arms with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
-#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async
+#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (the first two are one to RHYME=sorted)
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
@@ -85,8 +85,9 @@ run() { # run RHYME DIRECTORY [overrides]
   esac
   [ "$ENGINE" = fsdp ] || group+=("model_engine=$ENGINE") # again in "$@", it is the same
   local mode=("trainer.v1.trainer_mode=$MODE")
-  [ "$RHYME" = sorted ] && mode=()
-  [ "$MODE" = sync ] || mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
+  [ "$RHYME-$MODE" = sorted-sync ] && mode=() # +rhyme=sorted names its own
+  [ "$RHYME" = sorted ] || [ "$MODE" = sync ] ||
+    mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
   [ "$MODE" = separate_async ] && mode+=(
     # a replica of its own, on a second logical GPU, fed through shared memory
     actor_rollout_ref.hybrid_engine=false actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=1

@@ -1,8 +1,8 @@
 """What does not go together, why, and what to do instead: the one table, and the one list of systems.
 
 Start-up (:mod:`verl_rhyme.startup`), the preflight and, of the list, the run scripts (``recipes/settings.sh``) read
-them; ``docs/combinations.md`` shows them.  What excludes itself within our own tree is refused where that is read
-(:mod:`verl_rhyme.config`).
+them; ``docs/combinations.md`` shows them.  What one section of our tree excludes within itself is refused where that
+is read (:mod:`verl_rhyme.config`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import CONFIG_PATH, RhymeConfig
+from verl_rhyme.config import CONFIG_PATH, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
 
 #: What ``+rhyme=histospec`` and ``+rhyme=sorted`` set as :data:`MANAGER`.
 DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
@@ -24,6 +24,7 @@ MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODE = "trainer.v1.trainer_mode"
+_SEPARATE = "trainer.v1.separate_async"
 _LIST = Path(__file__).with_name("conf") / "systems.txt"
 
 
@@ -112,8 +113,7 @@ TABLE = (
         f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
-    # another one runs without our proposer or sampler would go unseen, and its counts would be lost. Coupled sampling,
-    # too, is refused without drafting (config.py).
+    # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
     Combination(
         (f"{_ROLLOUT}.data_parallel_size", "rhyme.drafting.enable"),
         lambda size, drafting: int(size or 1) > 1 and drafting,
@@ -122,10 +122,74 @@ TABLE = (
         f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
     ),
     Combination(
+        ("rhyme.sampling.coupled", "rhyme.drafting.enable"),
+        lambda coupled, drafting: coupled and not drafting,
+        "coupling pays by verifying drafts of what was interrupted",
+        f"set {CONFIG_PATH}.drafting.enable=true, or drop coupled",
+    ),
+    Combination(
+        ("rhyme.sampling.coupled", "rhyme.sorting.mode"),
+        lambda coupled, sorting: coupled and sorting != "on_policy",
+        "only the sorted on-policy mode (+rhyme=sorted) generates anew what could repeat itself",
+        "drop coupled",
+    ),
+    Combination(
         (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: (trainer == "rhyme_sorted") != (sorting is not None),
-        "they contradict each other; +rhyme=sorted sets both",
-        f"drop the override of one, or set {CONFIG_PATH}.sorting.mode=null for another trainer mode",
+        lambda trainer, sorting: sorting is not None and trainer not in TOPOLOGIES,
+        f"sorting works in {' or '.join(TOPOLOGIES)} only (sync saves nothing of the samples in flight)",
+        f"drop the override of {_MODE} (+rhyme=sorted sets rhyme_sorted), or set {CONFIG_PATH}.sorting.mode=null",
+    ),
+    Combination(
+        (_MODE, "rhyme.sorting.mode"),
+        lambda trainer, sorting: trainer == "rhyme_sorted" and sorting is None,
+        "this trainer mode is that of sorting",
+        f"set {CONFIG_PATH}.sorting.mode=on_policy or partial, as +rhyme=sorted does, or {_MODE} to one of verl's",
+    ),
+    Combination(
+        (MANAGER, "rhyme.sorting.mode"),
+        lambda manager, sorting: sorting is not None and manager in (None, DRAFTING_MANAGER),
+        f"sorting needs {SORTED_MANAGER} there, or what derives from it",
+        "drop the override: +rhyme=sorted sets it",
+    ),
+    Combination(
+        (_MODE, f"{_SEPARATE}.parameter_sync_step", "rhyme.sorting.mode"),
+        lambda trainer, steps, sorting: sorting is not None and trainer == "separate_async" and int(steps or 1) != 1,
+        "the scheduler counts a policy version at every update",
+        f"set {_SEPARATE}.parameter_sync_step=1",
+    ),
+    Combination(
+        (_MODE, f"{_SEPARATE}.hybrid_rollout.enable_switch", "rhyme.sorting.mode"),
+        lambda trainer, switch, sorting: sorting is not None and trainer == "separate_async" and bool(switch),
+        "the scheduler gives out samples for engines that stay",
+        f"set {_SEPARATE}.hybrid_rollout.enable_switch=false",
+    ),
+    Combination(
+        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
+        lambda trainer, sorting, ahead: ahead and (trainer, sorting) != ("separate_async", "on_policy"),
+        "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",
+        f"drop draft_ahead; it is for {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=on_policy (partial trains "
+        "what is generated meanwhile)",
+    ),
+    Combination(
+        ("rhyme.sorting.draft_ahead", "rhyme.sorting.redraft", "rhyme.drafting.enable"),
+        lambda ahead, redraft, drafting: ahead and not (redraft and drafting),
+        "what is generated ahead is of use as a draft only",
+        f"set {CONFIG_PATH}.sorting.redraft=true and {CONFIG_PATH}.drafting.enable=true, or drop draft_ahead",
+    ),
+    Combination(
+        (
+            "algorithm.adv_estimator",
+            "algorithm.filter_groups.enable",
+            "rhyme.sorting.mode",
+            "rhyme.sorting.unit",
+        ),
+        lambda estimator, filtered, sorting, unit: (
+            sorting is not None
+            and sorting_unit(unit, str(estimator)) == "trajectory"
+            and (bool(filtered) or estimator not in SINGLE_ESTIMATORS)
+        ),
+        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
+        f"set {CONFIG_PATH}.sorting.unit=group",
     ),
     Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
@@ -142,14 +206,38 @@ TABLE = (
     Combination(
         ("trainer.v1.sampler.custom_sampler.path", "rhyme.sorting.mode"),
         lambda path, sorting: bool(path) and sorting is not None,
-        "a sampler of your own is ignored by rhyme_sorted, whose scheduler decides what is sampled",
-        "set trainer.v1.sampler.custom_sampler.path=null, or use another trainer mode",
+        "a sampler of your own is ignored: the scheduler decides what is sampled",
+        f"set trainer.v1.sampler.custom_sampler.path=null, or {CONFIG_PATH}.sorting.mode=null",
     ),
     Combination(
         ("actor_rollout_ref.actor.shuffle", "rhyme.sorting.mode"),
         lambda shuffle, sorting: bool(shuffle) and sorting is not None,
-        "shuffling undoes the order of rhyme_sorted",
+        "shuffling undoes the order by length",
         f"set actor_rollout_ref.actor.shuffle=false, and {CONFIG_PATH}.sorting.order=0 for a shuffled batch",
+    ),
+    Combination(
+        ("data.gen_batch_size", "rhyme.sorting.mode"),
+        lambda size, sorting: sorting is not None and size not in (None, 1),
+        "verl sets it to 1 outside of sync, and the scheduler says how many prompts are loaded",
+        f"drop it; {CONFIG_PATH}.sorting.group_batches is what you want",
+    ),
+    Combination(
+        ("skip.rollout_tq.enable", "rhyme.sorting.mode"),
+        lambda skip, sorting: sorting is not None and bool(skip),
+        "verl's skip of rollout is ignored: the scheduler starts and takes samples itself",
+        f"set skip.rollout_tq.enable=false, or {CONFIG_PATH}.sorting.mode=null",
+    ),
+    Combination(
+        (f"{_ROLLOUT}.router_config_path", "rhyme.placement.policy"),
+        lambda file, policy: bool(file) and policy is not None,
+        "there is one router",
+        f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
+    ),
+    Combination(
+        (f"{_ROLLOUT}.full_determinism", "rhyme.placement.policy"),
+        lambda full, policy: bool(full) and policy is not None,
+        "only verl's own router places requests deterministically",
+        f"set {CONFIG_PATH}.placement.policy=null, or {_ROLLOUT}.full_determinism=false",
     ),
     Combination(
         (_MODE,),

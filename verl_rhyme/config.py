@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,15 @@ VERIFIERS = ("ours", "vllm")
 #: Values of ``sorting.mode`` and of ``sorting.unit``.
 SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
+
+#: Values of ``trainer.v1.trainer_mode`` that ``sorting.mode`` works with, and where engines and training then live.
+TOPOLOGIES = {"rhyme_sorted": "colocated", "colocate_async": "colocated", "separate_async": "separate"}
+
+#: Values of ``algorithm.adv_estimator`` that look at one trajectory at a time; all others compare a prompt's samples.
+SINGLE_ESTIMATORS = ("gae", "reinforce_plus_plus")
+
+#: Values of ``placement.policy``, and the ``placement.options`` of each.
+PLACEMENTS: Mapping[str, tuple[str, ...]] = {"least_loaded": ("seed",), "sticky_group": ("factor",)}
 
 #: The arm of a run without rhyme.
 STOCK_ARM = "off"
@@ -165,6 +176,11 @@ class DraftingConfig:
             1 << 10 <= self.live_tokens <= 1 << 30, "drafting.live_tokens", self.live_tokens, "from 2**10 to 2**30"
         )
         _require(self.reward_weight >= 0, "drafting.reward_weight", self.reward_weight, "at least 0")
+        if self.enable and self.policy == "paper" and self.window.start > self.max_tokens:
+            raise ConfigError(
+                f"{CONFIG_PATH}: drafting.window.start={self.window.start} contradicts "
+                f"drafting.max_tokens={self.max_tokens}: raise max_tokens or lower window.start"
+            )
 
 
 @dataclass(frozen=True)
@@ -194,12 +210,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SortingConfig:
-    """SortedRL: ``trainer.v1.trainer_mode=rhyme_sorted`` (set by ``+rhyme=sorted``).
+    """SortedRL, in a trainer mode of :data:`TOPOLOGIES` (``+rhyme=sorted`` sets ``rhyme_sorted``).
 
     Attributes:
         mode: A set of rules by its name (``scheduling/rules.py``). ``"on_policy"``: only what the current policy made
             is trained, an interrupted response is generated anew. ``"partial"``: it goes on where it stood. ``None``:
-            another trainer mode.
+            verl's trainer modes as they are.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
         oversubscription: Samples that the engines are given at a time, as a multiple of their request slots: above 1,
@@ -212,6 +228,8 @@ class SortingConfig:
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
+        draft_ahead: On-policy, with engines apart from training (``separate_async``): start samples while the actor
+            trains. What they say before the new version can only become drafts, and counts as wasted.
         stop_wait: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge); then
             the sample starts again, and the update goes on without it.
         lost_after: Seconds without an answer after which an agent loop worker is given up, and its samples start again
@@ -227,6 +245,7 @@ class SortingConfig:
     max_staleness: int = 1
     order: float | None = None
     redraft: bool = True
+    draft_ahead: bool = False
     stop_wait: float = 30.0
     lost_after: float = 300.0
 
@@ -248,6 +267,32 @@ class SortingConfig:
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which replica serves a request.
+
+    Attributes:
+        policy: A name in :data:`PLACEMENTS` (``scheduling/placement``). ``None``: verl's own router.
+        options: Of the policy: ``factor`` of ``sticky_group``, ``seed`` of ``least_loaded``.
+    """
+
+    policy: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        policies = ", ".join(PLACEMENTS)
+        if self.policy is None:
+            _require(not self.options, "placement.options", self.options, f"empty without a policy ({policies})")
+            return
+        near = _nearest(self.policy, PLACEMENTS)
+        _require(self.policy in PLACEMENTS, "placement.policy", self.policy, f"null or one of {policies}", near)
+        known = PLACEMENTS[self.policy]
+        for name in self.options:
+            if name not in known:
+                near = _nearest(name, known) or f"; {self.policy} has {', '.join(known)}"
+                raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}{near}")
 
 
 @dataclass(frozen=True)
@@ -279,29 +324,13 @@ class RhymeConfig:
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sorting: SortingConfig = field(default_factory=SortingConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 
     def __post_init__(self) -> None:
         _require(
             self.poll_interval is None or self.poll_interval > 0, "poll_interval", self.poll_interval, "null or above 0"
         )
-        drafting = self.drafting
-        if drafting.enable and drafting.policy == "paper" and drafting.window.start > drafting.max_tokens:
-            raise ConfigError(
-                f"{CONFIG_PATH}: drafting.window.start={self.drafting.window.start} contradicts "
-                f"drafting.max_tokens={self.drafting.max_tokens}: raise max_tokens or lower window.start"
-            )
-
-        if self.sampling.coupled and not drafting.enable:
-            raise ConfigError(
-                f"{CONFIG_PATH}: sampling.coupled=true contradicts drafting.enable=false: coupling pays by verifying "
-                "drafts of what was interrupted; enable drafting or drop coupled"
-            )
-        if self.sampling.coupled and self.sorting.mode != "on_policy":
-            raise ConfigError(
-                f"{CONFIG_PATH}: sampling.coupled=true contradicts sorting.mode={self.sorting.mode}: only the sorted "
-                "on-policy mode (+rhyme=sorted) generates anew what could repeat itself; drop coupled"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
@@ -325,6 +354,16 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     return "-".join(parts)
 
 
-def _require(ok: bool, path: str, value: Any, allowed: str) -> None:
+def sorting_unit(unit: str | None, estimator: str) -> str:
+    """``sorting.unit``, or what ``None`` stands for under an ``algorithm.adv_estimator``."""
+    return unit or ("trajectory" if estimator in SINGLE_ESTIMATORS else "group")
+
+
+def _require(ok: bool, path: str, value: Any, allowed: str, hint: str = "") -> None:
     if not ok:
-        raise ConfigError(f"{CONFIG_PATH}.{path} must be {allowed}, not {value!r}")
+        raise ConfigError(f"{CONFIG_PATH}.{path} must be {allowed}, not {value!r}{hint}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

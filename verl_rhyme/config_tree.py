@@ -125,7 +125,7 @@ def _coerce(value: Any, hint: Any, path: str) -> Any:
             return float(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
-        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        if isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
             return value
     names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
     raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import ConfigError, arm_name
+from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, arm_name
 from verl_rhyme.doctor import FAIL, OK, Check
 from verl_rhyme.preflight import model_folder
 
@@ -49,7 +49,8 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         ConfigError: The rhyme tree is wrong.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    run = {"arm": arm_name(config_tree.from_verl(config), switches=False), "mode": str(trainer.v1.trainer_mode)}
+    rhyme = config_tree.from_verl(config)
+    run = {"arm": arm_name(rhyme, switches=False), "mode": _mode(rhyme, str(trainer.v1.trainer_mode))}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -123,6 +124,12 @@ def total_steps(config: Any) -> int | None:
     limit = int(config.data.get("train_max_samples", -1))
     prompts = min(rows, limit) if limit > 0 else rows
     return prompts // int(config.data.train_batch_size) * int(config.trainer.total_epochs)
+
+
+def _mode(rhyme: RhymeConfig | None, mode: str) -> str:
+    """The trainer mode; those that are one to a sorted run are ``rhyme_sorted``."""
+    one = rhyme is not None and rhyme.sorting.mode is not None and TOPOLOGIES.get(mode) == TOPOLOGIES["rhyme_sorted"]
+    return "rhyme_sorted" if one else mode
 
 
 def _owner(checkpoints: Path) -> dict[str, str]:

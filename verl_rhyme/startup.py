@@ -12,6 +12,7 @@ from packaging.version import Version
 from verl_rhyme import combinations, config_tree
 from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+from verl_rhyme.workers import router_file
 
 #: The releases whose seams this version was built on; the doctor checks the same.
 SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
@@ -40,6 +41,7 @@ def check(config: Any) -> None:
         raise ConfigError(str(refusal))
     if rhyme is None:
         return
+    router_file.check(rhyme.placement)
     _check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
@@ -72,19 +74,18 @@ def _check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)
-    needed = DRAFTING_MANAGER if rhyme.sorting.mode is None else SORTED_MANAGER
-    if name in (DRAFTING_MANAGER, SORTED_MANAGER, None):  # verl's own lacks the samples' numbers only
-        known = name == needed or rhyme.sorting.mode is None
-    else:
-        from verl.utils.import_utils import load_class_from_fqn
+    if name in (DRAFTING_MANAGER, SORTED_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
+        return
+    from verl.utils.import_utils import load_class_from_fqn
 
-        try:
-            known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
-        except Exception as error:
-            raise ConfigError(f"{MANAGER}={name} cannot be imported: {error}") from error
+    needed = DRAFTING_MANAGER if rhyme.sorting.mode is None else SORTED_MANAGER
+    try:
+        known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
+    except Exception as error:
+        raise ConfigError(f"{MANAGER}={name} cannot be imported: {error}") from error
     if not known:
         raise ConfigError(
-            f"{MANAGER}={name or 'null'} does not derive from {needed}, which rhyme needs there: put that in the "
+            f"{MANAGER}={name} does not derive from {needed}, which rhyme needs there: put that in the "
             "place of verl's manager among its bases, or drop the override"
         )
 

@@ -103,6 +103,26 @@ def test_the_sorted_mode_passes(tmp_path, mode):
     startup.check(sorted_config(tmp_path, mode))
 
 
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_the_sorted_mode_passes_on_engines_of_their_own(tmp_path, mode):
+    tree = sorted_config(tmp_path, mode)
+    tree.trainer.v1 = {"trainer_mode": "separate_async", "separate_async": {"parameter_sync_step": 1}}
+    startup.check(tree)
+    tree.trainer.v1.separate_async.parameter_sync_step = 4
+    assert "parameter_sync_step=1" in error(tree)
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.5, None), (1, "must be above 1"), ("wide", "placement.options=")])
+def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
+    tree = config(tmp_path)
+    placement = {"policy": "sticky_group", "options": {"factor": factor}}
+    tree.actor_rollout_ref.rollout.custom.rhyme.placement = placement
+    if told is None:
+        startup.check(tree)
+    else:
+        assert told in error(tree)
+
+
 def test_a_mode_of_ours_without_rhyme(tmp_path):
     tree = sorted_config(tmp_path)
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
@@ -137,7 +157,7 @@ class Sorted(SessionAgentLoopManager): ...
         (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
         (config, None, None),
         (sorted_config, "Sorted", None),
-        (sorted_config, None, "agent_loop_manager_class=null does not derive from"),
+        (sorted_config, None, "agent_loop_manager_class=null with"),
         (sorted_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
     ],
 )

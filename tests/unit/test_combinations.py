@@ -17,7 +17,7 @@ from verl_rhyme.config import CONFIG_PATH, SORTING_MODES, arm_name
 ROOT = Path(__file__).parents[2]
 SYSTEMS = combinations.systems()
 READY = [system.name for system in SYSTEMS.values() if system.ready]
-MODES = ("sync", "colocate_async", "separate_async")
+MODES = ("sync", "colocate_async", "separate_async", "my_async")
 
 
 def config(group: str, *changes: str) -> Any:
@@ -41,6 +41,7 @@ def refused(tree: Any) -> list[combinations.Refusal]:
 
 
 R = "actor_rollout_ref.rollout"
+APART = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1"]
 #: A config for each row of the table, in its order, and words of what is told.
 CASES = [
     ("histospec", [f"{R}.name=sglang"], [f"{R}.name=sglang", "vllm only", f"set {R}.name=vllm"]),
@@ -58,8 +59,57 @@ CASES = [
     ),
     (
         "sorted",
+        [f"{CONFIG_PATH}.sampling.coupled=true", f"{CONFIG_PATH}.drafting.enable=false"],
+        [f"{CONFIG_PATH}.sampling.coupled=true with {CONFIG_PATH}.drafting.enable=false", "drop coupled"],
+    ),
+    (
+        "sorted",
+        [f"{CONFIG_PATH}.sampling.coupled=true", f"{CONFIG_PATH}.sorting.mode=partial"],
+        ["sampling.coupled=true with", "sorting.mode=partial: only the sorted on-policy mode", "drop coupled"],
+    ),
+    (
+        "sorted",
         ["trainer.v1.trainer_mode=sync"],
-        [f"trainer_mode=sync with {CONFIG_PATH}.sorting.mode=on_policy", "sorting.mode=null"],
+        [f"trainer_mode=sync with {CONFIG_PATH}.sorting.mode=on_policy", "sorting.mode=null", "samples in flight"],
+    ),
+    (
+        "histospec",
+        ["trainer.v1.trainer_mode=rhyme_sorted", f"{R}.agent.agent_loop_manager_class={combinations.SORTED_MANAGER}"],
+        [f"trainer_mode=rhyme_sorted with {CONFIG_PATH}.sorting.mode=null", "sorting.mode=on_policy or partial"],
+    ),
+    (
+        "sorted",
+        [f"{R}.agent.agent_loop_manager_class=null"],
+        ["agent_loop_manager_class=null with", "needs verl_rhyme.workers.agent_loop.SessionAgentLoopManager"],
+    ),
+    (
+        "sorted",
+        ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4"],
+        [
+            "trainer_mode=separate_async with",
+            "parameter_sync_step=4",
+            "set trainer.v1.separate_async.parameter_sync_step=1",
+        ],
+    ),
+    (
+        "sorted",
+        [*APART, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"],
+        ["enable_switch=true with", "hybrid_rollout.enable_switch=false"],
+    ),
+    (
+        "sorted",
+        [*APART, f"{CONFIG_PATH}.sorting.mode=partial", f"{CONFIG_PATH}.sorting.draft_ahead=true"],
+        ["sorting.mode=partial with", "sorting.draft_ahead=true", "drop draft_ahead"],
+    ),
+    (
+        "sorted",
+        [*APART, f"{CONFIG_PATH}.sorting.redraft=false", f"{CONFIG_PATH}.sorting.draft_ahead=true"],
+        ["sorting.draft_ahead=true with", "sorting.redraft=false", "redraft=true"],
+    ),
+    (
+        "sorted",
+        ["algorithm.adv_estimator=grpo", f"{CONFIG_PATH}.sorting.unit=trajectory"],
+        ["adv_estimator=grpo with", "sorting.unit=trajectory: ", "set", "sorting.unit=group"],
     ),
     (
         "sorted",
@@ -74,9 +124,21 @@ CASES = [
     (
         "sorted",
         ["trainer.v1.sampler.custom_sampler.path=mine.py"],
-        ["custom_sampler.path=mine.py with", "is ignored by rhyme_sorted", "custom_sampler.path=null"],
+        ["custom_sampler.path=mine.py with", "is ignored", "custom_sampler.path=null"],
     ),
     ("sorted", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "sorting.order=0"]),
+    ("sorted", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "sorting.group_batches"]),
+    ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "skip.rollout_tq.enable=false"]),
+    (
+        "histospec",
+        [f"{CONFIG_PATH}.placement.policy=sticky_group", f"{R}.router_config_path=mine.yaml"],
+        ["router_config_path=mine.yaml with", "placement.policy=sticky_group: there is one router"],
+    ),
+    (
+        "sorted",
+        [f"{CONFIG_PATH}.placement.policy=least_loaded", f"{R}.full_determinism=true"],
+        ["full_determinism=true with", "placement.policy=null"],
+    ),
     (
         "off",
         ["trainer.v1.trainer_mode=rhyme_sorted"],
@@ -113,10 +175,35 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),
         ("histospec", [f"{R}.data_parallel_size=2", f"{CONFIG_PATH}.drafting.enable=false"]),
         ("sorted", [f"{CONFIG_PATH}.sorting.mode=null", "trainer.v1.trainer_mode=sync"]),
+        ("histospec", ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4"]),
+        ("histospec", ["data.gen_batch_size=64", "skip.rollout_tq.enable=true"]),
+        ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
+        ("sorted", APART),
+        ("sorted", [*APART, f"{CONFIG_PATH}.sampling.coupled=true", f"{CONFIG_PATH}.sorting.draft_ahead=true"]),
+        ("sorted", [*APART, f"{CONFIG_PATH}.sorting.mode=partial", f"{CONFIG_PATH}.placement.policy=sticky_group"]),
+        ("sorted", ["trainer.v1.trainer_mode=colocate_async", "data.gen_batch_size=1"]),
+        ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
+        ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),
     ],
 )
 def test_what_goes_together(group: str, changes: list[str]) -> None:
     assert refused(config(group, *changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "torn"),
+    [
+        (["algorithm.adv_estimator=gae"], False),
+        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"], True),
+        (["algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true", "unit=group"], False),
+        (["algorithm.adv_estimator=rloo", "unit=trajectory"], True),
+        (["algorithm.adv_estimator=rloo", "unit=trajectory", "mode=null", "trainer.v1.trainer_mode=sync"], False),
+    ],
+)
+def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: bool) -> None:
+    ours = ("unit", "mode")
+    changes = [f"{CONFIG_PATH}.sorting.{change}" if change.startswith(ours) else change for change in changes]
+    assert ["tear groups apart" in str(refusal) for refusal in refused(config("sorted", *changes))] == [True] * torn
 
 
 def test_every_group_is_a_system_that_is_ready() -> None:
@@ -164,7 +251,7 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
             else:
                 exclude = f"test: MODE={mode} and RHYME={name} exclude each other; with {name} use MODE="
                 assert answer == exclude + " or ".join(system.modes or ())
-            # with MODE=sync a system that is a trainer mode of its own keeps that
+            # with MODE=sync the group's own trainer mode stands
             changes = [] if mode == "sync" else [f"trainer.v1.trainer_mode={mode}"]
             assert (refused(config(name, *changes)) == []) == allowed
 
@@ -175,9 +262,8 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
     lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
     for (name, mode, coupled), told in zip(runs, lines, strict=True):
         changes = [f"{CONFIG_PATH}.sorting.mode={mode}"] if mode else []
-        if (mode, coupled) != ("partial", "1"):  # which start-up refuses
-            changes += [f"{CONFIG_PATH}.sampling.coupled={coupled == '1'}".lower()] if coupled else []
-            assert told == arm_name(config_tree.from_verl(config(name, *changes)))
+        changes += [f"{CONFIG_PATH}.sampling.coupled={coupled == '1'}".lower()] if coupled else []
+        assert told == arm_name(config_tree.from_verl(config(name, *changes)))
 
 
 @pytest.mark.parametrize(

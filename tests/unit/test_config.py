@@ -1,15 +1,17 @@
 """The typed configuration: strict about keys, types, ranges and contradictions."""
 
 import dataclasses
+import inspect
 from typing import get_args
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
+from verl_rhyme.config import PLACEMENTS, SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
 from verl_rhyme.config_tree import parse
 from verl_rhyme.scheduling import rules
+from verl_rhyme.scheduling.placement import POLICIES
 
 
 def test_defaults_survive_a_round_trip():
@@ -39,6 +41,14 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ({"history": {"max_bytes": 10}}, ["history.max_bytes", "1 MiB"]),
         ({"history": {"epochs": 0}}, ["history.epochs"]),
         ({"poll_interval": 0}, ["poll_interval"]),
+        (
+            {"placement": {"policy": "sticky"}},
+            ["placement.policy", "least_loaded, sticky_group", "did you mean sticky_group?"],
+        ),
+        ({"placement": {"policy": "sticky_group", "options": {"facto": 2}}}, ["options.facto", "did you mean factor?"]),
+        ({"placement": {"policy": "least_loaded", "options": {"x": 2}}}, ["options.x", "least_loaded has seed"]),
+        ({"placement": {"options": {"factor": 2}}}, ["placement.options", "without a policy"]),
+        ({"placement": {"policy": "sticky_group", "options": 2}}, ["placement.options must be dict", "2"]),
         ({"drafting": {"sampler_memory": 1 << 30}}, ["sampler_memory is gone", "drop it", "drafting.logits_memory"]),
     ],
 )
@@ -71,7 +81,8 @@ def test_the_groups_set_every_key_and_its_defaults(request):
     defaults = RhymeConfig().to_dict()
     sorting = defaults.pop("sorting")
     assert tree("histospec") == defaults
-    assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy", "max_versions": None}}
+    old = {key.removeprefix("sorting."): None for key in config_tree.RENAMED}  # so that they compose without +
+    assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy", **old}}
     assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting"}
 
 
@@ -82,14 +93,8 @@ def test_the_groups_set_every_key_and_its_defaults(request):
         ({"sorting": {"mode": "partial", "max_staleness": 0}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),
-        ({"sorting": {"mode": "partial"}, "sampling": {"coupled": True}}, "contradicts sorting.mode=partial"),
-        ({"sampling": {"coupled": True}}, "contradicts sorting.mode=None"),
         ({"sampling": {"coupled": True, "verify": "vllm"}}, "false with sampling.verify=vllm"),
         ({"sampling": {"verify": "theirs"}}, "sampling.verify must be ours or vllm"),
-        (
-            {"sorting": {"mode": "on_policy"}, "sampling": {"coupled": True}, "drafting": {"enable": False}},
-            "enable drafting",
-        ),
         ({"sorting": {"order": 1.5}}, "sorting.order must be null, or from 0 to 1"),
         ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
     ],
@@ -119,6 +124,14 @@ def test_a_key_of_an_earlier_version_may_have_another_value_there(monkeypatch):
     assert parse(tree).sorting.max_staleness == 3
     [line] = told
     assert line.index("sorting.max_versions is now called") < line.index("sorting.max_staleness: write 3 for 4")
+
+
+def test_every_placement_has_the_options_that_its_policy_takes():
+    def options(policy):
+        _fleet, *others = inspect.signature(policy).parameters
+        return tuple(others)
+
+    assert {name: options(policy) for name, policy in POLICIES.items()} == PLACEMENTS
 
 
 def test_every_mode_names_a_set_of_rules():

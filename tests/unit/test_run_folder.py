@@ -51,6 +51,7 @@ RUNS = {
     "histospec": ["+rhyme=histospec"],
     "sorted": ["+rhyme=sorted"],
     "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"],
+    "apart": ["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async"],
     "mode": ["trainer.v1.trainer_mode=colocate_async"],
     "engine": ["model_engine=megatron"],
     "GPUs": ["trainer.n_gpus_per_node=4"],
@@ -108,6 +109,15 @@ def test_what_may_change_from_start_to_start(tmp_path):
     config.actor_rollout_ref.actor.optim.lr = 1e-4
     config.actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens = 3
     assert run_folder.refusal(config) is None
+
+
+def test_the_colocated_trainer_modes_are_one_to_a_sorted_run(tmp_path):
+    config = run_in(tmp_path, "sorted")
+    run_folder.claim(config)
+    config.trainer.v1.trainer_mode = "colocate_async"
+    assert run_folder.refusal(config) is None
+    config.trainer.v1.trainer_mode = "separate_async"
+    assert "mode rhyme_sorted there, separate_async here" in run_folder.refusal(config)
 
 
 @pytest.mark.parametrize("arm", ["histospec", "sorted"])

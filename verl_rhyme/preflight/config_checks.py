@@ -8,10 +8,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree
-from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, arm_name
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
+from verl_rhyme.workers import router_file
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -29,6 +30,11 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return
     problems = list(combinations.refusals(config, tree))
+    if tree is not None:
+        try:
+            router_file.check(tree.placement)
+        except ConfigError as error:
+            problems.append(combinations.Refusal(str(error), "mend the key that the message names"))
     for refusal in problems:
         yield Check(name, FAIL, refusal.detail, refusal.remedy)
     if problems:
@@ -36,7 +42,16 @@ def rhyme(config: Any) -> Iterator[Check]:
     if tree is None:
         yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
     else:
-        yield Check(name, OK, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}")
+        yield Check(name, OK, _what(tree, str(config.trainer.v1.trainer_mode)))
+
+
+def _what(tree: RhymeConfig, mode: str) -> str:
+    parts = [arm_name(tree)]
+    if tree.sorting.mode is not None:
+        apart = TOPOLOGIES[mode] == "separate"
+        parts.append("on engines of their own" if apart else "on the GPUs that train")
+    told = [" ".join(parts), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
+    return "; ".join(told + ([f"placement {tree.placement.policy}"] if tree.placement.policy else []))
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
@@ -68,7 +83,8 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
             name,
             OK,
             f"{plan.train_gpus} training GPUs: data parallel {plan.data_parallel} x model parallel "
-            f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}",
+            f"{plan.model_parallel}; {plan.replicas} rollout replicas of {plan.replica_gpus}"
+            + (f", {plan.rollout_gpus} GPUs of their own beside those" if plan.standalone else ""),
         )
 
 
@@ -171,13 +187,20 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    if batch != steps * mini:
+    sorting = OmegaConf.select(config, f"{CONFIG_PATH}.sorting.mode")  # one sync an update batch, whatever its parts
+    if batch != steps * mini and sorting is None:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "separate_async asks for that: align the three"
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
     if rollout.checkpoint_engine.backend == "naive":
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", "set it to nccl, nixl or mooncake"
+    reward = config.reward.reward_model
+    if reward.enable and not reward.enable_resource_pool:
+        yield (
+            "reward.reward_model shares GPUs with engines that never sleep (separate_async)",
+            "set reward.reward_model.enable_resource_pool=true",
+        )
 
 
 def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Check]:

@@ -1,0 +1,64 @@
+"""How verl's trainers come to our router: the file that ``actor_rollout_ref.rollout.router_config_path`` names.
+
+Each of verl's ``LLMServerManager`` makes its router from that file, in the trainer's process, when its engines stand.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
+from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.workers.router import PlacementRouter
+
+#: In the run's checkpoint folder.
+NAME = "router.yaml"
+
+
+def check(placement: PlacementConfig) -> None:
+    """Refuse options that the policy itself refuses: it is made later, in an actor, once all engines stand.
+
+    Raises:
+        ConfigError: Said by the policy.
+    """
+    if placement.policy is None:
+        return
+    try:
+        Placement(placement.policy, placement.options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{CONFIG_PATH}.placement.options={placement.options}: {error}") from error
+
+
+def settings(placement: PlacementConfig) -> dict[str, Any]:
+    """What stands in the file."""
+    router = f"{PlacementRouter.__module__}.{PlacementRouter.__qualname__}"
+    return {"router_class": router, "policy": placement.policy, "options": dict(placement.options)}
+
+
+def use(config: Any, placement: PlacementConfig) -> Path | None:
+    """Let every router of a run be ours; to be called before verl's trainer makes its engines.
+
+    Args:
+        config: verl's whole config; ``actor_rollout_ref.rollout.router_config_path`` is set in it.
+        placement: Its ``policy`` is ``None`` where verl's router shall stay: nothing is changed then.
+
+    Returns:
+        The file, in ``trainer.default_local_dir``; written anew at every start.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if placement.policy is None:
+        return None
+    file = Path(str(config.trainer.default_local_dir)).expanduser().absolute() / NAME
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(f".{os.getpid()}.tmp")
+    new.write_text(OmegaConf.to_yaml(OmegaConf.create(settings(placement))))
+    new.replace(file)
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.router_config_path = str(file)
+    return file
