@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-#: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is, and
-#: the trajectories are stored; ``interrupted``: cut short by a weight update; ``failed``: the agent loop or the reward
-#: raised; ``lost``: it could not start, or not tell.
+#: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is,
+#: and the trajectories are stored; ``interrupted``: cut short by a weight update; ``failed``: the agent loop or the
+#: reward raised; ``lost``: it could not start.
 Status = Literal["generated", "finished", "interrupted", "failed", "lost"]
 
 #: Of a session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, StepCounts
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, State, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: A sample: uid of its prompt, number in the group.
 Name = tuple[str, int]
 #: What a server said of a request (``workers.request.RequestRecord``).
-Record = Mapping[str, Any]
+Record = dict[str, Any]
 
 
 class Evidence(NamedTuple):
@@ -133,7 +133,7 @@ class Rollout:
 
         Args:
             version: It counts the updates.
-            batches_left: Update batches until training ends, as far as known: no more prompts are loaded than these take.
+            batches_left: Update batches until training ends: no more prompts are loaded than these take.
         """
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
@@ -274,11 +274,14 @@ class Rollout:
         kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
         return {**self.scheduler.state_dict(), "stock": list(self._stock), "reports": sorted(kept)}
 
-    def restore(self, state: dict[str, Any], evidence: Mapping[str, Evidence], prompts: set[str]) -> list[str]:
+    def restore(
+        self, state: dict[str, Any], version: int, evidence: Mapping[str, Evidence], prompts: set[str]
+    ) -> list[str]:
         """Take up what :meth:`state_dict` told, and what has happened since.
 
         Args:
             state: Of an earlier moment.
+            version: The policy's that is current now.
             evidence: By name, all attempts of which anything is known now.
             prompts: Those whose data are there.
 
@@ -298,6 +301,7 @@ class Rollout:
         counted = state.get("reports", list(evidence))  # older states do not say whose
         told = [Attempt.named(s) for s in counted if evidence.get(s, Evidence()).status in ("interrupted", "generated")]
         self._told = _Told(kept={a.sample: a.attempt for a in sorted(told) if a.uid in self.scheduler.ledger})
+        self.publish(version, self._batches_left)
         for sample, attempt in latest.items():
             self._restore(attempt, evidence[attempt.session])
             if (before := self._told.kept.get(sample)) is not None:
@@ -315,6 +319,7 @@ class Rollout:
         if told:
             self._told.kept[attempt.sample] = attempt.attempt
         generated = known.status == "generated"
+        state: State
         if generated and known.stored:
             state = "finished"
         elif known.running:
@@ -323,7 +328,12 @@ class Rollout:
             return  # its worker was lost at the reward: it starts again, from what it had said
         else:
             state = "pending"
-        self.scheduler.restore(*attempt, state, known.tokens, known.first_version)  # type: ignore[attr-defined]
+        if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
+            return
+        if self.rules.continues:
+            self._told.kept.pop(attempt.sample, None)
+        if known.running:
+            self._abandoned.append(attempt.session)
 
     # ---- within ----
 
@@ -337,7 +347,7 @@ class Rollout:
     def _generated(self, told: Ended, uid: str, number: int) -> None:
         if self.scheduler.generate(uid, number, told.tokens, told.first_version):
             return
-        if not self.rules.through_training:  # type: ignore[attr-defined]
+        if self.rules.stops:
             assert told.first_version is not None
             raise _lagging(self.scheduler.version - told.first_version, self.rules)
         self._waste((uid, number))

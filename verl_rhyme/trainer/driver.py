@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
 from verl_rhyme.workers.coordinator import NotOpen, Reply, Setting, Wants
 
@@ -58,23 +59,20 @@ class Driver:
         """Nothing is started until :meth:`publish`."""
         self._ask("pause")
 
-    def next_batch(self, stop: Callable[[], None], resume: Callable[[], None]) -> Reply:
-        """The update batch, as soon as the scheduler says that it is ready.
-
-        Args:
-            stop: Called before it is taken: interrupts what runs, where the engines do not run on.
-            resume: Called if it was not ready after all.
-        """
-        rewarded = False
+    def next_batch(self, topology: Topology) -> Reply:
+        """The update batch, as soon as the scheduler says that it is ready."""
+        stops, rewarded = topology.stops(self._setting.rules), False
         while True:
-            while (wants := self._ask("enough", rewarded)) is not None:
+            while (wants := self._ask("enough", rewarded, stops)) is not None:
                 self._supply(wants)
-            stop()
+            if stops:
+                topology.stop()
             reply: Reply | None = self._ask("take")
             if reply is not None:
                 break
             # A reward failed, or an agent loop; or it is long in coming: the engines run on until it is there.
-            resume()
+            if stops:
+                topology.resume()
             rewarded = True
         self._state, self._handed = reply.state, []
         self._batches_left -= 1

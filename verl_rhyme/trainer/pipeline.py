@@ -140,10 +140,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def next_batch(self) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
-        rules = self.rules
-        reply = self._reply = self._driver.next_batch(
-            lambda: self.topology.stop(rules), lambda: self.topology.resume(rules)
-        )
+        reply = self._reply = self._driver.next_batch(self.topology)
         if self.topology.through_training:
             self._driver.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
@@ -257,6 +254,7 @@ class RhymePipelineSeparate(RhymePipelineTrainer, PPOTrainerSeparateAsync):
     def __init__(self, config: Any) -> None:
         self.topology = Separate(self)
         super().__init__(config)
+
 
 def _spread_padding(tags: list[dict], knob: float, rng: np.random.Generator) -> np.ndarray:
     """int64[N], the order of training; verl's padding, which trains nothing, at even distances in it."""

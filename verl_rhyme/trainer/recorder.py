@@ -21,10 +21,10 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
+from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.workers.history_service import HistoryService
 from verl_rhyme.workers.request import FIELD
-from verl_rhyme.workers.session import sample_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,15 @@ class Topology(Protocol):
         """verl's manager of the engines that generate for training."""
         ...
 
-    def stop(self, rules: Rules) -> None:
-        """At a harvest: interrupt what runs, and refuse what comes, where that is to be."""
+    def stops(self, rules: Rules) -> bool:
+        """At a harvest the engines stop, until the next policy is published."""
         ...
 
-    def resume(self, rules: Rules) -> None:
+    def stop(self) -> None:
+        """Interrupt what runs, and refuse what comes."""
+        ...
+
+    def resume(self) -> None:
         """Undo :meth:`stop`, under the same policy."""
         ...
 
@@ -44,11 +48,14 @@ class Colocated:
     def servers(self) -> Any:
         return self._trainer.llm_server_manager
 
-    def stop(self, rules: Rules) -> None:
+    def stops(self, rules: Rules) -> bool:
+        return True
+
+    def stop(self) -> None:
         # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
         self._trainer.checkpoint_manager.abort_replicas(reject_request=True)
 
-    def resume(self, rules: Rules) -> None:
+    def resume(self) -> None:
         self._trainer.checkpoint_manager.resume_generation_replicas()
 
     def give_way(self) -> None:
@@ -69,18 +76,14 @@ class Separate:
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
 
-    def stop(self, rules: Rules) -> None:
-        if _idle(rules):
-            self._trainer.standalone_checkpoint_manager.abort_replicas(reject_request=True)
+    def stops(self, rules: Rules) -> bool:
+        return rules.max_staleness == 0 and not rules.draft_ahead
 
-    def resume(self, rules: Rules) -> None:
-        if _idle(rules):
-            self._trainer.standalone_checkpoint_manager.resume_generation_replicas()
+    def stop(self) -> None:
+        self._trainer.standalone_checkpoint_manager.abort_replicas(reject_request=True)
+
+    def resume(self) -> None:
+        self._trainer.standalone_checkpoint_manager.resume_generation_replicas()
 
     def give_way(self) -> None:
         pass
-
-
-def _idle(rules: Rules) -> bool:
-    """What runs on would be in vain."""
-    return rules.max_staleness == 0 and not rules.draft_ahead  # type: ignore[attr-defined]

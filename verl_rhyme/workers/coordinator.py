@@ -139,7 +139,7 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}
         if state is not None:
             evidence = await _evidence(listing, running)
-            gone = rollout.restore(state, evidence, set(listing.get(PROMPTS, ())))
+            gone = rollout.restore(state, version, evidence, set(listing.get(PROMPTS, ())))
             for uid in gone:
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
@@ -176,8 +176,12 @@ class Coordinator:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
         self._dispatching = False
 
-    async def enough(self, rewarded: bool) -> Wants | None:
+    async def enough(self, rewarded: bool, stopping: bool) -> Wants | None:
         """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or something is wanted.
+
+        Args:
+            rewarded: See there.
+            stopping: They will be: nothing is started until :meth:`publish`, or until this is asked again.
 
         Raises:
             RuntimeError: The rollout cannot go on; the message says why.
@@ -189,7 +193,7 @@ class Coordinator:
         while True:
             self._raise()
             if rollout.scheduler.enough(rewarded):
-                self._dispatching = self._runs_on
+                self._dispatching = not stopping
                 return None
             if any(wants := self._wants()):
                 return wants
@@ -271,11 +275,6 @@ class Coordinator:
             raise NotOpen("the coordinator was started anew")
         return self._opened
 
-    @property
-    def _runs_on(self) -> bool:
-        rules = self._open[0].rules
-        return rules.through_training or rules.runs_on
-
     def _go(self) -> None:
         """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
         setting, rollout, crew = self._open
@@ -327,7 +326,7 @@ class Coordinator:
         return now
 
     def _clean(self, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
-        """What abandoned attempts and dropped prompts left, or still write, goes; also what is trained, but ``keep``."""
+        """What abandoned attempts and dropped prompts left goes; also what is trained, but ``keep``."""
         rollout = self._open[1]
 
         def wanted(partition: str, key: str) -> bool:
@@ -344,7 +343,7 @@ class Coordinator:
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
-        before, self._cleaning = self._cleaning, asyncio.ensure_future(_clear(gone, self._cleaning))
+        self._cleaning = asyncio.ensure_future(_clear(gone, self._cleaning))
 
 
 async def _clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import RhymeConfig, SortingConfig
-from verl_rhyme.trainer.sorted import RhymeTrainerSorted, _spread_padding
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated, _spread_padding
 
 
 def tags(lengths, padding=0):
@@ -37,7 +37,7 @@ def test_without_padding_nothing_is_inserted():
     ],
 )
 def test_by_default_only_what_does_not_bias_the_gradient_is_sorted(chosen, mini_batch, aggregation, wanted):
-    trainer = object.__new__(RhymeTrainerSorted)
+    trainer = object.__new__(RhymePipelineColocated)
     trainer._rhyme = RhymeConfig(sorting=SortingConfig(mode="on_policy", order=chosen))
     actor = {"ppo_mini_batch_size": mini_batch, "loss_agg_mode": aggregation}
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "data": {"train_batch_size": 8}})

@@ -1,0 +1,307 @@
+"""Who is started from whose text, whose word counts, and what a coordinator that was started anew takes up."""
+
+import json
+
+import pytest
+
+from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of, session_key
+from verl_rhyme.scheduling.rollout import Evidence, Hopeless, Rollout
+from verl_rhyme.scheduling.rules import named
+
+
+def rollout(mode="on_policy", prompts=(("a", 2),), filters=False, start=True, **rules):
+    made = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), filters)
+    made.publish(0, None)
+    made.hand(prompts)
+    if start:
+        made.fill()
+    return made
+
+
+def record(session, tokens, version=0):
+    return {"id": f"{session}/{tokens}", "response_tokens": tokens, "policy_version_end": version}
+
+
+def generated(session, tokens=5, version=0):
+    return Ended(session, "generated", tokens, version, [record(session, tokens, version)])
+
+
+def interrupted(session, tokens=3, version=0):
+    return Ended(session, "interrupted", tokens, version, [record(session, tokens, version)])
+
+
+def finished(session, *scores):
+    return Ended(session, "finished", scores=list(scores))
+
+
+def tell(made, *ended):
+    for told in ended:
+        made.ended(told)
+
+
+def states(made, uid="a"):
+    return [sample.state for sample in made.scheduler.ledger.prompt(uid).samples]
+
+
+@pytest.mark.parametrize("attempt", [Attempt("a", 0, 0), Attempt("a_b-c", 7, 3), Attempt("x", 65535, 1)])
+def test_names_are_read_back(attempt):
+    assert Attempt.named(attempt.session) == attempt
+    assert sample_of(attempt.session) == attempt.sample
+
+
+def test_a_sample_goes_its_way():
+    made = rollout()
+    tell(made, generated("a_0"))
+    assert states(made) == ["generated", "running"]
+    tell(made, finished("a_0"), generated("a_1", 2), finished("a_1"))
+    assert made.scheduler.ready()
+    batch = made.take()
+    assert batch.sessions == ["a_1", "a_0"]
+    assert [(r["uid"], r["sample"], r["response_tokens"]) for r in batch.trained] == [("a", 1, 2), ("a", 0, 5)]
+    assert sorted(r["response_tokens"] for r in batch.ran) == [2, 5]
+    assert batch.wasted == []
+    assert not made.needs_prompt("a")
+    assert not made.needs_turns("a_0")
+
+
+def test_what_an_earlier_attempt_tells_changes_nothing():
+    made = rollout()
+    made.lost(["a_0"])
+    [start] = made.fill()
+    assert start.session == session_key("a", 0, attempt=1) != "a_0"
+    tell(made, generated("a_0"), finished("a_0"), Ended("a_0", "failed", error="late"))
+    assert states(made) == ["running", "running"]
+    assert made.scheduler.step.abandoned == 1
+    assert not made.needs_trajectories("a_0"), "it would be trained"
+    assert made.needs_trajectories(start.session)
+    assert made.lost(["a_0"]) == []
+
+
+@pytest.mark.parametrize(("mode", "redraft", "kept"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
+def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, kept):
+    made = rollout(mode, redraft=redraft)
+    tell(made, interrupted("a_0"))
+    assert states(made) == ["pending", "running"]
+    assert made.scheduler.step.wasted_tokens == 3
+    [start] = made.fill()
+    assert (start.kept, start.partial) == (kept, False)
+    assert made.needs_turns("a_0")
+
+
+def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
+    made = rollout("partial")
+    tell(made, interrupted("a_0"))
+    [start] = made.fill()
+    assert (start.kept, start.partial) == ("a_0", True)
+    again = start.session
+    both = [record("a_0", 3), record(again, 4)]
+    tell(made, Ended(again, "generated", 7, 0, both), finished(again), generated("a_1"), finished("a_1"))
+    batch = made.take()
+    assert sorted(r["response_tokens"] for r in batch.ran) == [3, 4, 5]
+    assert sorted(r["response_tokens"] for r in batch.trained) == [3, 4, 5]
+    assert batch.wasted == []
+
+
+def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_said():
+    made = rollout()
+    tell(made, generated("a_0"))
+    assert made.lost(["a_0"]) == ["a_0"]
+    [start] = made.fill()
+    assert start.kept == "a_0"
+    assert made.needs_turns("a_0")
+
+
+def test_whom_stopped_engines_wait_for_too_long_is_given_up():
+    made = rollout(stop_wait=5.0)
+    assert not made.scheduler.settled(4.9)
+    assert made.scheduler.settled(5.0)
+    assert made.give_up() == ["a_0", "a_1"]
+    assert made.take_abandoned() == ["a_0", "a_1"]
+    assert made.take_abandoned() == []
+    assert len(made.fill()) == 2
+
+
+def test_what_got_too_stale_is_wasted_and_its_attempt_is_to_end():
+    made = rollout()
+    tell(made, generated("a_0"), generated("a_1", 2), finished("a_1"))
+    made.publish(1, None)
+    assert states(made) == ["pending", "pending"]
+    assert made.take_abandoned() == ["a_0"]  # it waits for its reward
+    assert made.scheduler.step.wasted_tokens == 7
+    assert {start.kept for start in made.fill()} == {"a_0", "a_1"}
+    for start in [session_key("a", n, 1) for n in (0, 1)]:
+        tell(made, generated(start, version=1), finished(start))
+    batch = made.take()
+    assert sorted(r["response_tokens"] for r in batch.wasted) == [2, 5]
+    assert batch.counts.stale == 2
+
+
+def test_a_server_without_the_latest_weights_stops_the_run():
+    made = rollout(start=False)
+    made.publish(1, None)
+    made.fill()
+    with pytest.raises(RuntimeError, match=r"staleness 1 where 0 to 0 is allowed.* without the latest weights"):
+        tell(made, generated("a_0", version=0))
+
+
+def test_where_engines_run_through_training_what_is_of_the_policy_before_is_generated_anew():
+    made = rollout(through_training=True, draft_ahead=True)
+    tell(made, generated("a_0"))
+    made.publish(1, None)
+    tell(made, generated("a_1", version=0))
+    assert states(made) == ["pending", "pending"]
+    assert made.take_abandoned() == ["a_0", "a_1"], "nobody waits for their rewards"
+
+
+def test_where_every_prompt_fails_an_error_says_what_the_last_failure_was():
+    made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], group_batches=64)
+    with pytest.raises(Hopeless, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column") as raised:
+        for n in range(64):
+            tell(made, Ended(f"p{n}_1", "failed", error="ValueError: no such column"))
+    assert "reward.custom_reward_function" in str(raised.value)
+
+
+def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
+    made = rollout()
+    tell(made, generated("a_1"), Ended("a_0", "failed", error="no"))
+    assert "a" not in made.scheduler.ledger
+    assert made.take_abandoned() == ["a_0", "a_1"]
+    assert made.wanted() == 4  # nothing is left: a whole group
+    assert not made.needs_prompt("a")
+
+
+def test_a_group_with_one_score_is_replaced_and_counted():
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True)
+    for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
+        tell(made, generated(session), finished(session, score))
+    assert [prompt.uid for prompt in made.scheduler.ledger] == ["b"]
+    assert made.wanted() == 1
+    batch = made.take()
+    assert batch.filtered == {0.0: 1}
+    assert len(batch.wasted) == 2
+    assert made.scheduler.step.wasted_tokens == 0
+
+
+def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
+    made = rollout(prompts=[(f"p{n}", 2) for n in range(6)], start=False)
+    assert made.wanted() == 0
+    made.hand([("p0", 2), ("p9", 2)])
+    assert len({sample_of(start.session)[0] for start in made.fill()}) == 4  # a group of batches
+    assert made.needs_prompt("p9")
+    assert made.wanted() == 0
+    made.hand([("p0", 2)])
+    assert made.state_dict()["stock"] == [("p4", 2), ("p5", 2), ("p9", 2)]
+
+
+def test_no_more_is_wanted_than_will_be_trained():
+    made = rollout(prompts=[], start=False)
+    made.publish(3, 2)
+    assert made.wanted() == 2
+    made.publish(5, 0)
+    assert made.wanted() == 0
+
+
+# ---- taking up ----
+
+
+def reopened(made, evidence, version=0, prompts=("a",), state=None, mode="on_policy", **rules):
+    again = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules))
+    state = json.loads(json.dumps(made.state_dict() if state is None else state))
+    gone = again.restore(state, version, evidence, set(prompts))
+    return again, gone
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_what_happened_since_the_state_was_saved_is_taken_up(mode):
+    made = rollout(mode, prompts=[("a", 4)])
+    again, gone = reopened(
+        made,
+        {
+            "a_0": Evidence("generated", 5, 0, stored=True, records=[record("a_0", 5)]),
+            "a_1": Evidence("generated", 4, 0, running=True),
+            "a_2": Evidence("interrupted", 3, 0),
+            "a_3": Evidence(running=True),
+        },
+        mode=mode,
+    )
+    assert gone == []
+    assert states(again) == ["finished", "generated", "pending", "running"]
+    assert [start.kept for start in again.fill()] == ["a_2"]
+    assert again.needs_trajectories("a_0")
+    tell(again, finished("a_1"), generated("a_3"), finished("a_3"))
+    assert states(again)[1] == states(again)[3] == "finished"
+
+
+def test_a_later_attempt_than_the_saved_one_counts():
+    made = rollout()
+    state = made.state_dict()
+    again, _ = reopened(
+        made, {"a_0": Evidence("interrupted", 3, 0), session_key("a", 0, 2): Evidence(running=True)}, state=state
+    )
+    assert states(again) == ["running", "pending"]
+    tell(again, generated(session_key("a", 0, 2)))
+    assert states(again) == ["generated", "pending"]
+
+
+def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
+    made = rollout("partial")
+    tell(made, interrupted("a_0"))
+    made.fill()  # attempt 1 goes on from it
+    evidence = {"a_0": Evidence("interrupted", 3, 0), "a_1": Evidence("interrupted", 2, 0)}
+    again, _ = reopened(made, evidence, mode="partial")
+    assert states(again) == ["pending", "pending"]
+    assert {start.session: start.kept for start in again.fill()} == {
+        session_key("a", 0, attempt=2): "a_0",
+        session_key("a", 1, attempt=1): "a_1",
+    }
+
+
+def test_a_response_without_its_reward_starts_again_from_what_it_had_said():
+    made = rollout()
+    again, _ = reopened(made, {"a_0": Evidence("generated", 5, 0)})
+    assert states(again) == ["pending", "pending"]
+    assert [start.kept for start in again.fill()] == ["a_0", None]
+
+
+def test_a_report_that_counted_and_is_gone_is_not_gone_on_from():
+    made = rollout()
+    tell(made, generated("a_0"))
+    again, _ = reopened(made, {})
+    assert [start.kept for start in again.fill()] == [None, None]
+
+
+def test_prompts_without_data_are_replaced():
+    made = rollout(prompts=[("a", 2), ("b", 2)])
+    made.hand([("c", 2), ("d", 2)])
+    again, gone = reopened(made, {}, prompts=("a", "d"))
+    assert gone == ["b"]
+    assert again.state_dict()["stock"] == [("d", 2)]
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
+    made = rollout(mode)
+    evidence = {"a_0": Evidence("generated", 5, 0, stored=True), "a_1": Evidence("generated", 5, 0, running=True)}
+    again, _ = reopened(made, evidence, version=2, mode=mode)
+    assert states(again) == ["pending", "pending"]
+    assert again.take_abandoned() == ["a_1"]
+    assert [start.kept for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
+
+
+@pytest.mark.parametrize("named_", [{}, {"attempt": 0}])
+def test_a_state_of_an_earlier_version_is_read(named_):
+    """As ``rhyme_sorted.json`` has been written, before attempts had names and after."""
+    text = {"first_version": 2, "interruptions": 0, **named_}
+    samples = [{"state": "finished", "tokens": 5, **text}, {"state": "pending", "tokens": 3, **text}]
+    prompts = [{"uid": "a", "number": 7, "samples": samples, "waited": 1}]
+    state = {"version": 2, "owed": 1, "buffer": {"loaded": 9, "prompts": prompts}, "reports": ["a_0", "a_1"]}
+    evidence = {"a_0": Evidence("generated", 5, 2, stored=True), "a_1": Evidence("interrupted", 3, 2)}
+    again, _ = reopened(None, evidence, version=2, state=state, mode="partial")
+    assert states(again) == ["finished", "pending"]
+    assert (again.scheduler.version, again.scheduler.ledger.loaded) == (2, 9)
+    told = again.state_dict()
+    assert (told["version"], told["owed"], told["reports"]) == (2, 1, ["a_0", "a_1"])
+    [start] = again.fill()
+    assert (start.kept, start.partial) == ("a_1", True)
+    prompt = again.scheduler.ledger.prompt("a")
+    assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
