@@ -23,7 +23,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
-from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.session import SESSIONS, STARTS, Interrupted, Session, Start, Turn, current, enter, sample_of
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,14 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
     """Adds the sample number. A Ray actor class, as verl's is."""
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        sampling_params = RequestMeta(sample=int(kwargs.get("session_id", -1))).put(sampling_params)
+        enter(Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory)))
         return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+
+def _group(config: Any, trajectory: dict[str, Any]) -> int:
+    """Samples of a prompt, where it does not say how many."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
@@ -136,16 +141,15 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, start: Start, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, number = sample_of(start.session)
-        session = Session(start.partial, start.priority, start.session)
-        meta = RequestMeta(sample=number)
+        session = Session(start.partial, start.priority, start.session, sample=number)
         if self._coupled:
-            meta.noise = f"{key_of(self._seed, uid, number):016x}"
+            session.noise = f"{key_of(self._seed, uid, number):016x}"
         try:
             if start.kept is not None:
                 await self._recall(start.kept, session)
             enter(session)
             await self._run_agent_loop(
-                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=number, **prompt
+                sampling_params, trajectory=trajectory, trace=trace, session_id=number, **prompt
             )
         except Interrupted:
             await self._report(session, status="interrupted")
@@ -156,7 +160,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
-        if session is not None:
+        if session is not None and session.dispatched:
             if not output:
                 raise ValueError("the agent loop returned no trajectory")
             for trajectory in output if isinstance(output, list) else [output]:
@@ -177,7 +181,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             logger.warning("what %s said is not there: the sample begins anew", key, exc_info=True)
             return
         turns, records = (getattr(data[name][0], "data", data[name][0]) for name in ("turns", "records"))
-        session.kept = [Turn(**turn) for turn in turns]
+        session.kept = [Turn.from_dict(turn) for turn in turns]
         session.records = list(records) if session.partial else []
 
     async def _report(self, session: Session, status: str, **more: str) -> None:

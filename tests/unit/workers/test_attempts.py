@@ -83,7 +83,8 @@ async def test_one_whose_report_fails_is_known_no_longer(caplog):
 
 async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_the_sample():
     async def run(worker, params, session_id, prompt):
-        assert session_id == params["extra_args"]["rhyme"]["sample"] == 2
+        assert session_id == current().sample == 2
+        assert params == {}
         raise Interrupted
 
     worker, again = Worker(run), session_key("a", 2, attempt=3)
