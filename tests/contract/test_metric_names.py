@@ -13,12 +13,11 @@ from verl.trainer.ppo import metric_utils, ray_trainer
 from verl.utils import tracking
 
 from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.observability import batches, steps
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability import steps
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
-from verl_rhyme.trainer import recorder, sorted_buffer
-from verl_rhyme.trainer import sorted as sorted_trainer
+from verl_rhyme.trainer import pipeline, recorder
 
 ROOT = Path(__file__).parents[2]
 #: Ours in a table are spelt in full, or as the last part of the name before: `waiting/mean`, `max`.
@@ -100,7 +99,7 @@ def documented(file: str) -> list[str]:
 def emitted(folder: Path) -> set[str]:
     """All that a step of ours can log, verl's staleness beside it."""
     step = m.step_metrics({column.name: np.zeros(1) for column in REQUESTS}, slots=1, rollout_s=1.0)
-    sources = [Path(module.__file__).read_text() for module in (recorder, sorted_trainer, sorted_buffer)]
+    sources = [Path(module.__file__).read_text() for module in (recorder, pipeline, batches)]
     named = {getattr(m, name) for source in sources for name in re.findall(r"\bnames\.([A-Z]\w+)", source)}
     store = HistoryStore(folder / "history", "", 1 << 20, 1)
     kept = {f"{m.HISTORY}/{name}" for name in (*recorder._COUNTS, *store.stats())}

@@ -208,6 +208,6 @@ import verl_rhyme.workers.vllm.server
 from verl_rhyme.observability.audible import keep_audible
 for _ in range(2):
     keep_audible()
-logging.getLogger("verl_rhyme.trainer.sorted_buffer").warning("sample %d is lost", 7)
+logging.getLogger("verl_rhyme.workers.coordinator").warning("sample %d is lost", 7)
 """
     assert python(code).stderr.count("sample 7 is lost") == 1

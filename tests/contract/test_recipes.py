@@ -363,7 +363,7 @@ def test_verl_builds_its_replay_buffer_from_it(recipe, mode):
     trainer.config, trainer.trainer_mode = composed(recipe, "off", "megatron"), mode
     buffer = trainer._build_replay_buffer()
     assert type(buffer).__name__ == ("ReplayBuffer" if mode == "sync" else "ReplayBufferAsync")
-    assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)
+    assert trainer._filters == (recipe == "qwen32b_dapo")
     assert buffer.max_off_policy_threshold == 8
 
 
@@ -464,17 +464,18 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sorted_trains_together_what_the_algorithm_compares(recipe):
     from verl_rhyme import config_tree
-    from verl_rhyme.trainer.sorted import RhymeTrainerSorted
+    from verl_rhyme.trainer.pipeline import RhymePipelineColocated
+    from verl_rhyme.trainer.topology import Colocated
 
     config = composed(recipe, "sorted", "megatron")
-    trainer = object.__new__(RhymeTrainerSorted)
+    trainer = object.__new__(RhymePipelineColocated)
     trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
-    trainer._rhyme = config_tree.from_verl(config)
-    buffer = trainer._build_replay_buffer()
-    rules = buffer.scheduler.rules
+    trainer._rhyme, trainer.topology = config_tree.from_verl(config), Colocated(trainer)
+    trainer._build_replay_buffer()
+    rules = trainer.rules
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
     assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
-    assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)
+    assert trainer._filters == (recipe == "qwen32b_dapo")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

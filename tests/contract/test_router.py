@@ -91,8 +91,7 @@ def test_a_release_after_its_server_left_and_came_back_changes_nothing() -> None
     [
         keyed("00ff"),
         {"rhyme": {"key": bytes.fromhex("00ff")}},
-        {"sampling_params": {"temperature": 1.0, "extra_args": {"rhyme": {"key": "00ff", "previous": [1, 2]}}}},
-        {"sampling_params": {"temperature": 1.0}, **keyed("00ff")},
+        keyed("00ff", attempt=0, group=9, response_tokens=None),
     ],
 )
 def test_siblings_meet_by_whichever_keyword_tells_the_prompt(extra: dict[str, Any]) -> None:
@@ -120,7 +119,6 @@ def test_prompt_ids_are_a_key_too() -> None:
         {"rhyme": "no mapping"},
         keyed("k", group="many"),
         keyed("k", response_tokens=float("nan")),
-        {"sampling_params": [1]},
         {"prompt_ids": "text"},
         {"prompt_ids": [1 << 40]},
     ],
@@ -166,7 +164,7 @@ def test_a_policy_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixture)
     [
         ({"polic": "x"}, "has no polic; it has policy, options and fields"),
         ({"policy": "x"}, "least_loaded, sticky_group"),
-        ({"fields": ["prompt"]}, "prompt is none of rhyme, sampling_params, prompt_ids"),
+        ({"fields": ["prompt"]}, "prompt is none of rhyme, prompt_ids"),
         ({"options": {"factr": 2}}, "options for sticky_group: .*factr"),
         ({"options": {"factor": 0.5}}, "above 1"),
     ],

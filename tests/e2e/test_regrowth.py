@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from small_law import LENGTH, PROMPT, VOCABULARY
 
+from verl_rhyme.workers.request import RequestMeta
+
 pytestmark = pytest.mark.xdist_group("exactness")
 
 SAMPLES = 6400
@@ -17,16 +19,17 @@ def engine(build_engine, write_history, tmp_path_factory):
     return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
 
 
+def encoded(text):
+    return np.array(text, "<i4").tobytes()
+
+
 def generate(engine, prompts, previous, name, **settings):
     """Tokens of each prompt's response; requests are called ``name 0``, ``name 1``, and so on."""
     from vllm import SamplingParams
 
-    params = [
-        SamplingParams(
-            ignore_eos=True, detokenize=False, extra_args={"rhyme": {"id": f"{name} {i}", "previous": text}}, **settings
-        )
-        for i, text in enumerate(previous)
-    ]
+    settings = {"ignore_eos": True, "detokenize": False, **settings}
+    metas = [RequestMeta(id=f"{name} {i}", previous=encoded(text)) for i, text in enumerate(previous)]
+    params = [SamplingParams(**meta.put(settings)) for meta in metas]
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

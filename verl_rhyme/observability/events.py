@@ -11,6 +11,7 @@ first step, overtakes only earlier validation of the same step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import json
 import logging
@@ -24,36 +25,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from verl_rhyme.observability.attempts import RequestRecord
+
 logger = logging.getLogger(__name__)
 
-#: One row per attempt of a request. Times are seconds since the Unix epoch; ``*_at`` is null where it never happened.
+_TYPES = {"str": pa.string(), "int": pa.int32(), "float": pa.float64(), "bool": pa.bool_()}
+_OTHER_TYPES = {"prompt_key": pa.binary(16), "policy_version_start": pa.int64(), "policy_version_end": pa.int64()}
+
+
+def _type(field: dataclasses.Field) -> pa.DataType:
+    return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type)]
+
+
+#: One row per attempt of a request: the server's :class:`RequestRecord`, and what became of the response. Times are seconds since the Unix epoch; ``*_at`` is null where it never happened.
 #: ``step`` is the one that trained the response (or validated it), ``epoch`` counts from 0 as verl's does.
 REQUESTS = pa.schema(
     [
         ("step", pa.int64()),
         ("epoch", pa.int64()),
         ("uid", pa.string()),
-        ("prompt_key", pa.binary(16)),
-        ("sample", pa.int32()),
-        ("attempt", pa.int32()),
-        ("replica", pa.int32()),
-        ("node", pa.string()),
-        ("queued_at", pa.float64()),
-        ("started_at", pa.float64()),
-        ("first_token_at", pa.float64()),
-        ("finished_at", pa.float64()),
-        ("prompt_tokens", pa.int32()),
-        ("response_tokens", pa.int32()),
-        ("policy_version_start", pa.int64()),
-        ("policy_version_end", pa.int64()),
-        ("drafted_tokens", pa.int32()),
-        ("accepted_tokens", pa.int32()),
-        ("verify_steps", pa.int32()),
-        ("history_hit", pa.bool_()),
-        ("reverified_tokens", pa.int32()),  # accepted ones that an interrupted response had said before
-        ("draft_errors", pa.int32()),  # of the engine's drafter since it was last asked; of all requests then, on one
-        ("draft_seconds", pa.float64()),  # the same
-        ("stop_reason", pa.string()),
+        *((field.name, _type(field)) for field in dataclasses.fields(RequestRecord) if field.name != "id"),
         ("reward", pa.float64()),
         ("trained", pa.bool_()),
         ("validate", pa.bool_()),

@@ -27,7 +27,6 @@ from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.workers.reports import Reports
-from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,14 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
     """Adds the sample number. A Ray actor class, as verl's is."""
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        sampling_params = RequestMeta(sample=int(kwargs.get("session_id", -1))).put(sampling_params)
+        enter(Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory)))
         return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+
+def _group(config: Any, trajectory: dict[str, Any]) -> int:
+    """Samples of a prompt, where it does not say how many."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
@@ -148,18 +153,15 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self, start: Start, kept: Kept | None, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
         uid, number = sample_of(start.session)
-        session = Session(start.partial, start.priority, start.session)
+        session = Session(start.partial, start.priority, start.session, sample=number)
         if kept is not None:
             session.kept = kept.turns
             session.records = kept.records if session.partial else []
-        meta = RequestMeta(sample=number)
         if self._coupled:
-            meta.noise = f"{key_of(self._seed, uid, number):016x}"
+            session.noise = f"{key_of(self._seed, uid, number):016x}"
         enter(session)
         try:
-            await self._run_agent_loop(
-                meta.put(sampling_params), trajectory=trajectory, trace=trace, session_id=number, **prompt
-            )
+            await self._run_agent_loop(sampling_params, trajectory=trajectory, trace=trace, session_id=number, **prompt)
         except Interrupted:
             await self._tell(session, "interrupted")
         except Exception as error:
@@ -171,7 +173,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
-        if session is None:
+        if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
         if not output:
@@ -226,7 +228,7 @@ async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
         return {session: kept for found in one_by_one for session, kept in found.items()}
     columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
     return {
-        session: Kept([Turn(**turn) for turn in turns], list(records))
+        session: Kept([Turn.from_dict(turn) for turn in turns], list(records))
         for session, turns, records in zip(sessions, *columns, strict=True)
     }
 

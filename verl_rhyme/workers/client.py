@@ -1,4 +1,4 @@
-"""LLM clients that name the prompt on each request and keep what the server reports about every attempt.
+"""The LLM client: names the prompt on each request and keeps what the server reports about every attempt.
 
 verl's own client gives each request a fresh id, each step a fresh uid and, when it resumes an aborted request, drops
 what the server said of the earlier attempts.
@@ -7,8 +7,7 @@ what the server said of the earlier attempts.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.utils import normalize_token_ids
@@ -16,92 +15,135 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.workers import session as sessions
-from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
+from verl_rhyme.workers.session import Conversation, Session, current
 
-#: Conversations whose first-turn key is remembered for their later turns.
-_MAX_CONVERSATIONS = 65536
-
-
-@dataclass
-class _Conversation:
-    key: str
-    records: list[dict[str, Any]] = field(default_factory=list)
+_TOKEN_BYTES = 4
+#: Conversations remembered of agent loop workers that do not say what they work on.
+_MAX_STRANGERS = 4096
 
 
-class _Conversations(LLMServerClient):
-    """What is remembered of each conversation; a client is pickled before it has any."""
+class _Attempts(LLMServerClient):
+    """What stands below verl's resume loop; a class of its own, as the loop calls ``super().generate``."""
 
-    def _conversation(self, request_id: str, prompt_ids: Any) -> _Conversation:
-        known: OrderedDict[str, _Conversation] = self.__dict__.setdefault("_rhyme_conversations", OrderedDict())
-        if request_id not in known:
-            known[request_id] = _Conversation(prompt_key(prompt_ids).hex())
-            if len(known) > _MAX_CONVERSATIONS:
-                known.popitem(last=False)
-        known.move_to_end(request_id)
-        return known[request_id]
-
-
-class _Attempts(_Conversations):
-    """Below verl's resume loop: one call is one attempt on one server."""
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
-    ) -> TokenOutput:
-        conversation = self._conversation(request_id, prompt_ids)
-        meta = RequestMeta.of(sampling_params)
-        meta.key, meta.attempt, meta.queued_at = conversation.key, len(conversation.records), time.time()
-        output = await super().generate(
-            request_id, prompt_ids=prompt_ids, sampling_params=meta.put(sampling_params), **kwargs
-        )
-        conversation.records.extend(output.extra_fields.pop(FIELD, []))
-        return output
-
-
-class _PromptKeys(_Conversations):
-    """Above verl's resume loop: one call is one turn of a conversation."""
+    def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
+        super().__init__(config, load_balancer_handle, **kwargs)
+        self._strangers: dict[str, Session] = {}
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        conversation = self._conversation(request_id, prompt_ids)
-        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        """One attempt on one server."""
+        session, conversation = self._known(request_id, prompt_ids)
+        said = len(prompt_ids) - conversation.began  # of the turn, before this attempt
+        predicted = session.response_tokens
+        meta = RequestMeta(
+            key=conversation.key,
+            sample=session.sample,
+            attempt=len(conversation.records),
+            group=session.group,
+            prompt_tokens=len(prompt_ids),
+            response_tokens=None if predicted is None else max(0, predicted - said),
+            queued_at=time.time(),
+            noise=session.noise,
+            previous=conversation.previous[_TOKEN_BYTES * said :] if conversation.previous else b"",
+        )
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **{**kwargs, FIELD: meta.to_dict()})
+        for record in output.extra_fields.pop(FIELD, []):
+            conversation.records.append(record)
+            session.records.append(record)
+        return output
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        known = extra.get(FIELD) or {}
+        extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) is not None}
+        return await super()._acquire_server(request_id, **extra)
+
+    def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
+        """What the task works on, and the one of its conversations that the request is of."""
+        session = current()
+        if session is None:
+            session = self._strangers.pop(request_id, None) or Session()
+            self._strangers[request_id] = session
+            if len(self._strangers) > _MAX_STRANGERS:
+                del self._strangers[next(iter(self._strangers))]
+        return session, session.conversation(request_id, prompt_ids)
+
+
+class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
+    """verl's client, of either class. A call passes, in this order:
+
+    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the output;
+    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and ends the attempt at one;
+    3. verl's resume loop, where the client resumes aborted requests itself;
+    4. the attempt, on one server: what it is goes along, the server's record of it is kept.
+
+    State is the task's (:mod:`verl_rhyme.workers.session`) and ends with it.
+
+    Args:
+        config: verl's, whole.
+        load_balancer_handle: verl's.
+        resumes: As verl's ``FullyAsyncLLMServerClient``.
+        interruptible: For a trainer that interrupts and starts samples itself.
+        kwargs: verl's.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        load_balancer_handle: Any = None,
+        *,
+        resumes: bool = False,
+        interruptible: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, load_balancer_handle, **kwargs)
+        self._resumes, self._interruptible = resumes, interruptible
+
+    async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
+        """As verl's.
+
+        Raises:
+            Interrupted: The sample's attempt ended here.
+        """
+        prompt_ids = normalize_token_ids(prompt_ids)
+        session, conversation = self._known(request_id, prompt_ids)
+        conversation.began, conversation.previous = len(prompt_ids), b""
+        attempt = super().generate if self._resumes else partial(_Attempts.generate, self)
+        if self._interruptible and session.dispatched:
+            output = await self._turn(session, conversation, partial(attempt, request_id), prompt_ids, **kwargs)
+        else:
+            output = await attempt(request_id, prompt_ids=prompt_ids, **kwargs)
         # Those of all turns: an agent loop keeps the extra fields of its last one.
         output.extra_fields[FIELD] = list(conversation.records)
         return output
 
-
-class _Sessions(_Conversations):
-    """Between the two: one call is a turn of a session, which may have begun before an interruption."""
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
+    async def _turn(
+        self,
+        session: Session,
+        conversation: Conversation,
+        attempt: Any,
+        prompt_ids: list[int],
+        *,
+        sampling_params: dict[str, Any],
+        **kwargs: Any,
     ) -> TokenOutput:
-        session = sessions.current()
-        if session is None:
-            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-        prompt_ids = normalize_token_ids(prompt_ids)
-        conversation = self._conversation(request_id, prompt_ids)
-        if not session.turns:
-            conversation.records.extend(session.records)
-        turn, previous = session.begin(prompt_ids)
+        turn, conversation.previous = session.begin(prompt_key(prompt_ids).hex())
         left = self._budget(prompt_ids, sampling_params) - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
         output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
         if not turn.complete:
-            meta = RequestMeta.of(sampling_params)
-            meta.previous = previous
             params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
             params["max_tokens"] = left
-            output = await super().generate(
-                request_id,
+            output = await attempt(
                 prompt_ids=[*prompt_ids, *turn.tokens],
-                sampling_params=meta.put(params),
+                sampling_params=params,
                 **{**kwargs, "priority": session.priority},
             )
-            session.records = list(conversation.records)
             version = output.extra_fields.get("global_steps")
-            session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason)
-        output.token_ids, output.log_probs = list(turn.tokens), turn.log_probs
+            first = output.extra_fields.get("min_global_steps", version)
+            session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
+        output.token_ids = turn.tokens.tolist()
+        output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
         output.extra_fields |= {
             "global_steps": turn.version,
             "min_global_steps": turn.first_version,
@@ -119,41 +161,25 @@ class _Sessions(_Conversations):
         return max(1, allowed)
 
 
-class RhymeLLMServerClient(_PromptKeys, _Attempts):
-    """For verl's ``sync`` mode."""
-
-
-class RhymeFullyAsyncLLMServerClient(_PromptKeys, FullyAsyncLLMServerClient, _Attempts):
-    """For ``colocate_async`` and ``separate_async``: verl's resume loop runs between the two halves."""
-
-
-class SessionLLMServerClient(_PromptKeys, _Sessions, _Attempts):
-    """For ``rhyme_sorted``: samples that an interruption ends and that start again where they are dispatched."""
-
-
-_RHYMED: dict[type, type] = {
-    LLMServerClient: RhymeLLMServerClient,
-    FullyAsyncLLMServerClient: RhymeFullyAsyncLLMServerClient,
-}
-
-
 def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerClient:
     """The same client with prompt keys and records.
 
     Args:
-        client: verl's.
+        client: verl's; one of its ``FullyAsyncLLMServerClient`` resumes aborted requests as before, also within a turn
+            of an interruptible one.
         interruptible: For a trainer that interrupts and starts samples itself.
 
     Raises:
-        TypeError: A client class this package has no subclass for.
+        TypeError: A client class of neither verl nor this package.
     """
-    if isinstance(client, _PromptKeys):
+    if isinstance(client, RhymeLLMServerClient):
         return client
-    try:
-        client.__class__ = SessionLLMServerClient if interruptible else _RHYMED[type(client)]
-    except KeyError:
+    if type(client) not in (LLMServerClient, FullyAsyncLLMServerClient):
         raise TypeError(
             f"no rhyme client for {type(client).__name__}; derive yours from "
-            "verl_rhyme.workers.client.RhymeLLMServerClient or RhymeFullyAsyncLLMServerClient"
-        ) from None
-    return client
+            "verl_rhyme.workers.client.RhymeLLMServerClient"
+        )
+    resumes = isinstance(client, FullyAsyncLLMServerClient)
+    ours = RhymeLLMServerClient(client.config, resumes=resumes, interruptible=interruptible)
+    vars(ours).update(vars(client))
+    return ours

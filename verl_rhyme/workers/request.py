@@ -1,16 +1,30 @@
-"""What travels with a request: set by agent loop and client, read by server and proposer, returned with the tokens.
+"""What travels with a request, and what comes back.
 
-Both ways it is a plain dict under the key ``"rhyme"``: towards the engine in ``SamplingParams.extra_args``, which verl
-and vLLM pass through untouched, and back in ``TokenOutput.extra_fields``, which verl stores with the trajectory.
+Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The client
+makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that it needs
+(:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only, since vLLM
+copies every object in there.
+
+Back comes a list with the :class:`RequestRecord` of each attempt, as dicts, in ``TokenOutput.extra_fields``, which verl
+stores with the trajectory.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-#: The key in ``extra_args`` and in ``extra_fields``.
+from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.scheduling.placement import Request
+
+__all__ = ["COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
+
+#: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
+#: What placement goes by.
+PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
+#: What proposer and sampler go by.
+ENGINE = ("id", "key", "noise", "previous")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
 COUNTS = {
@@ -31,62 +45,38 @@ class RequestMeta:
     Attributes:
         key: Prompt key in hex (see ``history.keys``); empty when no client of ours sent the request.
         sample: Number of the sample in its group, -1 when unknown.
-        id: The server's name of the request.
-        queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         attempt: 0 for the first, then one more for each resumption of an aborted request and each further turn.
+        group: Samples of the prompt that are sent about now, 0 when unknown.
+        prompt_tokens: Tokens it begins with.
+        response_tokens: Tokens it is predicted to add; ``None`` without a prediction.
+        queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sampling.noise`); empty for one of
             the request's own.
-        previous: Tokens of the response that an interruption cut short and that this request generates anew.
+        previous: int32 little-endian, tokens of the response that an interruption cut short and that this request
+            generates anew.
+        id: The server's name of the request, set there.
     """
 
     key: str = ""
     sample: int = -1
-    id: str = ""
-    queued_at: float = 0.0
     attempt: int = 0
+    group: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int | None = None
+    queued_at: float = 0.0
     noise: str = ""
-    previous: list[int] = field(default_factory=list)
+    previous: bytes = b""
+    id: str = ""
 
     @classmethod
-    def of(cls, sampling_params: dict[str, Any]) -> RequestMeta:
-        return cls(**((sampling_params.get("extra_args") or {}).get(FIELD) or {}))
+    def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:
+        """What :meth:`put` gave the engine, from ``SamplingParams.extra_args``."""
+        return cls(**((extra_args or {}).get(FIELD) or {}))
 
     def put(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``sampling_params`` that carries this, the list itself and no copy of it."""
-        extra = {**(sampling_params.get("extra_args") or {}), FIELD: dict(vars(self))}
-        return {**sampling_params, "extra_args": extra}
-
-
-@dataclass
-class RequestRecord:
-    """One attempt, as the server saw it: columns of the event log (``observability.events.REQUESTS``), and its id.
-
-    Times are seconds since the epoch, NaN when it never came to that. What the drafter did (:data:`COUNTS`) is told
-    after the response, by id.
-    """
-
-    id: str
-    prompt_key: str
-    sample: int
-    attempt: int
-    replica: int
-    node: str
-    queued_at: float
-    started_at: float
-    first_token_at: float
-    finished_at: float
-    prompt_tokens: int
-    response_tokens: int
-    policy_version_start: int
-    policy_version_end: int
-    stop_reason: str
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    verify_steps: int = 0
-    history_hit: bool = False
-    reverified_tokens: int = 0
-    draft_errors: int = 0
-    draft_seconds: float = 0.0
+        """A copy of ``sampling_params`` that carries what the engine is told."""
+        told = {name: getattr(self, name) for name in ENGINE}
+        return {**sampling_params, "extra_args": {**(sampling_params.get("extra_args") or {}), FIELD: told}}
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))

@@ -19,20 +19,18 @@ from typing import Any
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.scheduling.placement import Placement, Request
 from verl_rhyme.scheduling.placement.fleet import REQUESTS
-from verl_rhyme.workers.request import FIELD
+from verl_rhyme.workers.request import FIELD, PLACEMENT
 
 logger = logging.getLogger(__name__)
 
 #: Keywords of ``generate`` that a router can read a request's prompt key from, the first one given counts:
 #: ``rhyme``: a mapping with any of ``key``, ``sample``, ``attempt``, ``group``, ``prompt_tokens``,
 #: ``response_tokens`` (:class:`~verl_rhyme.scheduling.placement.Request`);
-#: ``sampling_params``: verl's, which carry the same mapping as ``extra_args["rhyme"]``;
 #: ``prompt_ids``: token ids, for clients that know nothing of ours; a conversation's first ones are its key.
-FIELDS = (FIELD, "sampling_params", "prompt_ids")
+FIELDS = (FIELD, "prompt_ids")
 
 #: Tokens; loads are summed as int64.
 _MOST = 1 << 40
-_KNOWN = frozenset(Request._fields) - {"id", "last"}
 
 
 class PlacementRouter:
@@ -173,10 +171,8 @@ class PlacementRouter:
 def _known(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Of a request, what its keywords tell (see :data:`FIELDS`)."""
     meta = extra.get(FIELD)
-    if meta is None and (params := extra.get("sampling_params")):
-        meta = (params.get("extra_args") or {}).get(FIELD)
     if meta and meta.get("key"):
-        known = {name: value for name, value in meta.items() if name in _KNOWN and value is not None}
+        known = {name: value for name, value in meta.items() if name in PLACEMENT and value is not None}
         key = known["key"]
         known["key"] = key.hex() if isinstance(key, bytes) else str(key)
         return {name: value if name == "key" else min(int(value), _MOST) for name, value in known.items()}

@@ -1,4 +1,9 @@
-"""One sample being generated, over interruptions: what is kept of it, and what its next attempt begins with.
+"""What a task works on: one sample being generated, over interruptions; what is kept of it, and what its next attempt
+begins with.
+
+The agent loop worker says it, in a variable of the task's context; the client reads it and keeps there what it learns,
+so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its attempts. A
+sample that our trainers dispatched has a name as well, and its turns are kept:
 
 An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the trainer decides when
 the next one starts. A partial one replays the turns that were complete and continues the last where it was cut; else it
@@ -7,6 +12,8 @@ begins anew, and the turns of the attempt before are what its drafts are made fr
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,24 +38,54 @@ class Turn:
 
     Attributes:
         prompt: Key of all the tokens before it.
-        tokens: What it said.
-        log_probs: Of each token, by the policy that made it; ``None`` where none were asked for.
+        tokens: int32, what it said.
+        log_probs: float32, of each token, by the policy that made it; ``None`` where none were asked for.
         first_version, version: Policy versions of its first and of its last token; ``None`` without any.
         complete: It came to its end.
         stop_reason: The engine's.
     """
 
     prompt: str
-    tokens: list[int]
-    log_probs: list[float] | None = None
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    log_probs: array[float] | None = None
     first_version: int | None = None
     version: int | None = None
     complete: bool = False
     stop_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Shares its lists: thousands of attempts are reported at once, and ``asdict`` copies token by token."""
-        return dict(vars(self))
+        """As it is stored, tokens and log-probs as bytes: thousands of attempts are reported at once."""
+        log_probs = None if self.log_probs is None else self.log_probs.tobytes()
+        return {**vars(self), "tokens": self.tokens.tobytes(), "log_probs": log_probs}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Turn:
+        """What :meth:`to_dict` gave, or an earlier version's, with lists."""
+        log_probs = stored["log_probs"]
+        return cls(
+            **{
+                **stored,
+                "tokens": array("i", stored["tokens"]),
+                "log_probs": None if log_probs is None else array("f", log_probs),
+            }
+        )
+
+
+@dataclass
+class Conversation:
+    """The requests of one id: an agent loop may hold several conversations.
+
+    Attributes:
+        key: Prompt key in hex of its first turn.
+        records: Request records of its attempts.
+        began: Tokens before its latest turn.
+        previous: int32 bytes, what an earlier attempt said in that turn.
+    """
+
+    key: str
+    records: list[dict[str, Any]] = field(default_factory=list)
+    began: int = 0
+    previous: bytes = b""
 
 
 @dataclass
@@ -58,42 +95,70 @@ class Session:
     Attributes:
         partial: Continue what is kept, rather than draft from it.
         priority: Of its requests, lowest first.
-        name: See :func:`session_key`.
+        name: See :func:`session_key`; empty for a sample that none of our trainers dispatched.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
-        turns: Turns so far.
+        turns: Turns so far, of one that was dispatched.
+        sample: Its number in the group, -1 when unknown.
+        group: Samples of its prompt that are started about now, 0 when unknown.
+        noise: Key in hex of the noise its tokens are drawn with; empty for noise of each request's own.
+        response_tokens: What a turn of it is predicted to say; ``None`` without a prediction.
+        conversations: By request id.
         scores: At the end, for each trajectory what groups are filtered by; empty where none are.
     """
 
-    partial: bool
+    partial: bool = False
     priority: int = 0
     name: str = ""
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    sample: int = -1
+    group: int = 0
+    noise: str = ""
+    response_tokens: int | None = None
+    conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
 
-    def begin(self, prompt_ids: list[int]) -> tuple[Turn, list[int]]:
+    @property
+    def dispatched(self) -> bool:
+        """By a trainer of ours, which is to be told how it ends."""
+        return bool(self.name)
+
+    def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:
+        """The one of a request.
+
+        Args:
+            request_id: Its conversation's, as agent loops give it.
+            prompt_ids: All tokens before it: of the conversation, where it begins here.
+        """
+        if request_id not in self.conversations:
+            key = prompt_key(prompt_ids).hex()
+            met = any(other.key == key for other in self.conversations.values())
+            earlier = [] if met else [record for record in self.records if record["prompt_key"] == key]
+            self.conversations[request_id] = Conversation(key, earlier)
+        return self.conversations[request_id]
+
+    def begin(self, prompt: str) -> tuple[Turn, bytes]:
         """A turn begins.
 
         Args:
-            prompt_ids: All tokens before it.
+            prompt: Key in hex of all tokens before it.
 
         Returns:
-            The turn, with the tokens it has already (complete when there is nothing to generate), and the tokens of
-            an earlier attempt to draft from.
+            The turn, with the tokens it has already (complete when there is nothing to generate), and int32 bytes: the
+            tokens of an earlier attempt to draft from.
         """
-        prompt = prompt_key(prompt_ids).hex()
         number = len(self.turns)
         before = self.kept[number] if number < len(self.kept) else None
-        turn, previous = Turn(prompt, []), []
+        turn, previous = Turn(prompt), b""
         if before is not None and self.partial:
             if before.prompt == prompt:
                 turn = before
             else:  # a tool gave another answer than the first time: what followed does not fit any more
                 del self.kept[number:]
         elif before is not None:
-            previous = before.tokens
+            previous = before.tokens.tobytes()
         self.turns.append(turn)
         return turn, previous
 
@@ -104,25 +169,38 @@ class Session:
         log_probs: list[float] | None,
         version: int | None,
         stop_reason: str | None,
+        first_version: int | None = None,
     ) -> None:
         """More tokens of a turn.
+
+        Args:
+            turn: This one.
+            tokens: What was said.
+            log_probs: Of each token, by the policy that made it; ``None`` where none were asked for.
+            version: Policy version of the last of them.
+            stop_reason: The engine's.
+            first_version: Policy version of the first of them; ``None``: the same.
 
         Raises:
             Interrupted: The engine was stopped before the turn ended; or, unless it is partial, an earlier turn is
                 another policy's.
         """
         if tokens:
-            if log_probs is not None and (turn.tokens == [] or turn.log_probs is not None):
-                turn.log_probs = [*(turn.log_probs or []), *log_probs]
             if not turn.tokens:
-                turn.first_version = version
+                turn.first_version = version if first_version is None else first_version
+                turn.log_probs = None if log_probs is None else array("f")
+            if log_probs is None or turn.log_probs is None:
+                turn.log_probs = None
+            else:
+                turn.log_probs.extend(log_probs)
             turn.version = version
-            turn.tokens = [*turn.tokens, *tokens]
+            turn.tokens.extend(tokens)
         turn.stop_reason = stop_reason
         turn.complete = stop_reason not in ("abort", "aborted")
         if not turn.complete:
             raise Interrupted
-        if not self.partial and len({turn.version for turn in self.turns if turn.tokens}) > 1:
+        said = [turn for turn in self.turns if turn.tokens]
+        if not self.partial and len({version for turn in said for version in (turn.first_version, turn.version)}) > 1:
             raise Interrupted
 
     @property
@@ -148,8 +226,9 @@ class Session:
         left = []
         for number in range(longest):
             turn, before = (turns[number] if number < len(turns) else None for turns in (self.turns, self.kept))
-            tokens = turn.tokens if turn else []
-            left.append(Turn((turn or before).prompt, tokens + (before.tokens[len(tokens) :] if before else [])))  # type: ignore[union-attr]
+            tokens = turn.tokens if turn else array("i")
+            rest = before.tokens[len(tokens) :] if before else array("i")
+            left.append(Turn((turn or before).prompt, tokens + rest))  # type: ignore[union-attr]
         return left
 
 
@@ -162,5 +241,5 @@ def enter(session: Session) -> None:
 
 
 def current() -> Session | None:
-    """The session this task works on; ``None`` in validation."""
+    """The session this task works on; ``None`` where its agent loop worker is none of ours."""
     return _CURRENT.get()

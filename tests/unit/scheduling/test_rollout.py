@@ -155,9 +155,9 @@ def test_where_engines_run_through_training_what_is_of_the_policy_before_is_gene
 
 def test_where_every_prompt_fails_an_error_says_what_the_last_failure_was():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], group_batches=64)
+    failures = [Ended(f"p{n}_1", "failed", error="ValueError: no such column") for n in range(64)]
     with pytest.raises(Hopeless, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column") as raised:
-        for n in range(64):
-            tell(made, Ended(f"p{n}_1", "failed", error="ValueError: no such column"))
+        tell(made, *failures)
     assert "reward.custom_reward_function" in str(raised.value)
 
 

@@ -4,10 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from verl_rhyme.scheduling.attempts import Start, sample_of, session_key
 from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
-from verl_rhyme.workers.session import STARTS, Interrupted, Start, current, session_key
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 
@@ -16,20 +19,56 @@ class Worker(_Worker):
     """Its agent loop is what a test says."""
 
     def __init__(self, run):
-        self.run, self.reports, self.broken = run, {}, False
-        self._coupled, self._seed, self._attempts = False, 0, {}
+        self.run, self.told, self.broken, self.fetched = run, [], False, []
+        self._coupled, self._seed, self._attempts, self._filter_metric = False, 0, {}, None
+        self.background_tasks = set()
         self._reports = self  # type: ignore[assignment]
 
-    async def send(self, key, fields, tag):
+    async def send(self, ended, left=None):
         if self.broken:
             raise ConnectionError("gone")
-        self.reports[key] = tag
+        assert (left is not None) == (ended.status in ("generated", "interrupted"))
+        self.told.append(ended)
+
+    @property
+    def reports(self):
+        """The last word of each attempt."""
+        return {ended.session: ended for ended in self.told}
+
+    async def generate_sequences(self, batch):
+        """verl's way from a batch to its prompts, shortened."""
+        for order in batch[STARTS]:
+            order = getattr(order, "data", order)
+            uid = sample_of(order.starts[0].session)[0]
+            prompt = {"uid": uid, "global_steps": batch["global_steps"], STARTS: order}
+            task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": False}))
+            self.background_tasks.add(task)
 
     async def _run_agent_loop(self, sampling_params, trajectory, trace, session_id, **prompt):
         await self.run(self, sampling_params, session_id, prompt)
 
     async def start(self, *starts):
-        await self._run_prompt({"uid": "a", "global_steps": 4, STARTS: list(starts)}, {}, {"validate": False})
+        """Until all of them have ended."""
+        await self.begin(list(starts), 4)
+        while self._attempts:
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def queue(monkeypatch):
+    """TransferQueue: prompts without columns, and what a test has put there of earlier attempts."""
+    left, asked = {}, []
+
+    async def fetch(keys, partition_id, select_fields=None):
+        asked.append((partition_id, list(keys)))
+        if partition_id == PROMPTS:
+            return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
+        if missing := [key for key in keys if key not in left]:
+            raise ValueError(f"keys or partition were not found! {missing}")
+        return {name: [left[key][name] for key in keys] for name in select_fields}
+
+    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", fetch)
+    return SimpleNamespace(left=left, asked=asked)
 
 
 def first(number, kept=None):
@@ -46,7 +85,7 @@ async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
     assert sorted(await worker.attempts()) == ["a_0", "a_1"]
     await task
     assert await worker.attempts() == []
-    assert {key: tag["status"] for key, tag in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
+    assert {key: told.status for key, told in worker.reports.items()} == {"a_0": "interrupted", "a_1": "interrupted"}
 
 
 async def test_an_abandoned_attempt_ends_without_a_word_and_alone():
@@ -83,7 +122,8 @@ async def test_one_whose_report_fails_is_known_no_longer(caplog):
 
 async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_the_sample():
     async def run(worker, params, session_id, prompt):
-        assert session_id == params["extra_args"]["rhyme"]["sample"] == 2
+        assert session_id == current().sample == 2
+        assert params == {}
         raise Interrupted
 
     worker, again = Worker(run), session_key("a", 2, attempt=3)
@@ -91,18 +131,95 @@ async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_t
     assert list(worker.reports) == [again] != ["a_2"]
 
 
-async def test_what_cannot_be_recalled_is_begun_anew(monkeypatch):
-    async def gone(**kwargs):
-        raise ValueError("keys or partition were not found!")
+async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missing_is_begun_anew(queue):
+    """Of 16 samples that start again together, one whose text is gone takes no other's along."""
+    met = {}
 
     async def run(worker, params, session_id, prompt):
-        assert current().kept == []
+        met[session_id] = [list(turn.tokens) for turn in current().kept]
         raise Interrupted
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", gone)
+    for number in range(3):
+        turn = Turn("p")
+        turn.tokens.extend([number, 7])
+        queue.left[f"a_{number}"] = {"turns": [turn.to_dict()], "records": []}
     worker = Worker(run)
-    await worker.start(first(0, kept="a_0"))
-    assert worker.reports["a_0"]["status"] == "interrupted"
+    again = [Start(session_key("a", number, 1), f"a_{number}", 0, partial=True) for number in range(3)]
+    await worker.start(*again)
+    assert met == {number: [[number, 7]] for number in range(3)}
+    assert queue.asked == [(PROMPTS, ["a"]), (SESSIONS, ["a_0", "a_1", "a_2"])]
+    del queue.left["a_1"]
+    await worker.start(*again)
+    assert met == {0: [[0, 7]], 1: [], 2: [[2, 7]]}
+
+
+async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(monkeypatch):
+    async def gone(**kwargs):
+        raise ConnectionError("no queue")
+
+    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", gone)
+    monkeypatch.setattr(agent_loop, "_RETRY_S", 0.001)
+    worker = Worker(None)
+    await worker.start(first(0), first(1))
+    assert {key: (told.status, told.error) for key, told in worker.reports.items()} == dict.fromkeys(
+        ("a_0", "a_1"), ("lost", "ConnectionError('no queue')")
+    )
+
+
+async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatch, queue):
+    release, ran = asyncio.Event(), []
+
+    async def run(worker, params, session_id, prompt):
+        ran.append(session_id)
+        raise Interrupted
+
+    async def slow(keys, **kwargs):
+        await release.wait()
+        return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
+
+    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", slow)
+    worker = Worker(run)
+    task = asyncio.create_task(worker.start(first(0), first(1)))
+    await asyncio.sleep(0.01)
+    await worker.abandon(["a_1"])
+    release.set()
+    await task
+    assert ran == [0]
+    assert list(worker.reports) == ["a_0"]
+
+
+@pytest.mark.parametrize(("metric", "scores"), [("reward", [0.5, 0.5]), ("acc", [1.0, 1.0]), (None, [])])
+async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered_by(monkeypatch, metric, scores):
+    async def store(self, output, validate, **kwargs):
+        for trajectory in output:
+            trajectory.reward_score = 0.5
+            trajectory.extra_fields["reward_extra_info"] = {"acc": 1}
+
+    async def run(worker, params, session_id, prompt):
+        outputs = [SimpleNamespace(extra_fields={}) for _ in range(2)]
+        await worker._agent_loop_postprocess(outputs, False, session_id=session_id, **prompt)
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    worker = Worker(run)
+    worker._filter_metric = metric
+    await worker.start(first(0))
+    assert [told.status for told in worker.told] == ["generated", "finished"]
+    assert worker.told[1].scores == scores
+
+
+async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
+    async def store(self, output, validate, **kwargs):
+        output.extra_fields["reward_extra_info"] = {"acc": 1}
+
+    async def run(worker, params, session_id, prompt):
+        await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=session_id, **prompt)
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    worker = Worker(run)
+    worker._filter_metric = "score"
+    await worker.start(first(0))
+    assert worker.reports["a_0"].status == "failed"
+    assert "metric=score: the reward function gives ['acc']" in worker.reports["a_0"].error
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -120,7 +237,7 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     await worker.start(first(0))
-    assert worker.reports["a_0"] == {"status": "generated", "tokens": 0, "first_version": None}
+    assert (worker.told[0].status, worker.told[0].tokens, worker.told[0].first_version) == ("generated", 0, None)
     versions = [output.extra_fields for output in (stored[0] if several else stored)]
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
@@ -134,7 +251,7 @@ async def test_a_failure_is_reported_with_the_end_of_its_text():
 
     worker = Worker(run)
     await worker.start(first(0))
-    tag = worker.reports["a_0"]
-    assert tag["status"] == "failed"
-    assert tag["error"].endswith("KeyError: 'answer'")
-    assert len(tag["error"]) <= 1000
+    told = worker.reports["a_0"]
+    assert told.status == "failed"
+    assert told.error.endswith("KeyError: 'answer'")
+    assert len(told.error) <= 1000

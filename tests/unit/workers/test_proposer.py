@@ -59,7 +59,8 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
             else:
                 name, made = f"r{made}", made + 1
                 prompt = prompts[rng.integers(len(prompts))]
-                previous = rng.integers(0, VOCABULARY + 5, rng.integers(0, 200)).tolist() if rng.random() < 0.5 else []
+                previous = rng.integers(0, VOCABULARY + 5, rng.integers(0, 200) if rng.random() < 0.5 else 0)
+                previous = previous.astype("<i4").tobytes()
                 meta = RequestMeta(id=name, key=prompt_key(prompt).hex(), previous=previous)
                 extra = meta.put({}) if rng.random() < 0.9 else {"extra_args": None}
                 params = SimpleNamespace(max_tokens=int(rng.integers(1, 120)), **extra)
@@ -136,7 +137,7 @@ def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
     proposer = proposer_for(tmp_path / "h", policy=policy)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
-    meta = RequestMeta(id="a", previous=response)
+    meta = RequestMeta(id="a", previous=np.array(response, "<i4").tobytes())
     runner.requests["a"] = SimpleNamespace(
         sampling_params=SimpleNamespace(max_tokens=100, **meta.put({})), prompt_token_ids=prompt
     )
@@ -169,8 +170,9 @@ def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
     names = [f"r{i}" for i in range(ROWS)]
+    previous = np.array(response, "<i4").tobytes()
     for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, previous=response).put({}))
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, previous=previous).put({}))
         runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
     runner.input_batch.req_ids, runner.input_batch.spec_token_ids = names, [[] for _ in names]
     runner.input_batch.num_prompt_tokens[:] = len(prompt)

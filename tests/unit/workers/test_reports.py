@@ -1,15 +1,20 @@
-"""Reports of samples that end together go together."""
+"""Reports of samples that end together go together, first to the queue, then to the coordinator."""
 
 import asyncio
 
 import pytest
 
-from verl_rhyme.workers import agent_loop
+from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.workers import reports as module
+from verl_rhyme.workers.reports import Reports
 
 
 class Queue:
+    """TransferQueue and, as ``ended.remote``, the coordinator."""
+
     def __init__(self):
-        self.messages, self.fail, self.hang = [], 0, False
+        self.stored, self.told, self.order, self.fail, self.deaf, self.hang = [], [], [], 0, 0, False
+        self.ended = self
 
     async def put(self, keys, partition_id, fields, tags):
         await asyncio.sleep(0)
@@ -19,68 +24,87 @@ class Queue:
             self.fail -= 1
             raise ConnectionError("gone")
         assert fields.batch_size[0] == len(keys)
-        self.messages.append(dict(zip(keys, [tag["status"] for tag in tags], strict=True)))
+        self.stored.append(dict(zip(keys, [tag["status"] for tag in tags], strict=True)))
+        self.order.append("stored")
+
+    async def remote(self, ended):
+        if self.deaf:
+            self.deaf -= 1
+            raise ConnectionError("it starts anew")
+        self.told.append({told.session: told.status for told in ended})
+        self.order.append("told")
 
 
 @pytest.fixture
 def queue(monkeypatch):
     queue = Queue()
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_put", queue.put)
-    monkeypatch.setattr(agent_loop, "_REPORT_RETRIES_S", (0.001, 0.001))
+    monkeypatch.setattr(module.tq, "async_kv_batch_put", queue.put)
+    monkeypatch.setattr(module, "_RETRIES_S", (0.001, 0.001))
     return queue
 
 
-def send(reports, key, status="interrupted"):
-    return reports.send(key, {"turns": [], "records": []}, {"status": status})
+@pytest.fixture
+def reports(queue):
+    reports = Reports()
+    reports.attach(queue)
+    return reports
 
 
-async def test_what_ends_together_is_one_message(queue):
-    reports = agent_loop._Reports()
+def send(reports, session, status="interrupted"):
+    left = {"turns": [], "records": []} if status in ("interrupted", "generated") else None
+    return reports.send(Ended(session, status), left)
+
+
+async def test_what_ends_together_is_one_message(reports, queue):
     await asyncio.gather(*(send(reports, f"a_{i}") for i in range(30)))
-    assert queue.messages == [{f"a_{i}": "interrupted" for i in range(30)}]
+    assert queue.stored == queue.told == [{f"a_{i}": "interrupted" for i in range(30)}]
+    assert queue.order == ["stored", "told"], "a coordinator that is started anew looks into the queue"
 
 
-async def test_one_after_the_other_keeps_its_order(queue):
-    reports = agent_loop._Reports()
+async def test_what_leaves_nothing_is_told_only(reports, queue):
+    await asyncio.gather(send(reports, "a_0", "finished"), send(reports, "a_1", "failed"), send(reports, "a_2"))
+    assert queue.stored == [{"a_2": "interrupted"}]
+    assert queue.told == [{"a_0": "finished", "a_1": "failed", "a_2": "interrupted"}]
+
+
+async def test_one_after_the_other_keeps_its_order(reports, queue):
     await send(reports, "a_0", "generated")
-    await send(reports, "a_0", "failed")
-    assert queue.messages == [{"a_0": "generated"}, {"a_0": "failed"}]
+    await send(reports, "a_0", "finished")
+    assert queue.told == [{"a_0": "generated"}, {"a_0": "finished"}]
 
 
-async def test_a_report_that_comes_while_one_is_sent_is_not_lost(queue):
-    reports = agent_loop._Reports()
+async def test_a_report_that_comes_while_one_is_sent_is_not_lost(reports, queue):
     first = asyncio.create_task(send(reports, "a_0"))
-    await asyncio.sleep(agent_loop._REPORT_DELAY_S)
+    await asyncio.sleep(module._DELAY_S)
     await asyncio.gather(first, send(reports, "a_1"))
-    assert sorted(key for message in queue.messages for key in message) == ["a_0", "a_1"]
+    assert sorted(session for message in queue.told for session in message) == ["a_0", "a_1"]
 
 
-async def test_an_error_reaches_all_whom_it_concerns_and_nobody_later(queue):
-    reports = agent_loop._Reports()
+async def test_an_error_reaches_all_whom_it_concerns_and_nobody_later(reports, queue):
     queue.fail = 3
     results = await asyncio.gather(send(reports, "a_0"), send(reports, "a_1"), return_exceptions=True)
     assert [type(result) for result in results] == [ConnectionError] * 2
+    assert queue.told == [], "what is not stored is not told"
     await send(reports, "a_0")
-    assert queue.messages == [{"a_0": "interrupted"}]
+    assert queue.told == [{"a_0": "interrupted"}]
 
 
-async def test_a_report_that_fails_is_sent_again(queue):
-    queue.fail = 2
-    await send(agent_loop._Reports(), "a_0")
-    assert queue.messages == [{"a_0": "interrupted"}]
+async def test_a_report_that_fails_is_sent_again_and_stored_once(reports, queue):
+    queue.fail = queue.deaf = 2
+    await send(reports, "a_0")
+    assert queue.stored == queue.told == [{"a_0": "interrupted"}]
 
 
-async def test_a_queue_that_hangs_is_an_error_too(queue, monkeypatch):
-    monkeypatch.setattr(agent_loop, "_REPORT_TIMEOUT_S", 0.01)
+async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
     queue.hang = True
     with pytest.raises(TimeoutError):
-        await send(agent_loop._Reports(), "a_0")
+        await send(reports, "a_0")
 
 
-async def test_a_cancelled_sender_takes_no_others_report_with_it(queue):
-    reports = agent_loop._Reports()
-    one, other = (asyncio.create_task(send(reports, key)) for key in ("a_0", "a_1"))
+async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue):
+    one, other = (asyncio.create_task(send(reports, session)) for session in ("a_0", "a_1"))
     await asyncio.sleep(0)
     one.cancel()
     await other
-    assert "a_1" in queue.messages[0]
+    assert "a_1" in queue.told[0]

@@ -2,16 +2,20 @@
 
 import asyncio
 import random
+from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transfer_queue.utils import serial_utils
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.workers import session as sessions
-from verl_rhyme.workers.client import _Attempts, _PromptKeys, _Sessions
+from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.request import FIELD, RequestMeta
 from verl_rhyme.workers.session import Interrupted, Session, Turn
 
@@ -21,20 +25,18 @@ PROMPT, BUDGET = [1, 2, 3], 20
 class Engine(LLMServerClient):
     """Says ``text`` after the prompt, a number a token, and is stopped after each of ``stops`` tokens."""
 
-    def __init__(self, stops=(), version=0, length=None):
-        rollout = SimpleNamespace(response_length=BUDGET, prompt_length=8)
-        super().__init__(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
-        self.stops, self.version, self.length, self.requests = list(stops), version, length, []
+    stops, version, length, requests = (), 0, None, ()
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
-        meta = RequestMeta.of(sampling_params)
+    async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
+        meta = RequestMeta(**rhyme)
+        assert "extra_args" not in sampling_params
         self.requests.append((list(prompt_ids), sampling_params["max_tokens"], meta, kwargs))
         said = len(prompt_ids) - len(PROMPT)
         left = min(sampling_params["max_tokens"], (self.length or 10**6) - said)
         made = min(self.stops.pop(0), left) if self.stops else left
         tokens = [100 + said + i for i in range(made)]
         record = {"response_tokens": made, "policy_version_end": self.version, "attempt": meta.attempt,
-                  "drafted_tokens": 0, "accepted_tokens": 0, "verify_steps": 0}  # fmt: skip
+                  "prompt_key": meta.key, "drafted_tokens": 0, "accepted_tokens": 0, "verify_steps": 0}  # fmt: skip
         return TokenOutput(
             token_ids=tokens,
             log_probs=[-0.01 * (self.version + 1)] * made,
@@ -43,34 +45,43 @@ class Engine(LLMServerClient):
         )
 
 
-class Client(_PromptKeys, _Sessions, _Attempts, Engine):
-    pass
+class Client(RhymeLLMServerClient, Engine):
+    def __init__(self, stops=(), version=0, length=None, **kwargs):
+        rollout = SimpleNamespace(response_length=BUDGET, prompt_length=8)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        super().__init__(config, **{"interruptible": True, **kwargs})
+        self.stops, self.version, self.length, self.requests = list(stops), version, length, []
+
+
+def sample(partial, **more):
+    """An attempt that a trainer of ours started."""
+    return Session(partial, name="uid_0", **more)
 
 
 def attempt(client, session, prompt=PROMPT, params=None):
     """One turn; ``None`` where it was interrupted."""
 
     async def run():
-        sessions.enter(session)
+        if session is not None:
+            sessions.enter(session)
         try:
             return await client.generate("r", prompt_ids=prompt, sampling_params=params or {})
         except Interrupted:
             return None
 
-    client.__dict__.pop("_rhyme_conversations", None)  # an agent loop names its request anew each time
     return asyncio.run(run())
 
 
 def again(session, partial):
     """The next attempt, from what the last one left; a round through what is stored."""
-    kept = [Turn(**turn.to_dict()) for turn in session.left]
-    return Session(partial, kept=kept, records=session.records if partial else [])
+    kept = [Turn.from_dict(turn.to_dict()) for turn in session.left]
+    return sample(partial, kept=kept, records=session.records if partial else [])
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, BUDGET), max_size=6), st.integers(1, 2 * BUDGET))
 def test_a_resumed_response_keeps_its_budget_and_its_log_probs(stops, length):
-    session, output, client = Session(partial=True), None, Client(stops, length=length)
+    session, output, client = sample(partial=True), None, Client(stops, length=length)
     made = []  # (version, tokens) of each attempt
     for version in range(len(stops) + 1):
         client.version = version
@@ -91,7 +102,7 @@ def test_a_resumed_response_keeps_its_budget_and_its_log_probs(stops, length):
 
 
 def test_on_policy_an_interrupted_response_begins_anew_and_drafts_from_what_was_said():
-    client, session = Client([7]), Session(partial=False)
+    client, session = Client([7]), sample(partial=False)
     assert attempt(client, session) is None
     client.version, client.stops = 1, [3]
     session = again(session, partial=False)
@@ -100,7 +111,8 @@ def test_on_policy_an_interrupted_response_begins_anew_and_drafts_from_what_was_
     client.version = 2
     session = again(session, partial=False)
     output = attempt(client, session)
-    assert [meta.previous for _, _, meta, _ in client.requests] == [[], [*range(100, 107)], [*range(100, 107)]]
+    previous = [np.frombuffer(meta.previous, "<i4").tolist() for _, _, meta, _ in client.requests]
+    assert previous == [[], [*range(100, 107)], [*range(100, 107)]]
     assert all(prompt == PROMPT and budget == BUDGET for prompt, budget, _, _ in client.requests)
     assert len(output.token_ids) == BUDGET
     assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == 2
@@ -109,17 +121,66 @@ def test_on_policy_an_interrupted_response_begins_anew_and_drafts_from_what_was_
 
 def test_the_budget_is_the_servers_rule_or_the_callers():
     client = Client()
-    attempt(client, Session(partial=True), prompt=list(range(15)))
-    attempt(client, Session(partial=True), params={"max_tokens": 5})
-    attempt(client, Session(partial=True), params={"max_new_tokens": 6})
+    attempt(client, sample(partial=True), prompt=list(range(15)))
+    attempt(client, sample(partial=True), params={"max_tokens": 5})
+    attempt(client, sample(partial=True), params={"max_new_tokens": 6})
     assert [budget for _, budget, _, _ in client.requests] == [8 + BUDGET - 15, 5, 6]
 
 
 def test_priority_goes_with_each_request_and_validation_is_left_alone():
+    """Neither one that says what it works on nor one that does not ends where the engine stops."""
     client = Client()
-    attempt(client, Session(partial=False, priority=7))
-    attempt(client, None, params={"max_tokens": 4})
-    assert [kwargs for *_, kwargs in client.requests] == [{"priority": 7}, {}]
+    attempt(client, sample(partial=False, priority=7))
+    for validation in (None, Session(sample=3)):
+        client.stops = [2]
+        assert attempt(client, validation, params={"max_tokens": 4}).stop_reason == "aborted"
+    assert [kwargs for *_, kwargs in client.requests] == [{"priority": 7}, {}, {}]
+    assert [meta.sample for _, _, meta, _ in client.requests] == [-1, -1, 3]
+
+
+def test_a_client_that_resumes_does_so_within_the_turn(monkeypatch):
+    """Then the session learns of an interruption only where it was one of the versions."""
+
+    async def no_wait(_):
+        client.version += 1
+
+    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", no_wait)
+    for partial in (True, False):
+        client = Client([3, 4], resumes=True)
+        session = sample(partial, response_tokens=9, kept=[Turn("", array("i", range(100, 106)))])
+        output = attempt(client, session)
+        assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
+        assert [meta.prompt_tokens for _, _, meta, _ in client.requests] == [3, 6, 10]
+        assert [meta.response_tokens for _, _, meta, _ in client.requests] == [9, 6, 2]
+        assert session.turns[0].tokens.tolist() == [*range(100, 100 + BUDGET)]
+        assert (session.turns[0].first_version, session.turns[0].version, len(session.records)) == (0, 2, 3)
+        if partial:
+            assert len(output.extra_fields[FIELD]) == 3
+        else:
+            assert output is None, "tokens of two policies"
+            left = [np.frombuffer(meta.previous, "<i4").tolist() for _, _, meta, _ in client.requests]
+            assert left == [[*range(100, 106)], [103, 104, 105], []], "what is still to come of the earlier text"
+
+
+def test_conversations_of_one_sample_have_their_own_keys_and_records():
+    async def run(session, *conversations):
+        sessions.enter(session)
+        for request_id, prompt in conversations:
+            output = await client.generate(request_id, prompt_ids=prompt, sampling_params={"max_tokens": 2})
+        return output
+
+    client, other = Client(interruptible=False), [7, 8, 9]
+    session = Session()
+    said = asyncio.run(run(session, ("a", PROMPT), ("b", other), ("a", [*PROMPT, 5]), ("c", PROMPT)))
+    keys = [prompt_key(prompt).hex() for prompt in (PROMPT, other, PROMPT, PROMPT)]
+    assert [meta.key for _, _, meta, _ in client.requests] == keys
+    assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 0, 1, 0]
+    assert len(said.extra_fields[FIELD]) == 1
+    assert len(session.records) == 4
+
+    session = Session(records=session.records[:1])  # of an attempt that is continued
+    said = asyncio.run(run(session, ("b", other), ("a", PROMPT), ("c", PROMPT)))
+    assert [meta.attempt for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
 
 
 def turns(client, session, answers):
@@ -134,12 +195,11 @@ def turns(client, session, answers):
         except Interrupted:
             return None
 
-    client.__dict__.pop("_rhyme_conversations", None)
     return asyncio.run(run())
 
 
 def test_partial_mode_replays_the_turns_that_were_complete():
-    client, session = Client([99, 2]), Session(partial=True)
+    client, session = Client([99, 2]), sample(partial=True)
     assert turns(client, session, 50) is None
     client.version = 1
     _, second = turns(client, again(session, partial=True), 50)
@@ -150,7 +210,7 @@ def test_partial_mode_replays_the_turns_that_were_complete():
 
 
 def test_a_tool_that_answers_otherwise_makes_what_followed_void():
-    client, session = Client([99, 2]), Session(partial=True)
+    client, session = Client([99, 2]), sample(partial=True)
     assert turns(client, session, 50) is None
     _, second = turns(client, again(session, partial=True), 51)
     assert client.requests[-1][0][-1] == 51
@@ -158,7 +218,7 @@ def test_a_tool_that_answers_otherwise_makes_what_followed_void():
 
 
 def test_on_policy_turns_of_two_policies_make_no_sample():
-    client, session = Client(), Session(partial=False)
+    client, session = Client(), sample(partial=False)
 
     class Moving(Client):
         async def generate(self, *args, **kwargs):
@@ -173,7 +233,7 @@ def test_on_policy_turns_of_two_policies_make_no_sample():
 
 def test_an_agent_loop_that_catches_everything_does_not_catch_an_interruption():
     async def loop():
-        sessions.enter(Session(partial=False))
+        sessions.enter(sample(partial=False))
         try:
             await Client([2]).generate("r", prompt_ids=PROMPT, sampling_params={})
         except Exception:
@@ -185,7 +245,7 @@ def test_an_agent_loop_that_catches_everything_does_not_catch_an_interruption():
 
 def test_sessions_of_concurrent_tasks_are_their_own():
     async def one(number):
-        sessions.enter(Session(partial=False, priority=number))
+        sessions.enter(sample(partial=False, priority=number))
         await asyncio.sleep(random.random() / 100)
         return sessions.current().priority
 
@@ -196,24 +256,20 @@ def test_sessions_of_concurrent_tasks_are_their_own():
     assert sessions.current() is None
 
 
-class Tokens(list):
-    """A text that notices when it is looked through."""
+@given(st.lists(st.integers(0, 2**31 - 1)), st.booleans())
+def test_a_turn_is_stored_as_bytes(tokens, asked):
+    log_probs = array("f", [-token / 7 for token in tokens]) if asked else None
+    turn = Turn("key", array("i", tokens), log_probs, 3, 3, False, "aborted")
+    stored = serial_utils.decode(serial_utils.encode(turn.to_dict()))  # TransferQueue's
+    assert stored["tokens"] == np.array(tokens, "<i4").tobytes()
+    assert stored["log_probs"] == (np.array(log_probs, "<f4").tobytes() if asked else None)
+    assert Turn.from_dict(stored) == turn
 
-    read = False
 
-    def __iter__(self):
-        self.read = True
-        return super().__iter__()
-
-
-def test_what_travels_is_not_copied_token_by_token():
-    """A thousand attempts of a worker end together, 8000 tokens each: copies would hold its event loop for 10 s."""
-    tokens, log_probs = Tokens([5, 6]), Tokens([-0.1, -0.2])
-    turn = Turn("key", tokens, log_probs, 3, 3, False, "aborted")
-    assert Turn(**turn.to_dict()) == turn
-    meta = RequestMeta(key="key", sample=2, previous=tokens)
-    for _ in range(3):  # agent loop, session, attempt
-        meta = RequestMeta.of(meta.put({"temperature": 1.0}))
-    assert meta == RequestMeta(key="key", sample=2, previous=tokens)
-    assert not tokens.read
-    assert not log_probs.read
+def test_a_turn_of_an_older_checkpoint_is_read():
+    """It holds lists."""
+    stored = {"prompt": "key", "tokens": [5, 6], "log_probs": [-0.5, -0.25], "first_version": 3, "version": 3,
+              "complete": False, "stop_reason": "aborted"}  # fmt: skip
+    turn = Turn.from_dict(stored)
+    assert turn == Turn("key", array("i", [5, 6]), array("f", [-0.5, -0.25]), 3, 3, False, "aborted")
+    assert Turn.from_dict({**stored, "log_probs": None}).log_probs is None

@@ -82,7 +82,7 @@ class BatchNoise:
     def _key(self, id: str) -> tuple[int, bool]:
         """A request's key, and whether its noise must be met again."""
         params = self._runner.requests[id].sampling_params
-        if noise := RequestMeta.of({"extra_args": params.extra_args}).noise:
+        if noise := RequestMeta.of(params.extra_args).noise:
             return int(noise, 16), True
         if params.seed is not None:
             return key_of("seed", params.seed), False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -162,10 +162,10 @@ class HistoryProposer:
     def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
         params = state.sampling_params
-        meta = RequestMeta.of({"extra_args": params.extra_args})
+        meta = RequestMeta.of(params.extra_args)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
-        drafter.start(request.id, key, np.asarray(meta.previous, np.int32) if meta.previous else None)
+        drafter.start(request.id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
         self._requests[req_id] = request
         return request
 
@@ -194,7 +194,10 @@ class HistoryProposer:
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
             id = self._requests.pop(req_id).id
             self._finished[id] = drafter.finish(id)
-        counts = {id: asdict(self._finished.pop(id)) for id in ids if id in self._finished}
+        finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
+        counts: dict[str, dict[str, Any]] = {
+            id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
+        }
         for first in list(counts)[:1]:
             errors = self._errors + self._history.errors
             counts[first] |= {"draft_errors": errors - self._told[0], "draft_seconds": self._seconds - self._told[1]}

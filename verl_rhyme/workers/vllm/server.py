@@ -144,10 +144,20 @@ class RhymeHttpServer(vLLMHttpServer):
     # ---- requests ----
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        *,
+        rhyme: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> TokenOutput:
-        meta = RequestMeta.of(sampling_params)
-        meta.id = request_id
+        """As verl's.
+
+        Args:
+            rhyme: :class:`RequestMeta` as our client sends it; ``None`` from any other.
+        """
+        meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
         version = self.global_steps
         self._final[request_id] = None

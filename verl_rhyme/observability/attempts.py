@@ -1,0 +1,45 @@
+"""One attempt of a request, as the rollout server saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class RequestRecord:
+    """Made by the server, kept by the client with its sample, logged by the trainer: its fields, but for the id, are
+    columns of the event log (``events.REQUESTS``), which derives them from here.
+
+    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, the fields with a default,
+    is told after the response, by id (``workers.request.COUNTS``).
+    """
+
+    id: str
+    prompt_key: str  # hex
+    sample: int
+    attempt: int
+    replica: int
+    node: str
+    queued_at: float
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    prompt_tokens: int
+    response_tokens: int
+    policy_version_start: int
+    policy_version_end: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_steps: int = 0
+    history_hit: bool = False
+    #: Accepted ones that an interrupted response had said before.
+    reverified_tokens: int = 0
+    #: Of the engine's drafter since it was last asked; of all requests then, told with one of them.
+    draft_errors: int = 0
+    #: The same.
+    draft_seconds: float = 0.0
+    stop_reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
