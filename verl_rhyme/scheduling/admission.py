@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt
+from verl_rhyme.scheduling.samples import Prompt
 
 
 def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[str, int]]:
@@ -14,7 +14,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
 
     Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt those
     first that were longest when they were cut short. What runs on over updates must fit into the batches of all updates
-    that may still train it: no more is in flight (AReaL's bound, arXiv:2505.24298), but whole prompts.
+    that may still train it: no more prompts are begun (AReaL's bound, arXiv:2505.24298).
 
     Args:
         training: A batch was harvested, and the policy that it makes is not there yet.
@@ -23,13 +23,14 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         return
     tally, room, last = ledger.tally, float("inf"), -1
     if rules.runs_on and rules.max_staleness > 0:
-        flying = sum(tally.samples[state] for state in (*ON_THEIR_WAY, "finished"))
-        room = (rules.max_staleness + 1 - training) * rules.batch_samples - flying
+        room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
     for prompt in tally.prompts("pending"):
         if room <= 0:
             break
-        for number in _longest_first(prompt):
-            room -= 1
+        numbers = _longest_first(prompt)
+        if not tally.has_begun(prompt):
+            room -= len(numbers)
+        for number in numbers:
             yield prompt.uid, number
         last = prompt.number
     else:

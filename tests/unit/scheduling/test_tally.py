@@ -48,27 +48,46 @@ class Plain:
         pending.sort(key=lambda at: (at[0].number, -at[2].tokens, at[1]))
         if self.training and rules.max_staleness == 0 and not rules.draft_ahead:
             return []
-        flying = [prompt.uid for prompt, _, _ in self.samples(*ON_THEIR_WAY, "finished")]
-        begun, admitted, room = set(flying), [], float("inf")
+        room = float("inf")
         if rules.runs_on and rules.max_staleness:
-            room = (rules.max_staleness + 1 - self.training) * rules.batch_samples - len(flying)
-        for prompt, number, _ in pending:
-            if room > 0 or prompt.uid in begun:
-                begun.add(prompt.uid)
-                admitted.append((prompt.uid, number))
-                room -= 1
-        return admitted
+            begun = [p for p in self.prompts if self.begun(p)]
+            room = (rules.max_staleness + 1 - self.training) * rules.batch_samples
+            room -= sum(s.state != "trained" for p in begun for s in p.samples)
+        admitted = set()
+        for prompt in self.prompts:
+            if self.begun(prompt):
+                admitted.add(prompt.uid)
+            elif room > 0 and (waiting := [s for s in prompt.samples if s.state == "pending"]):
+                admitted.add(prompt.uid)
+                room -= len(waiting)
+        return [(prompt.uid, number) for prompt, number, _ in pending if prompt.uid in admitted]
 
-    def awaits(self, *states):
-        return any(self.protected(prompt, sample) for prompt, _, sample in self.samples(*states))
+    def begun(self, prompt):
+        return any(
+            s.state in (*ON_THEIR_WAY, "finished") or (s.state == "pending" and s.first_version is not None)
+            for s in prompt.samples
+        )
 
-    def protected(self, prompt, sample):
-        rules = self.rules
-        if rules.max_wait is not None and prompt.waited >= rules.max_wait:
-            return True
-        together = prompt.samples if rules.unit == "group" else [sample]
-        versions = [s.oldest_version for s in together if s.oldest_version is not None]
-        return rules.max_staleness > 0 and bool(versions) and min(versions) <= self.version - rules.max_staleness
+    def awaits(self, rewarded):
+        rules, there = self.rules, ("finished",) if rewarded else ("finished", "generated")
+        for prompt, _, _ in self.samples(*(ON_THEIR_WAY if rewarded else ("running",))):
+            if rules.max_wait is not None and prompt.waited >= rules.max_wait:
+                return True
+        for batches in range(rules.max_staleness):  # that follow on this one before they are too stale
+            last = self.version - rules.max_staleness + batches
+            if rules.unit == "group":
+                old = [p.samples for p in self.prompts if self.oldest(p.samples) <= last]
+            else:
+                untrained = self.samples("pending", *ON_THEIR_WAY, "finished")
+                old = [[s] for _, _, s in untrained if self.oldest([s]) <= last]
+            left = sum(len(unit) for unit in old) - batches * rules.batch_samples
+            got = sum(len(unit) for unit in old if all(s.state in there for s in unit))
+            if got < min(left, rules.batch_samples):
+                return True
+        return False
+
+    def oldest(self, samples):
+        return min((s.oldest_version for s in samples if s.oldest_version is not None), default=float("inf"))
 
     def suffices(self, *states):
         rules = self.rules
@@ -96,8 +115,7 @@ def check(scheduler):
     assert list(startable(rules, ledger, plain.training)) == plain.startable()
     for rewarded, states in ((False, ("generated", "finished")), (True, ("finished",))):
         assert suffices(rules, ledger, plain.owed, rewarded) == plain.suffices(*states)
-    for states in (("running",), ON_THEIR_WAY):
-        assert awaits(rules, ledger, version, *states) == plain.awaits(*states)
+        assert awaits(rules, ledger, version, rewarded) == plain.awaits(rewarded)
 
 
 def checked(kind):
