@@ -1,0 +1,109 @@
+"""Which update batch could be taken: is there enough for one, what must it not pass by, what is in it.
+
+An update takes so many samples and no more, so that of those that become too stale in the next few updates some must be
+trained earlier, or the last batch that may train them has no room for all: of the samples that may be trained in this
+update and k more at the latest, all that k batches cannot hold are due now (earliest deadline first).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from verl_rhyme.scheduling.ledger import Ledger
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.samples import Prompt, State
+
+#: What is trained together: samples of a prompt, by number.
+_Bundle = tuple[Prompt, list[int]]
+
+
+def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
+    """What is generated or finished makes a batch: a full one, or of enough tokens, or all that is left.
+
+    Args:
+        owed: Prompts that are yet to be loaded in place of those that were dropped.
+        rewarded: Count only what is finished.
+    """
+    tally = ledger.tally
+    samples = sum((tally.rewarded if rewarded else tally.trainable).values())
+    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
+    if samples >= min(rules.batch_samples, left):
+        return samples > 0
+    return rules.harvest_tokens is not None and samples > 0 and tally.tokens[rewarded] >= rules.harvest_tokens
+
+
+def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
+    """Something that must not be passed by is not generated yet; or (``rewarded``) it is not finished."""
+    tally = ledger.tally
+    for state in ("running", "generated") if rewarded else ("running",):
+        first = next(tally.prompts(state), None)  # none has waited longer
+        if rules.max_wait is not None and first is not None and first.waited >= rules.max_wait:
+            return True
+    there = tally.rewarded if rewarded else tally.trainable
+    return any(_until(there, last) < due for last, due in _due(rules, version, tally.held))
+
+
+def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
+    """The update batch, were it taken of what is in these states: what is protected, what is due, then the shortest."""
+    bundles = sorted(_bundles(rules, ledger, *states), key=_length)
+    stages = {i: 0 for i, bundle in enumerate(bundles) if _protected(rules, version, *bundle)}
+    for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
+        there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
+        due -= sum(len(bundles[i][1]) for i in there if i in stages)
+        for i in there:
+            if due > 0 and i not in stages:
+                stages[i] = stage
+                due -= len(bundles[i][1])
+
+    def precedence(i: int) -> tuple[int, int]:
+        stage = stages.get(i, rules.max_staleness + 1)
+        return stage, i if stage else bundles[i][0].number
+
+    taken: list[tuple[Prompt, int]] = []
+    for prompt, numbers in (bundles[i] for i in sorted(range(len(bundles)), key=precedence)):
+        if len(taken) + len(numbers) <= rules.batch_samples or not taken:
+            taken += [(prompt, number) for number in numbers]
+    return taken
+
+
+def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
+    """What can be trained of that which is in these states: whole groups, or single trajectories."""
+    if rules.unit == "trajectory":
+        return [(prompt, [number]) for state in states for prompt, number, _ in ledger.samples(state)]
+    found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
+    whole = (found[number] for number in sorted(found))
+    return [(prompt, list(range(len(prompt.samples)))) for prompt in whole if prompt.complete(*states)]
+
+
+def _length(bundle: _Bundle) -> tuple[float, int]:
+    prompt, numbers = bundle
+    return sum(prompt.samples[number].tokens for number in numbers) / len(numbers), prompt.number
+
+
+def _oldest(prompt: Prompt, numbers: list[int]) -> int:
+    versions = (prompt.samples[number].oldest_version for number in numbers)
+    return min(version for version in versions if version is not None)
+
+
+def _protected(rules: Rules, version: int, prompt: Prompt, numbers: list[int]) -> bool:
+    """The next harvest must not pass it by: it waited long enough, or would be too stale at the next update.
+
+    On-policy all would be.
+    """
+    if rules.max_wait is not None and prompt.waited >= rules.max_wait:
+        return True
+    return rules.max_staleness > 0 and _oldest(prompt, numbers) <= version - rules.max_staleness
+
+
+def _due(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
+    """For this update and each later one but the last of those that may train what is made now: samples with a token
+    of that version or older that have to be in this batch."""
+    due = []
+    for later in range(rules.max_staleness):
+        last = version - rules.max_staleness + later
+        due.append((last, min(_until(held, last) - later * rules.batch_samples, rules.batch_samples)))
+    return due
+
+
+def _until(samples: Counter[int], last: int) -> int:
+    return sum(count for version, count in samples.items() if version <= last)

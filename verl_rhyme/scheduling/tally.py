@@ -1,0 +1,169 @@
+"""What a ledger comes to: counts and sums over its prompts, which cost the same however many these are.
+
+The scheduler asks after every event whether there is enough for a batch and what may start. A prompt that changed is
+counted anew when somebody asks next; all others keep what they were counted with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_rhyme.scheduling.rules import Unit
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, State
+
+#: What prompts can be asked for by: samples in a state, or (``begun``) pending ones of a prompt that has been started.
+Having = State | Literal["begun"]
+
+
+@dataclass(slots=True)
+class Part:
+    """What one prompt adds.
+
+    Where single trajectories are trained, each goes by its own oldest token; else all by that of the group.
+
+    Attributes:
+        samples: In each state.
+        tokens: Of ``trainable``, and of ``rewarded``.
+        trainable: Samples that can be trained of what is generated or finished, by version of the oldest token.
+        rewarded: The same, of what is finished.
+        held: The same, of all that have tokens, or wait with others for such as have.
+        begun: Untrained samples, if any of them was started.
+    """
+
+    samples: dict[State, int]
+    tokens: tuple[int, int]
+    trainable: dict[int, int]
+    rewarded: dict[int, int]
+    held: dict[int, int]
+    begun: int
+
+    @property
+    def having(self) -> set[Having]:
+        return {*self.samples, "begun"} if self.begun and "pending" in self.samples else {*self.samples}
+
+
+_NOTHING = Part({}, (0, 0), {}, {}, {}, 0)
+
+
+def part(prompt: Prompt, unit: Unit) -> Part:
+    """What a prompt adds."""
+    samples: dict[State, int] = {}
+    tokens: dict[State, int] = {}
+    versions: dict[State, dict[int, int]] = {}
+    for sample in prompt.samples:
+        state, version = sample.state, sample.oldest_version
+        samples[state] = samples.get(state, 0) + 1
+        tokens[state] = tokens.get(state, 0) + sample.tokens
+        if version is not None and state != "trained":
+            of_state = versions.setdefault(state, {})
+            of_state[version] = of_state.get(version, 0) + 1
+    rewarded, generated = versions.get("finished", {}), versions.get("generated", {})
+    trainable, held = _sum(rewarded, generated), _sum(*versions.values())
+    rewarded_tokens = tokens.get("finished", 0)
+    trainable_tokens = rewarded_tokens + tokens.get("generated", 0)
+    untrained = len(prompt.samples) - samples.get("trained", 0)
+    begun = untrained if held or any(state in samples for state in ON_THEIR_WAY) else 0
+    if unit == "group":
+        held = {min(held): untrained} if held else {}
+        if sum(trainable.values()) < len(prompt.samples):
+            trainable, trainable_tokens = {}, 0
+        if sum(rewarded.values()) < len(prompt.samples):
+            rewarded, rewarded_tokens = {}, 0
+        trainable, rewarded = trainable and held, rewarded and held
+    return Part(samples, (trainable_tokens, rewarded_tokens), trainable, rewarded, held, begun)
+
+
+def _sum(*parts: dict[int, int]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for one in parts:
+        for version, samples in one.items():
+            total[version] = total.get(version, 0) + samples
+    return total
+
+
+class Tally:
+    """The sums of all prompts' :class:`Part`, and in which prompts to find what.
+
+    Args:
+        unit: What is trained together.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.samples: Counter[State] = Counter()
+        self.tokens = (0, 0)
+        self.trainable: Counter[int] = Counter()
+        self.rewarded: Counter[int] = Counter()
+        self.held: Counter[int] = Counter()
+        self.begun = 0
+        self._numbers: dict[Having, list[int]] = {}  # of prompts, rising
+        self._prompts: dict[int, Prompt] = {}
+        self._parts: dict[int, Part] = {}
+        self._changed: dict[int, Prompt] = {}
+
+    def changed(self, prompt: Prompt) -> None:
+        """A prompt came, or is not what it was."""
+        self._changed[prompt.number] = prompt
+
+    def left(self, prompt: Prompt) -> None:
+        """A prompt is gone."""
+        self._changed.pop(prompt.number, None)
+        self._replace(prompt.number, _NOTHING)
+        self._prompts.pop(prompt.number, None)
+
+    def update(self) -> None:
+        """Count what changed."""
+        for number, prompt in self._changed.items():
+            self._prompts[number] = prompt
+            self._replace(number, part(prompt, self.unit))
+        self._changed.clear()
+
+    def prompts(self, having: Having, after: int = -1) -> Iterator[Prompt]:
+        """In the order of loading, those past number ``after``. Nothing may change meanwhile."""
+        numbers = self._numbers.get(having, [])
+        for at in range(bisect_right(numbers, after), len(numbers)):
+            yield self._prompts[numbers[at]]
+
+    @property
+    def untrained(self) -> int:
+        """Samples that are loaded and not trained."""
+        return sum(self.samples.values()) - self.samples["trained"]
+
+    def has_begun(self, prompt: Prompt) -> bool:
+        return self._parts[prompt.number].begun > 0
+
+    def _replace(self, number: int, new: Part) -> None:
+        old = self._parts.pop(number, _NOTHING)
+        if new is not _NOTHING:
+            self._parts[number] = new
+        for state, count in old.samples.items():
+            self.samples[state] -= count
+        for state, count in new.samples.items():
+            self.samples[state] += count
+        self.tokens = self.tokens[0] - old.tokens[0] + new.tokens[0], self.tokens[1] - old.tokens[1] + new.tokens[1]
+        self.begun += new.begun - old.begun
+        _exchange(self.trainable, old.trainable, new.trainable)
+        _exchange(self.rewarded, old.rewarded, new.rewarded)
+        _exchange(self.held, old.held, new.held)
+        before, after = old.having, new.having
+        if before != after:
+            for having in before - after:
+                numbers = self._numbers[having]
+                del numbers[bisect_left(numbers, number)]
+            for having in after - before:
+                insort(self._numbers.setdefault(having, []), number)
+
+
+def _exchange(total: Counter[int], old: dict[int, int], new: dict[int, int]) -> None:
+    if old == new:
+        return
+    for version, samples in old.items():
+        total[version] -= samples
+        if not total[version]:
+            del total[version]
+    for version, samples in new.items():
+        total[version] += samples
