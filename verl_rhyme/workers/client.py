@@ -71,8 +71,9 @@ class _Attempts(LLMServerClient):
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
     """verl's client, of either class. A call passes, in this order:
 
-    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the output;
-    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and ends the attempt at one;
+    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the
+       output;
+    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and one ends the attempt;
     3. verl's resume loop, where the client resumes aborted requests itself;
     4. the attempt, on one server: what it is goes along, the server's record of it is kept.
 
@@ -142,8 +143,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
             version = output.extra_fields.get("global_steps")
             first = output.extra_fields.get("min_global_steps", version)
             session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
-        output.token_ids = turn.tokens.tolist()
-        output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
+        if len(turn.tokens) > len(output.token_ids):  # some of them are from before
+            output.token_ids = turn.tokens.tolist()
+            output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
         output.extra_fields |= {
             "global_steps": turn.version,
             "min_global_steps": turn.first_version,
@@ -181,5 +183,5 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
         )
     resumes = isinstance(client, FullyAsyncLLMServerClient)
     ours = RhymeLLMServerClient(client.config, resumes=resumes, interruptible=interruptible)
-    vars(ours).update(vars(client))
+    ours.__dict__.update(vars(client))
     return ours
