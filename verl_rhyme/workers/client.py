@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -72,6 +72,8 @@ class _Attempts(LLMServerClient):
         while True:
             try:
                 return await super().generate(request_id, **kwargs)
+            except ActorUnavailableError:  # of its node, or the network between: it may come back
+                await asyncio.sleep(_SERVER_WAIT_S)
             except Exception as error:
                 if not _is_death(error):
                     raise
