@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from verl_rhyme.workers.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.workers.request import FIELD, RequestMeta
 from verl_rhyme.workers.router import router
 from verl_rhyme.workers.session import Session, current, enter
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
 N = 4
 PROMPT = [3, 1, 4, 1, 5]
@@ -195,6 +198,7 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
     ours = rhymed(given, interruptible)
     assert isinstance(ours, LLMServerClient)
     assert rhymed(ours) is ours
+    assert ours._interruptible == interruptible
     for client in (ours, pickle.loads(pickle.dumps(ours))):
         assert type(client) is RhymeLLMServerClient
         assert vars(client).items() >= {name: value for name, value in vars(given).items() if name != "config"}.items()
@@ -222,7 +226,8 @@ def test_a_client_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
         rhymed(Theirs(config()))
     derived = Derived(config())
-    assert rhymed(derived) is derived
+    assert rhymed(derived, interruptible=True) is rhymed(derived) is derived
+    assert derived._interruptible
 
 
 async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(

@@ -220,6 +220,7 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
         TypeError: A client class of neither verl nor this package.
     """
     if isinstance(client, RhymeLLMServerClient):
+        client._interruptible |= interruptible
         return client
     if type(client) not in (LLMServerClient, FullyAsyncLLMServerClient):
         raise TypeError(
