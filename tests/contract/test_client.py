@@ -93,9 +93,10 @@ def servers(cluster: None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def balancer(servers: list[Any]) -> Any:
-    return _create_global_sticky_inflight(
-        {f"s{i}": server for i, server in enumerate(servers)}, load_balancer_cls=Watched
-    )
+    named = {f"s{i}": server for i, server in enumerate(servers)}
+    balancer = _create_global_sticky_inflight(named, load_balancer_cls=Watched)
+    ray.get(balancer.expect.remote(64))  # with nothing else to come a group would be spread
+    return balancer
 
 
 def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
