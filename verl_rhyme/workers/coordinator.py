@@ -120,16 +120,16 @@ class Coordinator:
     # ---- the trainer's ----
 
     async def open(
-        self, setting: Setting, workers: list[Any], state: dict[str, Any] | None, version: int, dispatching: bool
+        self, setting: Setting, workers: list[Any], state: dict[str, Any] | None, version: int, fresh: bool
     ) -> dict[str, Any]:
-        """Begin, or take up what was begun.
+        """Begin, or take up what was begun; nothing is started before :meth:`publish`.
 
         Args:
             setting: The run's.
             workers: The agent loop workers.
             state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
             version: The current policy's, for what is told meanwhile.
-            dispatching: Start samples at once; else :meth:`publish` is waited for.
+            fresh: Nothing is being trained: what TransferQueue holds for nobody may go at once.
 
         Returns:
             The state it begins with.
@@ -149,9 +149,9 @@ class Coordinator:
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
-        self._clean(listing, keep=set())
+        if fresh:
+            self._clean(listing, keep=set())
         early, self._early = self._early, []
-        self._dispatching = dispatching
         await self.ended(early)
         self._lost([a.session for a in rollout.attempts() if not crew.knows(a.session)], "their worker died meanwhile")
         return rollout.state_dict()
