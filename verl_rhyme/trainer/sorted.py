@@ -185,7 +185,7 @@ class RhymeTrainerSorted(RhymeTrainerMixin):
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
-        metrics.update(self.replay_buffer.take_metrics(self._request_slots()))
+        metrics.update(self.replay_buffer.take_metrics(self.fillable_slots))
         self._recorder.log_untrained(self.replay_buffer.take_wasted(), step=global_steps, epoch=self._epoch())
 
     # ---- checkpoints ----
