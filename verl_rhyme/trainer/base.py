@@ -29,8 +29,6 @@ from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespa
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 20
-#: verl's name for the batches that its asynchronous modes have in flight beside the one that is waited for.
-_AHEAD = "num_warmup_batches"
 
 
 class StageTimes(dict):
@@ -123,9 +121,12 @@ class RhymeTrainerMixin(PPOTrainer):
 
     def _samples_in_flight(self) -> int:
         """The most samples that are started and not yet finished at a time."""
-        data, ahead = self.config.data, self.config.trainer.v1.get(self.trainer_mode, {})
-        batches = self._rhyme.sorting.group_batches if self._rhyme.sorting.mode else 1 + ahead.get(_AHEAD, 0)
-        return int(batches * data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
+        if self._rhyme.sorting.mode:
+            batches = self._rhyme.sorting.group_batches
+        else:  # verl's asynchronous modes, and its refills for groups that DAPO filters out
+            ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
+            batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
+        return int(batches * self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
 
     def _request_slots(self) -> int:
         """Requests that the engines can run at a time."""

@@ -71,7 +71,8 @@ class StoredSamples:
             if piece and size + weight > PIECE_BYTES:
                 yield piece
                 piece, size = [], 0
-            piece, size = piece + group, size + weight
+            piece.extend(group)
+            size += weight
         if piece:
             yield piece
 
