@@ -6,7 +6,8 @@ Each arm is a process of its own with a Ray of its own, which gets a synthetic s
 measured. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a step,
 packed it, and put it into Ray's store for the history writer. "by name" is the recorder: the writer fetches. Both write
 the event log. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it puts
-into Ray or gets of it. Peak memory is the trainer's own, above what it had before the step.
+into Ray or gets of it. Peak memory is the trainer's own, above what it had before the first step, and the whole of the
+writer's.
 """
 
 from __future__ import annotations
@@ -178,9 +179,11 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
         if arm == ARMS[0]:
             name = f"{folder}/history/here"
             writer = ray.remote(packed_writer()).options(num_cpus=0).remote(name, set(), "benchmark", config, "run")
+            pid = ray.get(writer.open.remote())
         else:
             service = HistoryService(config, "benchmark")
             recorder = Recorder(service, events, lambda: samples, DraftCounts(dict))
+            (pid,) = ray.get(list(service._opening.values()))
         putter = ray.remote(store).options(num_cpus=1)
         for step in range(STEPS):
             keys, tags = ray.get(putter.remote(step, samples, tokens))
@@ -199,14 +202,17 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
         if arm != ARMS[0]:
             told = recorder.take_metrics(rollout_s=1.0)
             assert told["rollout/history/errors"] == 0
-            assert told["rollout/history/responses"] == min(STEPS, config.epochs) * samples
+            assert told["rollout/history/responses"] == STEPS * samples
             recorder.close()
+        writer_kb = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line)
+        if arm != ARMS[0]:
             service.close()
         tq.close()
     ray.shutdown()
     warm = {name: float(np.median([row[name] for row in found[1:]])) for name in found[0]}
     # Of the whole process, and so of the first step: later ones have its room.
-    return {**{name: round(value, 4) for name, value in warm.items()}, "peak_mb": round(found[0]["peak_mb"], 1)}
+    memory = {"peak_mb": round(found[0]["peak_mb"], 1), "writer_mb": round(int(writer_kb.split()[1]) / 1e3, 1)}
+    return {**{name: round(value, 4) for name, value in warm.items()}, **memory}
 
 
 def _peak() -> int:
