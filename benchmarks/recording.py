@@ -2,8 +2,8 @@
 
     python -m benchmarks.recording [--json] [--quick]
 
-Each arm is a process of its own with a Ray of its own, which gets a synthetic step three times: once to warm up, then
-measured. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a step,
+Each arm is a process of its own with a Ray of its own, which records six synthetic steps of other prompts each, the
+first to warm up. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a step,
 packed it, and put it into Ray's store for the history writer. "by name" is the recorder: the writer fetches. Both write
 the event log. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it puts
 into Ray or gets of it. Peak memory is the trainer's own, above what it had before the first step, and the whole of the
@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 ARMS = ("through the trainer", "by name")
 #: Samples, response tokens of each.
 SIZES = ((512, 2048), (512, 16384))
-GROUP, PROMPT_TOKENS, STEPS = 16, 256, 3
+GROUP, PROMPT_TOKENS, STEPS = 16, 256, 6
 
 
 def store(step: int, samples: int, tokens: int) -> tuple[list[str], list[dict[str, int]]]:
@@ -42,7 +42,7 @@ def store(step: int, samples: int, tokens: int) -> tuple[list[str], list[dict[st
 
     rng = np.random.default_rng(step)
     keys, tags = [], []
-    for first in range(0, samples, GROUP):
+    for first in range(step * samples, (step + 1) * samples, GROUP):
         prompt = torch.arange(first, first + PROMPT_TOKENS)
         rows = []
         for number in range(GROUP):
@@ -209,10 +209,13 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
             service.close()
         tq.close()
     ray.shutdown()
-    warm = {name: float(np.median([row[name] for row in found[1:]])) for name in found[0]}
-    # Of the whole process, and so of the first step: later ones have its room.
-    memory = {"peak_mb": round(found[0]["peak_mb"], 1), "writer_mb": round(int(writer_kb.split()[1]) / 1e3, 1)}
-    return {**{name: round(value, 4) for name, value in warm.items()}, **memory}
+    shown: dict[str, Any] = {}
+    for name in ("wall_s", "cpu_s"):
+        warm = [row[name] for row in found[1:]]
+        shown |= {name: round(float(np.median(warm)), 4), f"{name}_range": [round(f(warm), 4) for f in (min, max)]}
+    peak = sum(row["peak_mb"] for row in found)  # of the process: a step adds what it takes beyond those before it
+    shown |= {"bytes_per_token": round(found[-1]["bytes_per_token"], 4), "peak_mb": round(peak, 1)}
+    return {**shown, "writer_mb": round(int(writer_kb.split()[1]) / 1e3, 1)}
 
 
 def _peak() -> int:
