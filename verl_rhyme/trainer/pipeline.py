@@ -114,7 +114,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             filters=self._filters,
             limit=limit,
             lot=max(1, (limit - slots) // 2),  # half of what queues up at the engines
-            slots=slots,
+            slots=self.fillable_slots,
             lost_after=self._rhyme.sorting.lost_after,
         )
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
