@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.router import _create_global_sticky_inflight
+from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.history.keys import prompt_key
@@ -265,7 +265,7 @@ class Mortal(Server):
 @pytest.mark.parametrize("how", ["process", "engine"])
 def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
     servers = {name: ray.remote(num_cpus=0)(Mortal).remote(name) for name in (how, "well")}
-    balancer = _create_global_sticky_inflight(servers)
+    balancer = _create_global_sticky_inflight(servers, load_balancer_cls=GlobalRequestLoadBalancer)
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
     results = ray.get(Worker.remote(client).run.remote(), timeout=60)
     assert [len(records) for records, *_ in results] == [1] * N
@@ -276,7 +276,8 @@ def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, h
 def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    balancer = _create_global_sticky_inflight({"process": ray.remote(num_cpus=0)(Mortal).remote("process")})
+    dead = {"process": ray.remote(num_cpus=0)(Mortal).remote("process")}
+    balancer = _create_global_sticky_inflight(dead, load_balancer_cls=GlobalRequestLoadBalancer)
     stock = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
     with pytest.raises(RuntimeError, match="No available servers"):
         ray.get(Worker.remote(stock).run.remote(), timeout=60)
@@ -288,7 +289,8 @@ def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(
 
 
 def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
-    balancer = _create_global_sticky_inflight({"s": ray.remote(num_cpus=0)(Mortal).remote("bug")})
+    faulty = {"s": ray.remote(num_cpus=0)(Mortal).remote("bug")}
+    balancer = _create_global_sticky_inflight(faulty, load_balancer_cls=GlobalRequestLoadBalancer)
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
     with pytest.raises(ValueError, match="no such option"):
         ray.get(Worker.remote(client).run.remote(), timeout=60)

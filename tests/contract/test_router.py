@@ -39,7 +39,8 @@ def test_the_protocol_is_the_one_we_know() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_signatures_are_verls(name: str) -> None:
     def shape(cls: type) -> list[tuple[Any, ...]]:
-        return [(p.name, p.kind, p.default) for p in inspect.signature(getattr(cls, name)).parameters.values()]
+        parameters = inspect.signature(getattr(cls, name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters if p.name != "_ray_trace_ctx"]  # an actor's, by then
 
     assert shape(PlacementRouter) == shape(RequestLoadBalancer)
 

@@ -140,7 +140,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         starts = [start for start in order.starts if start.session in self._attempts]  # not abandoned meanwhile
         tasks = []
         for start in starts:
-            work = self._run_session(start, order.kept.get(start.kept), prompt, params, trajectory, trace)
+            session = self._session(start, order.kept.get(start.kept), len(starts))
+            work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
             self._attempts[start.session] = task
             task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session, None))  # type: ignore[misc]
@@ -149,27 +150,37 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             if isinstance(result, Exception):
                 logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
 
-    async def _run_session(
-        self, start: Start, kept: Kept | None, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
-    ) -> None:
+    def _session(self, start: Start, kept: Kept | None, group: int) -> Session:
         uid, number = sample_of(start.session)
-        session = Session(start.partial, start.priority, start.session, sample=number)
+        session = Session(start.partial, start.priority, start.session, sample=number, group=group)
         if kept is not None:
             session.kept = kept.turns
             session.records = kept.records if session.partial else []
         if self._coupled:
             session.noise = f"{key_of(self._seed, uid, number):016x}"
+        return session
+
+    async def _run_session(
+        self, session: Session, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
+    ) -> None:
         enter(session)
         try:
-            await self._run_agent_loop(sampling_params, trajectory=trajectory, trace=trace, session_id=number, **prompt)
+            await self._run_agent_loop(
+                sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
+            )
         except Interrupted:
             await self._tell(session, "interrupted")
         except Exception as error:
-            logger.exception("sample %d of prompt %s failed; the prompt is replaced", number, uid)
+            logger.exception("%s failed; its prompt is replaced", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()
-            await self._reports.send(Ended(start.session, "failed", error=text[-_ERROR_CHARS:]))
+            await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            await self._reports.send(Ended(start.session, "finished", scores=session.scores))
+            await self._reports.send(Ended(session.name, "finished", scores=session.scores))
+
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        if trajectory["validate"]:
+            enter(Session(sample=int(kwargs["session_id"]), group=_group(self.config, trajectory)))
+        return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
