@@ -1,4 +1,4 @@
-"""What the tests of the output distribution share: a prompt of the 12-token model, samplings, histories to draft from."""
+"""What the tests of the output distribution share: a prompt of the 12-token model, samplings and histories."""
 
 import numpy as np
 

@@ -41,7 +41,7 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axes, title in (
         (reward, "mean reward"),
         (seconds, "rollout seconds per epoch"),
-        (length, "tokens per decoding step"),
+        (length, "acceptance length"),
         (shares, "shares"),
     ):
         axes.set_title(title, loc="left", fontsize=11)
