@@ -1,5 +1,6 @@
-"""Quality of drafts on recorded traces: acceptance length (tokens emitted per verify step) against verification overhead
-(verified tokens per emitted token; 1 without drafts).
+"""Quality of drafts on recorded traces: acceptance length against verification overhead.
+
+The first is tokens emitted per verify step, the second verified tokens per emitted token; both are 1 without drafts.
 
     python -m benchmarks.draft_quality [--json] [--quick] [TRACE.parquet ...]
 
@@ -71,7 +72,7 @@ def main(
             steps = [step for step in steps if step[0].epoch < 2]
         if not as_json:
             print(
-                f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'accept length':>14} {'overhead':>12} {'accept':>7} {'us':>6}"
+                f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'accept len':>14} {'overhead':>12} {'accept':>7} {'us':>6}"
             )
         for name in chosen:
             if name in left_out:

@@ -21,7 +21,10 @@ from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 PROBE = Path(__file__).with_name("patch_probe.py")
 EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tokens; the rest stays untouched
 
-pytestmark = pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform")
+pytestmark = [
+    pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform"),
+    pytest.mark.xdist_group("patches"),  # of one probe each
+]
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,6 @@ def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(respo
                 drafter.observe(str(request), len(draft), len(draft) - missed)
 
 
-@pytest.mark.slow
 def test_a_row_costs_microseconds():
     import time
 
