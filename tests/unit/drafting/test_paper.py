@@ -1,7 +1,6 @@
 """The drafter over many live requests."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
