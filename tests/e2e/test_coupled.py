@@ -125,15 +125,15 @@ def test_drafts_change_nothing(drafting, plain, history, setting):
                 assert one[token].rank == other[token].rank
 
 
-def test_greedy_stays_greedy(drafting, plain, history, build_engine):
+def test_greedy_stays_greedy(drafting, plain, history, stock):
     """Among others that are sampled, with and without drafts."""
-    stock = list(generate(build_engine(), [None], length=24, temperature=0)[0].token_ids)
+    expected = list(generate(stock, [None], length=24, temperature=0)[0].token_ids)
     for engine in (plain, drafting):
         for temperatures in ([0.0] * 8, [0.0, 1.0] * 8):
             each = mixed(engine, temperatures)
             greedy = [o for o, t in zip(each, temperatures, strict=True) if t == 0]
             sampled = {tuple(o) for o, t in zip(each, temperatures, strict=True) if t > 0}
-            assert greedy == [stock] * len(greedy)
+            assert greedy == [expected] * len(greedy)
             assert len(sampled) == sum(t > 0 for t in temperatures)
 
 
@@ -245,10 +245,9 @@ def break_rows(monkeypatch, wrong):
     monkeypatch.setattr(BatchNoise, "rows", lambda self, counts: wrong(original(self, counts)))
 
 
-def test_vllms_own_sampler_is_noticed(build_engine):
-    engine = build_engine()
+def test_vllms_own_sampler_is_noticed(stock):
     keys = keys_of("stock", 256)
-    assert sample(engine, keys).tolist() != sample(engine, keys).tolist()
+    assert sample(stock, keys).tolist() != sample(stock, keys).tolist()
 
 
 def test_a_verifier_that_was_not_replaced_is_noticed(drafting):

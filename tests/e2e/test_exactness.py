@@ -34,8 +34,8 @@ def engine(request, build_engine, write_history, tmp_path_factory):
     return built
 
 
-@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])  # each is written once
 def test_output_distribution_is_the_targets(engine, write_history, distribution_of, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, distribution_of))
     before = engine.collective_rpc("draft_totals")[0]
@@ -97,22 +97,22 @@ def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_his
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
 
 
-def test_greedy_output_is_the_undrafted_one(engine, write_history, build_engine):
+def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
     from vllm import SamplingParams
 
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(32)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    stock = [o.outputs[0].token_ids for o in build_engine().generate(requests, greedy, use_tqdm=False)]
+    expected = [o.outputs[0].token_ids for o in stock.generate(requests, greedy, use_tqdm=False)]
     # Half true, half broken off and continued wrongly.
-    responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(stock)]
+    responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(expected)]
     write_history(engine.history_folder, list(zip(prompts, responses, strict=True)))
     before = engine.collective_rpc("draft_totals")[0]
     drafted = [o.outputs[0].token_ids for o in engine.generate(requests, greedy, use_tqdm=False)]
     after = engine.collective_rpc("draft_totals")[0]
     assert after["accepted"] - before["accepted"] > 200
-    assert drafted == stock
+    assert drafted == expected
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

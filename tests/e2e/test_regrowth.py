@@ -36,11 +36,11 @@ def take_counts(engine, name, n):
     return [counts[f"{name} {i}"] for i in range(n)]
 
 
-def test_the_same_again_is_reverified(engine, build_engine):
+def test_the_same_again_is_reverified(engine, stock):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(8)]
     greedy = {"temperature": 0, "max_tokens": 100}
-    texts = generate(build_engine(), prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
+    texts = generate(stock, prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
     assert generate(engine, prompts, texts, "again", **greedy) == texts
     for count in take_counts(engine, "again", 8):
         # One of nine tokens is the target's own: a draft has eight at most.

@@ -60,11 +60,6 @@ def generate(engine, options, keys, length=LENGTH + 1, **common):
 
 
 @pytest.fixture(scope="module")
-def stock(build_engine):
-    return build_engine()
-
-
-@pytest.fixture(scope="module")
 def plain(build_engine):
     """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
     return build_engine(draws=True)
