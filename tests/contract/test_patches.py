@@ -92,11 +92,11 @@ def test_rhyme_options_are_checked_before_verls(probe: Callable[[str], dict[str,
 
 
 def test_a_changed_original_is_refused(probe: Callable[[str], dict[str, Any]]) -> None:
-    changed = probe("changed")
+    changed = probe("unpatched")["changed"]
     state, detail = changed["statuses"]["vllm_cpu_expand"]
     assert state == "refused"
     assert "has changed" in detail
     assert changed["kernel"] == "another_kernel"
     assert changed["statuses"]["vllm_cpu_recovered_tokens"][0] == "applied"
     assert changed["refused"] == 1
-    assert "patch vllm_cpu_expand REFUSED" in changed["stderr"]
+    assert "patch vllm_cpu_expand REFUSED" in probe("unpatched")["stderr"]
