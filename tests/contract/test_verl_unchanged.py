@@ -20,25 +20,29 @@ PARTS = [
 ]
 
 
-def verls_tests(on_ray: bool) -> list[str]:
-    return sorted(
-        str(VERL.locate_file(path))
-        for path in VERL.files or []
-        if str(path).startswith("tests/")
-        and path.match("*_on_cpu.py")
-        and str(path).startswith("tests/single_controller/") == on_ray
-    )
+def verls_tests(on_ray: bool) -> dict[str, str]:
+    """Module to file."""
+    files = sorted(str(path) for path in VERL.files or [] if path.match("*_on_cpu.py"))
+    return {
+        file.removesuffix(".py").replace("/", "."): str(VERL.locate_file(file))
+        for file in files
+        if file.startswith("tests/") and file.startswith("tests/single_controller/") == on_ray
+    }
 
 
 def outcomes(plugins, folder, on_ray, only=()):
-    """Test name to outcome; ``only`` these tests, as pytest's ``-k`` has them."""
+    """Test name to outcome; ``only`` those of these names."""
+    files = verls_tests(on_ray)
+    if only:
+        files = {module: file for module, file in files.items() if any(name.startswith(module) for name in only)}
+    names = {name.split("::")[-1].split("[")[0] for name in only}
     report = folder / f"{plugins}.xml"
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull),
         # Relative to verl's own root, or the names of the tests lose their modules and hide each other.
         *("--rootdir", str(VERL.locate_file("")), "--import-mode=importlib"),
-        *("--timeout=300", f"--junit-xml={report}", *verls_tests(on_ray)),
-        *(("-k", " or ".join(only)) if only else ()),
+        *("--timeout=300", f"--junit-xml={report}", *files.values()),
+        *(("-k", " or ".join(names)) if names else ()),
     ]
     env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}  # as verl runs them
     subprocess.run(
@@ -68,8 +72,7 @@ def test_same_outcomes_with_and_without_the_plugin(tmp_path, on_ray, tests, odd_
     assert list(found.values()).count("passed") >= tests - odd_ones, found
     if odd := {name for name, state in found.items() if state != "passed"}:
         # One after the other: on a busy machine verl's Ray tests run into their time limits.
-        only = {name.split("::")[-1].split("[")[0] for name in odd}
-        without = outcomes("none", folder["without"], on_ray, only)
-        with_plugin = outcomes("verl_rhyme", folder["with"], on_ray, only)
+        without = outcomes("none", folder["without"], on_ray, odd)
+        with_plugin = outcomes("verl_rhyme", folder["with"], on_ray, odd)
         assert odd <= without.keys() == with_plugin.keys()
         assert {name: (with_plugin[name], state) for name, state in without.items() if with_plugin[name] != state} == {}
