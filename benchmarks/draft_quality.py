@@ -1,4 +1,6 @@
-"""Quality of drafts on recorded traces: tokens per verify step against verified tokens per emitted token.
+"""Quality of drafts on recorded traces: acceptance length against verification overhead.
+
+The first is tokens emitted per verify step, the second verified tokens per emitted token; both are 1 without drafts.
 
     python -m benchmarks.draft_quality [--json] [--quick] [TRACE.parquet ...]
 
@@ -70,7 +72,7 @@ def main(
             steps = [step for step in steps if step[0].epoch < 2]
         if not as_json:
             print(
-                f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'tok/step':>14} {'verified/tok':>12} {'accept':>7} {'us':>6}"
+                f"\n{path.stem}\n{'arm':32} {'epochs':>7} {'accept len':>14} {'overhead':>12} {'accept':>7} {'us':>6}"
             )
         for name in chosen:
             if name in left_out:

@@ -1,4 +1,4 @@
-"""Draws ``results/draft_quality.jsonl``: the frontier of tokens per step against verified tokens.
+"""Draws ``results/draft_quality.jsonl``: the frontier of acceptance length against verification overhead.
 
 python -m benchmarks.draft_quality_plot docs/pictures/draft_quality.png
 """
@@ -42,9 +42,9 @@ def main(out: Path) -> None:
             axis.set_title(f"{name}, {'first epoch' if epochs == 'first' else 'epochs 2 to 6'}", fontsize=9)
             axis.grid(alpha=0.3)
     for axis in axes[1]:
-        axis.set_xlabel("verified tokens per emitted token")
+        axis.set_xlabel("verification overhead")
     for row_of_axes in axes:
-        row_of_axes[0].set_ylabel("tokens per verify step")
+        row_of_axes[0].set_ylabel("acceptance length")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(out, dpi=110)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the linters and the tests; makes .venv-cpu first when it is missing.
 #   bash tests/run.sh                      everything
+#   bash tests/run.sh fast                 linters, unit and contract tests, but for those marked slow
 #   bash tests/run.sh tests/unit -k store  arguments go to pytest, without the linters
 #   RHYME_EXTRA=cpu|gpu   which environment (default: cpu on every machine, with GPUs or without, for the tests run the
 #                         engine on a CPU); gpu: unit and contract tests on the CUDA build of vLLM, no GPU needed
@@ -16,7 +17,7 @@ cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VERL_PLATFORM=${VERL_PLATFORM:-cpu} RAY_USAGE_STATS_ENABLED=0
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-if [ $# -gt 0 ]; then
+if [ $# -gt 0 ] && [ "$*" != fast ]; then
   exec python -m pytest "$@"
 fi
 
@@ -25,13 +26,19 @@ ruff check .
 ruff format --check .
 mypy
 shellcheck -x recipes/*.sh requirements/*.sh tests/*.sh .ci/run
+# Two at a time; what shares a process, a cluster, an engine or a run stays together. The longest come first.
+together=(python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder)
+first=(tests/contract/test_verl_unchanged.py tests/contract tests/unit)
+if [ "$*" = fast ]; then
+  echo "verl-rhyme: unit tests, contract with verl and vLLM"
+  exec "${together[@]}" -m "not slow" "${first[@]}"
+fi
 echo "verl-rhyme: unit tests, contract with verl and vLLM, the real engine, a real training"
-python -m pytest -n 2 tests/unit tests/contract
+"${together[@]}" "${first[@]}"
 if [ "$RHYME_EXTRA" = gpu ]; then
   echo "verl-rhyme: tests/e2e left out: its engines run on a CPU, which vLLM's CUDA build cannot; without RHYME_EXTRA=gpu they run"
   exit
 fi
-# Two at a time: a run mostly waits for its processes to start. What shares an engine or a run stays together. Whole runs
-# come last, when the memory of the engines is free again.
+# Whole runs come last, when the memory of the engines is free again; they mostly wait for processes to start.
 python -m pytest -n 2 --dist loadgroup -m "not whole_run" tests/e2e
 exec python -m pytest -n 2 --dist loadgroup -m whole_run tests/e2e

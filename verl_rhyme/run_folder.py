@@ -3,8 +3,8 @@
 ``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`). A run with another arm,
 trainer mode, engine, model, seed or data is refused there, because it would resume from weights, from a data order or
 from metrics that are not its own. What may change from one start to the next is not part of it: epochs, steps,
-learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's law, and a
-run that they do not help goes on without.
+learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's distribution,
+and a run that they do not help goes on without.
 """
 
 from __future__ import annotations

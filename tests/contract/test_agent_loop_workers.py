@@ -1,16 +1,17 @@
 """Workers that die or hang under Ray: their part goes to others, and nobody waits for ever."""
 
 import asyncio
+import sys
 import time
 
 import pytest
 import ray
-import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
+
+pytestmark = pytest.mark.xdist_group("agent loop workers")  # of one cluster
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,6 @@ class Worker:
     """Takes prompts by number; told to, it dies or blocks its event loop as a careless tool does."""
 
     def __init__(self, mood="well"):
-        import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
-
         if mood == "starts late":
             time.sleep(8)
         self.mood, self.taken = mood, []
@@ -42,7 +41,7 @@ class Worker:
             ray.actor.exit_actor()
         if self.mood == "hangs":
             time.sleep(60)
-        self.taken += chunk["number"].tolist()
+        self.taken += chunk
 
     async def attempts(self):
         await asyncio.sleep(0)
@@ -79,12 +78,22 @@ def has_died(worker):
 
 @pytest.fixture(scope="module")
 def cluster():
+    # By value: the workers' processes would import this module, and verl and torch with it, which takes seconds each.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-PROMPTS = TensorDict({"number": torch.arange(7)}, batch_size=7)
+class Prompts(list):
+    """As much of a ``TensorDict`` as is asked for; one would have the workers import torch."""
+
+    def chunk(self, parts):
+        size = -(-len(self) // parts)
+        return [Prompts(self[i : i + size]) for i in range(0, len(self), size)]
+
+
+PROMPTS = Prompts(range(7))
 ALL = {f"p_{number}" for number in range(7)}
 
 

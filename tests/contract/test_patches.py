@@ -21,7 +21,10 @@ from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 PROBE = Path(__file__).with_name("patch_probe.py")
 EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tokens; the rest stays untouched
 
-pytestmark = pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform")
+pytestmark = [
+    pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform"),
+    pytest.mark.xdist_group("patches"),  # of one probe each
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +92,11 @@ def test_rhyme_options_are_checked_before_verls(probe: Callable[[str], dict[str,
 
 
 def test_a_changed_original_is_refused(probe: Callable[[str], dict[str, Any]]) -> None:
-    changed = probe("changed")
+    changed = probe("unpatched")["changed"]
     state, detail = changed["statuses"]["vllm_cpu_expand"]
     assert state == "refused"
     assert "has changed" in detail
     assert changed["kernel"] == "another_kernel"
     assert changed["statuses"]["vllm_cpu_recovered_tokens"][0] == "applied"
     assert changed["refused"] == 1
-    assert "patch vllm_cpu_expand REFUSED" in changed["stderr"]
+    assert "patch vllm_cpu_expand REFUSED" in probe("unpatched")["stderr"]

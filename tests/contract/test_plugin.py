@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 
+import pytest
 
-def python(code, *, cwd=None, timeout=180, **env):
+FORKS = pytest.mark.xdist_group("forks")
+
+
+def python(code, **env):
     result = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=cwd,
         env={**os.environ, "VERL_PLATFORM": "cpu", **env},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=180,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result
@@ -25,21 +28,23 @@ def test_import_costs_under_50_ms_and_loads_no_engine():
 import sys, time, json
 import verl
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # others may have the cores
 import verl_rhyme.plugin
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({m.split(".")[0] for m in set(sys.modules) - before}), verl_rhyme.plugin.FAILURES]))
 """
-    seconds, loaded, failures = zip(
-        *(json.loads(python(code, VERL_USE_EXTERNAL_PLUGINS="none").stdout.splitlines()[-1]) for _ in range(3)),
-        strict=True,
-    )
-    assert min(seconds) < 0.05
-    assert not {"vllm", "megatron", "numba", "lmdb", "matplotlib"} & set(loaded[0])
-    assert failures == ([], [], [])
+    for _ in range(3):  # on a busy machine one may be slow
+        told = python(code, VERL_USE_EXTERNAL_PLUGINS="none").stdout.splitlines()[-1]
+        seconds, loaded, failures = json.loads(told)
+        assert not {"vllm", "megatron", "numba", "lmdb", "matplotlib"} & set(loaded)
+        assert failures == []
+        if seconds < 0.05:
+            return
+    raise AssertionError(f"{seconds} s")
 
 
-def test_everything_is_registered():
+@FORKS
+def test_everything_is_registered(forks):
     code = """
 import verl, verl_rhyme.plugin
 from verl.plugin.platform import get_platform
@@ -53,7 +58,7 @@ assert CheckpointEngineRegistry.get("shm").__name__ == "ShmCheckpointEngine"
 sync = get_trainer_cls("sync")
 assert issubclass(sync, PPOTrainerSync) and sync.__name__ == "RhymeTrainerSync", sync
 """
-    python(code)
+    forks.python(code)
 
 
 def test_failures_are_loud_and_stop_a_run_that_asks_for_rhyme():
@@ -75,38 +80,33 @@ else:
     assert "verl-rhyme: FAILED" in python(code, VERL_PLATFORM="nvidia").stderr
 
 
-def compose(cwd, *overrides):
-    return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
-        cwd=cwd,
-        env={**os.environ, "VERL_PLATFORM": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=180,
+@FORKS
+def test_the_group_is_found_from_any_folder_with_verls_own_yaml(forks, tmp_path):
+    result = forks.main_ppo(
+        "+rhyme=histospec", "actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens=5", "--cfg", "job", cwd=tmp_path
     )
-
-
-def test_the_group_is_found_from_any_folder_with_verls_own_yaml(tmp_path):
-    result = compose(tmp_path, "+rhyme=histospec", "actor_rollout_ref.rollout.custom.rhyme.drafting.max_tokens=5")
     assert result.returncode == 0, result.stderr
     assert "max_tokens: 5" in result.stdout
 
 
-def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(tmp_path):
-    result = compose(tmp_path, "+rhyme=stream")
+@FORKS
+def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(forks, tmp_path):
+    result = forks.main_ppo("+rhyme=stream", "--cfg", "job", cwd=tmp_path)
     assert result.returncode != 0
     assert "histospec" in result.stderr
     assert "sorted" in result.stderr
 
 
-def test_the_sorted_group_brings_its_trainer_mode(tmp_path):
-    result = compose(tmp_path, "+rhyme=sorted")
+@FORKS
+def test_the_sorted_group_brings_its_trainer_mode(forks, tmp_path):
+    result = forks.main_ppo("+rhyme=sorted", "--cfg", "job", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "trainer_mode: rhyme_sorted" in result.stdout
     assert "scheduling_policy: priority" in result.stdout
 
 
-def test_disabled_rhyme_is_stock_verl():
+@FORKS
+def test_disabled_rhyme_is_stock_verl(forks):
     code = """
 import verl
 from omegaconf import OmegaConf
@@ -119,10 +119,11 @@ for tree in (None, {"rhyme": {"enable": False}}):
     assert type(get_trainer_cls("sync")(config=config)) is PPOTrainerSync
 assert built == [PPOTrainerSync] * 2
 """
-    python(code)
+    forks.python(code)
 
 
-def test_somebodys_own_trainer_stays_itself_without_rhyme():
+@FORKS
+def test_somebodys_own_trainer_stays_itself_without_rhyme(forks):
     code = """
 import verl
 from omegaconf import OmegaConf
@@ -165,10 +166,11 @@ for tree in (None, {"rhyme": {"enable": False}}):
     assert {"_history", "_recorder", "_event_log"}.isdisjoint(vars(trainer)), vars(trainer)
     assert type(MyOther(config)) is MyOther
 """
-    python(code)
+    forks.python(code)
 
 
-def test_every_method_of_the_mixin_that_verl_calls_is_inert_without_rhyme():
+@FORKS
+def test_every_method_of_the_mixin_that_verl_calls_is_inert_without_rhyme(forks):
     """A hook that is added and not marked would run without a history."""
     code = """
 import inspect, verl
@@ -180,11 +182,11 @@ marked = {name for name in overridden if hasattr(getattr(RhymeTrainerMixin, name
 assert overridden - marked == {"__init__"}, overridden - marked
 assert marked
 """
-    python(code)
+    forks.python(code)
 
 
-def test_disabled_rhyme_launches_verls_own_server():
-    code = """
+#: One process: both import vLLM.
+SERVER = """
 import verl
 from verl.workers.rollout.replica import get_rollout_replica_class
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
@@ -197,17 +199,15 @@ def server(custom):
 assert not issubclass(server(None), RhymeHttpServer)
 assert not issubclass(server({"rhyme": {"enable": False}}), RhymeHttpServer)
 assert issubclass(server({"rhyme": {}}), RhymeHttpServer)
-"""
-    python(code)
 
-
-def test_our_warnings_are_heard_where_vllm_is_imported():
-    code = """
 import logging
-import verl_rhyme.workers.vllm.server
 from verl_rhyme.observability.audible import keep_audible
 for _ in range(2):
     keep_audible()
 logging.getLogger("verl_rhyme.workers.coordinator").warning("sample %d is lost", 7)
 """
-    assert python(code).stderr.count("sample 7 is lost") == 1
+
+
+@FORKS
+def test_disabled_rhyme_launches_verls_own_server_and_our_warnings_are_heard_beside_vllm(forks):
+    assert forks.python(SERVER).stderr.count("sample 7 is lost") == 1

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,12 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=["default config", "absolute path", "relative path"],
 )
-def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path):
-    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, "--cfg", "job", "--resolve"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ}, cwd=tmp_path)
+@pytest.mark.xdist_group("forks")
+def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path, forks):
+    variables = {name: str(tmp_path / name) for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM")}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = forks.main_ppo(*arguments, "--cfg", "job", "--resolve", cwd=tmp_path, env=variables)
     assert found.returncode == 0, found.stderr
     monkeypatch.chdir(tmp_path)
     theirs = found.stdout[found.stdout.index("model_engine:") :]

@@ -127,7 +127,7 @@ def test_they_work_one_after_another(checkout):
 @pytest.mark.skipif(SLOW, reason="begins where the stand-in ended")
 @pytest.mark.xdist_group("readme")
 def test_again_further_and_elsewhere(checkout):
-    first = COMMANDS[0]
+    first = next(command for command in COMMANDS if "run_tiny_cpu" in command)
     folder = checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
     if not folder.exists():
         assert start(checkout, first).returncode == 0

@@ -20,6 +20,8 @@ DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"
 # verl's platform must be that of the installed vLLM: it finds a GPU by itself, and the CPU when told.
 PLATFORM = "cpu" if vllm_runs_on_cpu() else ""
 
+pytestmark = pytest.mark.xdist_group("doctor")  # each start of it takes seconds
+
 BREAKAGES = {
     "removed": (
         "import verl.trainer.ppo.v1.trainer_base as m; del m.PPOTrainer.on_step_end",

@@ -1,4 +1,4 @@
-"""The real engine on a model small enough to know its law exactly."""
+"""The real engine on a model small enough to know its distribution exactly."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 # Helpers of the tests here, by their own names: site-packages has a `tests` of its own.
 sys.path.insert(0, str(Path(__file__).parent))
-from small_law import VOCABULARY
+from exact_distribution import VOCABULARY
 
 # Before vLLM is imported: one process, so that a test can break the sampler on purpose.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -57,12 +57,12 @@ def small_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def law_of(small_model):
-    """``law_of(prompt, length, temperature, top_p, top_k)``: exact probabilities, shape [VOCABULARY] * length."""
-    return law_of_model(small_model)
+def distribution_of(small_model):
+    """``distribution_of(prompt, length, temperature, top_p, top_k)``: exact, shape [VOCABULARY] * length."""
+    return distribution_of_model(small_model)
 
 
-def law_of_model(folder):
+def distribution_of_model(folder):
     """The same for any model over these tokens."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -70,7 +70,7 @@ def law_of_model(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
     @torch.no_grad()
-    def law(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
+    def distribution(prompt, length, temperature=1.0, top_p=1.0, top_k=0):
         prefixes = torch.empty(1, 0, dtype=torch.long)
         probabilities = torch.ones(1, dtype=torch.float64)
         for _ in range(length):
@@ -88,12 +88,12 @@ def law_of_model(folder):
             )
         return probabilities.numpy().reshape([VOCABULARY] * length)
 
-    return law
+    return distribution
 
 
 @pytest.fixture(scope="session")
 def newer_model(small_model, tmp_path_factory):
-    """``(folder, law)`` of the small model after an update of its weights: 0.03 to 0.1 of total variation a token."""
+    """``(folder, distribution)`` after a weight update of the small model: 0.03 to 0.1 of total variation a token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -104,22 +104,22 @@ def newer_model(small_model, tmp_path_factory):
             parameter.add_(torch.randn_like(parameter), alpha=0.05 * float(parameter.std(correction=0)))
     folder = tmp_path_factory.mktemp("newer_model")
     model.save_pretrained(folder)
-    return folder, law_of_model(folder)
+    return folder, distribution_of_model(folder)
 
 
 @pytest.fixture(scope="session")
 def p_value():
-    """``p_value(tokens, law)``: chi-square of the joint law; cells with few expected samples are pooled.
+    """``p_value(tokens, distribution)``: chi-square; cells with few expected samples are pooled.
 
     0 when an impossible one occurs.
     """
     import numpy as np
     from scipy import stats
 
-    def of(tokens, law):
-        cells = np.ravel_multi_index(tokens.T, law.shape)
-        counts = np.bincount(cells, minlength=law.size)
-        expected = law.ravel() * len(tokens)
+    def of(tokens, distribution):
+        cells = np.ravel_multi_index(tokens.T, distribution.shape)
+        counts = np.bincount(cells, minlength=distribution.size)
+        expected = distribution.ravel() * len(tokens)
         if counts[expected < 1e-9 * len(tokens)].sum():
             return 0.0
         rare = expected < 8
@@ -201,13 +201,23 @@ store.close()
 
 
 @pytest.fixture(scope="session")
+def stock(build_engine):
+    """vLLM as it comes; it keeps nothing from one test to the next."""
+    return build_engine()
+
+
+@pytest.fixture(scope="session")
 def write_history():
     """``write_history(folder, [(prompt, response), ...])`` replaces what a store holds (token ids)."""
+    held = {}
 
     def write(folder, responses):
-        # In another process, as in training: LMDB wants one opening each.
         message = json.dumps([str(folder), NAMESPACE, responses], default=int)
+        if held.get(folder) == message:
+            return
+        # In another process, as in training: LMDB wants one opening each.
         subprocess.run([sys.executable, "-c", _WRITER], input=message, text=True, check=True, timeout=120)
         time.sleep(1.1)  # a reader looks once a second whether the store was replaced
+        held[folder] = message
 
     return write

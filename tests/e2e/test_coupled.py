@@ -1,15 +1,15 @@
-"""Coupled sampling in the real engine: the law is the target's, and the noise alone decides what is drawn from it.
+"""Coupled sampling in the real engine: the output distribution is the target's, the noise alone decides what is drawn.
 
-The law by a chi-square test against the exact law of a 12-token model, as in ``test_exactness.py``; the last tests
-break the coupling on purpose and demand that the same tests notice.
+A chi-square test against the exact distribution of a 12-token model, as in ``test_exactness.py``; the last tests break
+the coupling on purpose and demand that the same tests notice.
 """
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 from scipy import stats
-from small_law import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
@@ -67,9 +67,9 @@ def drafting(build_engine, write_history, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["true", "adversarial"])
-def history(request, drafting, write_history, law_of):
+def history(request, drafting, write_history, distribution_of):
     """Kind of the history that ``drafting`` has."""
-    write_history(drafting.history_folder, history_of(request.param, law_of))
+    write_history(drafting.history_folder, history_of(request.param, distribution_of))
     return request.param
 
 
@@ -88,7 +88,7 @@ def runner_of(engine):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_is_the_targets(drafting, history, law_of, p_value, setting):
+def test_output_distribution_is_the_targets(drafting, history, distribution_of, p_value, setting):
     before = drafts_of(drafting)
     tokens = sample(drafting, keys_of(f"{history} {setting}"), **SETTINGS[setting])
     drafted, accepted = drafts_of(drafting) - before
@@ -96,15 +96,15 @@ def test_law_is_the_targets(drafting, history, law_of, p_value, setting):
         assert SAMPLES / 4 < accepted < drafted - SAMPLES / 4, "the test must see acceptances and rejections"
     else:
         assert drafted - accepted > SAMPLES / 2
-    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
+    assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
-def test_law_of_requests_without_a_key(drafting, history, law_of, p_value):
-    """Theirs is fresh: the same requests give other tokens each time, of the same law."""
+def test_distribution_of_requests_without_a_key(drafting, history, distribution_of, p_value):
+    """Theirs is fresh: the same requests give other tokens each time, of the same distribution."""
     first, second = (sample(drafting, [None] * SAMPLES) for _ in range(2))
-    assert p_value(first, law_of(PROMPT, LENGTH)) > 1e-4
-    assert p_value(second, law_of(PROMPT, LENGTH)) > 1e-4
+    assert p_value(first, distribution_of(PROMPT, LENGTH)) > 1e-4
+    assert p_value(second, distribution_of(PROMPT, LENGTH)) > 1e-4
     assert independent(first, second)
 
 
@@ -125,15 +125,15 @@ def test_drafts_change_nothing(drafting, plain, history, setting):
                 assert one[token].rank == other[token].rank
 
 
-def test_greedy_stays_greedy(drafting, plain, history, build_engine):
+def test_greedy_stays_greedy(drafting, plain, history, stock):
     """Among others that are sampled, with and without drafts."""
-    stock = list(generate(build_engine(), [None], length=24, temperature=0)[0].token_ids)
+    expected = list(generate(stock, [None], length=24, temperature=0)[0].token_ids)
     for engine in (plain, drafting):
         for temperatures in ([0.0] * 8, [0.0, 1.0] * 8):
             each = mixed(engine, temperatures)
             greedy = [o for o, t in zip(each, temperatures, strict=True) if t == 0]
             sampled = {tuple(o) for o, t in zip(each, temperatures, strict=True) if t > 0}
-            assert greedy == [stock] * len(greedy)
+            assert greedy == [expected] * len(greedy)
             assert len(sampled) == sum(t > 0 for t in temperatures)
 
 
@@ -160,7 +160,7 @@ def test_the_same_keys_draw_the_same_tokens(plain):
 
 
 def independent(first, second):
-    """Chi-square of pairs: tokens of two samplings, position by position, against the product of their laws."""
+    """Chi-square of pairs: tokens of two samplings, position by position, against independence."""
     for position in range(LENGTH):
         pairs = np.histogram2d(first[:, position], second[:, position], bins=np.arange(VOCABULARY + 1) - 0.5)[0]
         pairs = pairs[np.ix_(pairs.sum(1) >= 200, pairs.sum(0) >= 200)]
@@ -202,15 +202,15 @@ def watch_preemptions(engine):
     return seen
 
 
-def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of, p_value):
-    """Old noise under new weights: exactly the new law, and as much agreement as theory says."""
-    folder, new_law = newer_model
+def test_coupling_over_changed_weights(plain, build_engine, newer_model, distribution_of, p_value):
+    """Old noise under new weights: exactly the new distribution, and as much agreement as theory says."""
+    folder, new_distribution = newer_model
     newer = coupled(build_engine, model=folder)
     keys = keys_of("weights")
     old, new = (sample(engine, keys) for engine in (plain, newer))
-    assert p_value(new, new_law(PROMPT, LENGTH)) > 1e-4
-    assert p_value(new, law_of(PROMPT, LENGTH)) < 1e-4, "the test must see the two policies differ"
-    p, q = law_of(PROMPT, 1), new_law(PROMPT, 1)
+    assert p_value(new, new_distribution(PROMPT, LENGTH)) > 1e-4
+    assert p_value(new, distribution_of(PROMPT, LENGTH)) < 1e-4, "the test must see the two policies differ"
+    p, q = distribution_of(PROMPT, 1), new_distribution(PROMPT, 1)
     distance = np.abs(p - q).sum() / 2
     # Both draw v where E_v max(p_w / p_v, q_w / q_v) is at most E_w for all w.
     expected = (1 / np.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum()
@@ -224,9 +224,9 @@ def test_coupling_over_changed_weights(plain, build_engine, newer_model, law_of,
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
-def test_noise_that_ignores_the_position_is_noticed(drafting, history, law_of, p_value, monkeypatch):
+def test_noise_that_ignores_the_position_is_noticed(drafting, history, distribution_of, p_value, monkeypatch):
     break_rows(monkeypatch, lambda rows: replace(rows, positions=0 * rows.positions))
-    assert p_value(sample(drafting, keys_of("broken")), law_of(PROMPT, LENGTH)) < 1e-4
+    assert p_value(sample(drafting, keys_of("broken")), distribution_of(PROMPT, LENGTH)) < 1e-4
 
 
 @pytest.mark.parametrize("history", ["true"], indirect=True)
@@ -245,10 +245,9 @@ def break_rows(monkeypatch, wrong):
     monkeypatch.setattr(BatchNoise, "rows", lambda self, counts: wrong(original(self, counts)))
 
 
-def test_vllms_own_sampler_is_noticed(build_engine):
-    engine = build_engine()
+def test_vllms_own_sampler_is_noticed(stock):
     keys = keys_of("stock", 256)
-    assert sample(engine, keys).tolist() != sample(engine, keys).tolist()
+    assert sample(stock, keys).tolist() != sample(stock, keys).tolist()
 
 
 def test_a_verifier_that_was_not_replaced_is_noticed(drafting):

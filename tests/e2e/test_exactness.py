@@ -1,14 +1,14 @@
-"""Promises 1 and 2: drafting changes neither the law of the output nor the returned log-probabilities.
+"""Promises 1 and 2: drafting changes neither the output distribution nor the returned log-probabilities.
 
-A chi-square test against the exact law of a 12-token model; one test breaks the sampler on purpose and demands that the
-same test notices.
+A chi-square test against the exact distribution of a 12-token model; one test breaks the sampler on purpose and demands
+that the same test notices.
 """
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_law import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
+from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
@@ -28,16 +28,16 @@ def sample(engine, params, n):
 def engine(request, build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
-    # Nearly every guess is drafted, whether it pays or not: a law that holds only for good drafts is none.
+    # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
     built = build_engine(folder, drafting={"policy": request.param, "floor": 1e-4, "weigh_cost": False})
     built.history_folder, built.policy = folder, request.param
     return built
 
 
-@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_is_the_targets(engine, write_history, law_of, p_value, kind, setting):
-    write_history(engine.history_folder, history_of(kind, law_of))
+@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])  # each is written once
+def test_output_distribution_is_the_targets(engine, write_history, distribution_of, p_value, kind, setting):
+    write_history(engine.history_folder, history_of(kind, distribution_of))
     before = engine.collective_rpc("draft_totals")[0]
     tokens = sample(engine, SETTINGS[setting], SAMPLES)
     after = engine.collective_rpc("draft_totals")[0]
@@ -48,14 +48,14 @@ def test_law_is_the_targets(engine, write_history, law_of, p_value, kind, settin
         assert 0 < accepted < drafted, "the test must see acceptances and rejections"
     if kind == "adversarial":
         assert drafted - accepted > SAMPLES / 2
-    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
+    assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
 
 
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
-def test_a_broken_sampler_is_noticed(engine, write_history, law_of, p_value, monkeypatch, fault):
+def test_a_broken_sampler_is_noticed(engine, write_history, distribution_of, p_value, monkeypatch, fault):
     from verl_rhyme.workers.vllm import drawer, sampler
 
-    write_history(engine.history_folder, history_of("true", law_of))
+    write_history(engine.history_folder, history_of("true", distribution_of))
     if fault == "accepts more":
         original = sampler.until_first_difference
         rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_a_broken_sampler_is_noticed(engine, write_history, law_of, p_value, mon
             "rows",
             lambda self, counts: replace(rows := original_rows(self, counts), positions=0 * rows.positions),
         )
-    assert p_value(sample(engine, SETTINGS["T=1"], SAMPLES), law_of(PROMPT, LENGTH)) < 1e-4
+    assert p_value(sample(engine, SETTINGS["T=1"], SAMPLES), distribution_of(PROMPT, LENGTH)) < 1e-4
 
 
 def _drafted(drafted):
@@ -83,46 +83,46 @@ def _drafted(drafted):
     return ~np.isin(np.arange(last[-1] + 1), last)
 
 
-def test_vllms_own_rejection_sampler_has_the_same_law(engine, write_history, law_of, p_value):
+def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
     """The switch that keeps it (``sampling.verify=vllm``), and the patches it needs on a CPU."""
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     ours = runner.sampler, runner.rejection_sampler
-    write_history(engine.history_folder, history_of("true", law_of))
+    write_history(engine.history_folder, history_of("true", distribution_of))
     runner.sampler = type(ours[0]).__mro__[1](ours[0].logprobs_mode)
     runner.rejection_sampler = type(ours[1]).__mro__[1](runner.sampler)
     try:
         tokens = sample(engine, SETTINGS["T=0.7"], SAMPLES)
     finally:
         runner.sampler, runner.rejection_sampler = ours
-    assert p_value(tokens, law_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
+    assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS["T=0.7"])) > 1e-4
 
 
-def test_greedy_output_is_the_undrafted_one(engine, write_history, build_engine):
+def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
     from vllm import SamplingParams
 
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(32)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    stock = [o.outputs[0].token_ids for o in build_engine().generate(requests, greedy, use_tqdm=False)]
+    expected = [o.outputs[0].token_ids for o in stock.generate(requests, greedy, use_tqdm=False)]
     # Half true, half broken off and continued wrongly.
-    responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(stock)]
+    responses = [list(t) if i % 2 else list(t[:10]) + [0, 1, 2] * 4 for i, t in enumerate(expected)]
     write_history(engine.history_folder, list(zip(prompts, responses, strict=True)))
     before = engine.collective_rpc("draft_totals")[0]
     drafted = [o.outputs[0].token_ids for o in engine.generate(requests, greedy, use_tqdm=False)]
     after = engine.collective_rpc("draft_totals")[0]
     assert after["accepted"] - before["accepted"] > 200
-    assert drafted == stock
+    assert drafted == expected
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_the_targets(engine, write_history, small_model, law_of, temperature):
+def test_log_probabilities_are_the_targets(engine, write_history, small_model, distribution_of, temperature):
     """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
-    write_history(engine.history_folder, history_of("true", law_of))
+    write_history(engine.history_folder, history_of("true", distribution_of))
     settings = SamplingParams(
         temperature=temperature, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=0, n=32
     )

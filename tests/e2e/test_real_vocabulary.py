@@ -2,7 +2,7 @@
 
 What can only go wrong in a table of that size: chunks and their ends, ids beyond 2**16, thousands of near-ties, the
 tail beyond top-k and top-p. Cells are the words, and the tail by ranges of ids; all added entries embed alike, so that
-the law of a second token needs one pass of the model for each word.
+the distribution of a second token needs one pass of the model for each word.
 """
 
 from itertools import islice
@@ -68,8 +68,8 @@ def prompt(model, prompts):
 
 
 @pytest.fixture(scope="module")
-def law(model, prompt):
-    """``law(temperature, top_p, top_k)``: float64 [CELLS, CELLS], of the first two tokens."""
+def distribution(model, prompt):
+    """``distribution(temperature, top_p, top_k)``: float64 [CELLS, CELLS], of the first two tokens."""
     import torch
 
     follow = torch.tensor([[*prompt, token] for token in [*range(WORDS), WORDS]])  # the last for all added entries
@@ -98,10 +98,10 @@ def law(model, prompt):
     return of
 
 
-def history_of(kind, prompt, law):
+def history_of(kind, prompt, distribution):
     """Responses of four tokens that the drafter is given."""
     rng = np.random.default_rng(0)
-    joint = law()
+    joint = distribution()
     if kind == "true":  # drafted where a sample begins so; words, or the first entry of a range
         starts = np.append(np.arange(WORDS), RANGES)
         cells = rng.choice(joint.size, p=joint.ravel() / joint.sum(), size=24)
@@ -177,8 +177,8 @@ def test_silent_entries_stay_silent_in_every_state():
     ("kind", "setting"),
     [*(("true", setting) for setting in SETTINGS), ("adversarial", "T=1"), ("adversarial", "top-k")],
 )
-def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, setting):
-    write_history(engine.history_folder, history_of(kind, prompt, law))
+def test_output_distribution_is_the_targets(engine, prompt, distribution, write_history, p_value, kind, setting):
+    write_history(engine.history_folder, history_of(kind, prompt, distribution))
     before = drafts_of(engine)
     tokens = sample(engine, prompt, **SETTINGS[setting])
     drafted, accepted = drafts_of(engine) - before
@@ -189,7 +189,7 @@ def test_law_is_the_targets(engine, prompt, law, write_history, p_value, kind, s
     cells = cell_of(tokens)
     if setting == "T=1":
         assert (tokens >= 1 << 16).any(), "the test must see far entries drawn"
-    assert p_value(cells, law(**SETTINGS[setting])) > 1e-4
+    assert p_value(cells, distribution(**SETTINGS[setting])) > 1e-4
 
 
 def test_greedy_output_is_the_undrafted_one(engine, world, prompts, build_engine, write_history):
@@ -223,9 +223,9 @@ def test_added_entries_decode_to_nothing(engine, prompt):
 
 
 @pytest.mark.parametrize("kind", ["true", "adversarial"])
-def test_law_of_coupled_samples(engine, prompt, law, write_history, p_value, kind):
+def test_distribution_of_coupled_samples(engine, prompt, distribution, write_history, p_value, kind):
     from verl_rhyme.sampling.noise import key_of
 
-    write_history(engine.history_folder, history_of(kind, prompt, law))
+    write_history(engine.history_folder, history_of(kind, prompt, distribution))
     tokens = sample(engine, prompt, keys=[key_of(kind, i) for i in range(SAMPLES)], temperature=1.0)
-    assert p_value(cell_of(tokens), law()) > 1e-4
+    assert p_value(cell_of(tokens), distribution()) > 1e-4

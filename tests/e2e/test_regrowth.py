@@ -1,8 +1,8 @@
-"""A response generated anew in the real engine: drafted from what it said before, and the same law whatever it was."""
+"""A response generated anew in the real engine: drafted from what it said before, distributed as the target says."""
 
 import numpy as np
 import pytest
-from small_law import LENGTH, PROMPT, VOCABULARY
+from exact_distribution import LENGTH, PROMPT, VOCABULARY
 
 from verl_rhyme.workers.request import RequestMeta
 
@@ -15,7 +15,7 @@ SAMPLES = 6400
 def engine(build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
-    # Nearly every guess is drafted, whether it pays or not: a law that holds only for good drafts is none.
+    # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
     return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
 
 
@@ -39,11 +39,11 @@ def take_counts(engine, name, n):
     return [counts[f"{name} {i}"] for i in range(n)]
 
 
-def test_the_same_again_is_reverified(engine, build_engine):
+def test_the_same_again_is_reverified(engine, stock):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, 6).tolist() for _ in range(8)]
     greedy = {"temperature": 0, "max_tokens": 100}
-    texts = generate(build_engine(), prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
+    texts = generate(stock, prompts, [[]] * 8, "stock", **greedy)  # ours would know them from then on
     assert generate(engine, prompts, texts, "again", **greedy) == texts
     for count in take_counts(engine, "again", 8):
         # One of nine tokens is the target's own: a draft has eight at most.
@@ -56,17 +56,17 @@ def test_the_same_again_is_reverified(engine, build_engine):
     assert all(30 < count["reverified"] < 50 < count["accepted"] for count in take_counts(engine, "cut", 8))
 
 
-def test_law_is_the_targets_whatever_was_said_before(engine, law_of, p_value):
+def test_output_distribution_is_the_targets_whatever_was_said_before(engine, distribution_of, p_value):
     """The previous text is, for each first token, what is least likely to follow, or most likely."""
-    law = law_of(PROMPT, LENGTH)
+    distribution = distribution_of(PROMPT, LENGTH)
     rng = np.random.default_rng(1)
     previous = []
     for i in range(SAMPLES):
         first = int(rng.integers(VOCABULARY))
-        following = law[first].argmin() if i % 4 else law[first].argmax()
-        previous.append([first, *map(int, np.unravel_index(following, law.shape[1:])), 0])
-    tokens = np.array(generate(engine, [PROMPT] * SAMPLES, previous, "law", temperature=1.0, max_tokens=LENGTH + 1))
-    counts = take_counts(engine, "law", SAMPLES)
+        following = distribution[first].argmin() if i % 4 else distribution[first].argmax()
+        previous.append([first, *map(int, np.unravel_index(following, distribution.shape[1:])), 0])
+    tokens = np.array(generate(engine, [PROMPT] * SAMPLES, previous, "anew", temperature=1.0, max_tokens=LENGTH + 1))
+    counts = take_counts(engine, "anew", SAMPLES)
     assert sum(count["drafted"] for count in counts) > SAMPLES
     assert sum(count["reverified"] for count in counts) > SAMPLES / 50, "the test must see acceptances of it, too"
-    assert p_value(tokens[:, :LENGTH], law) > 1e-4
+    assert p_value(tokens[:, :LENGTH], distribution) > 1e-4

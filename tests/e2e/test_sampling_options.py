@@ -1,4 +1,4 @@
-"""Whatever a request asks of its sampling, drafts change nothing, and the law is stock vLLM's.
+"""Whatever a request asks of its sampling, drafts change nothing, and the distribution is stock vLLM's.
 
 With the same noise an engine that drafts must give the very tokens and log-probabilities of one that does not; and what
 that one draws must be distributed as what vLLM's own sampler draws.
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from exact_distribution import LENGTH, PROMPT, history_of
 from scipy import stats
-from small_law import LENGTH, PROMPT, history_of
 
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.workers.request import RequestMeta
@@ -60,20 +60,15 @@ def generate(engine, options, keys, length=LENGTH + 1, **common):
 
 
 @pytest.fixture(scope="module")
-def stock(build_engine):
-    return build_engine()
-
-
-@pytest.fixture(scope="module")
 def plain(build_engine):
     """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
     return build_engine(draws=True)
 
 
 @pytest.fixture(scope="module")
-def drafting(build_engine, write_history, law_of, tmp_path_factory):
+def drafting(build_engine, write_history, distribution_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
-    write_history(folder, history_of("true", law_of))
+    write_history(folder, history_of("true", distribution_of))
     return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
 
 
@@ -98,11 +93,11 @@ def test_drafts_change_nothing(drafting, plain, name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_law_is_stock_vllms(plain, stock, name):
+def test_the_distribution_is_stock_vllms(plain, stock, name):
     ours, theirs = (counts_of(generate(e, [OPTIONS[name]] * SAMPLES, [None] * SAMPLES)) for e in (plain, stock))
-    assert same_law(ours, theirs) > 1e-4
+    assert same_distribution(ours, theirs) > 1e-4
     if name != "bad words":  # what the test would notice
-        assert same_law(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) < 1e-4
+        assert same_distribution(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) < 1e-4
 
 
 def counts_of(outputs):
@@ -114,7 +109,7 @@ def counts_of(outputs):
     return found
 
 
-def same_law(first, second):
+def same_distribution(first, second):
     """p-value of a chi-square test of homogeneity; what is rare is pooled."""
     cells = sorted(first.keys() | second.keys())
     table = np.array([[counts.get(cell, 0) for cell in cells] for counts in (first, second)])
@@ -133,7 +128,7 @@ def test_a_seed_repeats_its_tokens(drafting, plain):
 
 
 def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
-    """The step's drafts are dropped then: the law is that of the first position."""
+    """The step's drafts are dropped then: the distribution is that of the first position."""
     from verl_rhyme.workers.vllm import sampler
 
     monkeypatch.setattr(sampler, "_foreign", lambda metadata: True)
@@ -142,12 +137,12 @@ def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
     after = drafting.collective_rpc("draft_totals")[0]
     assert after["drafted"] > before["drafted"]
     assert after["accepted"] == before["accepted"]
-    assert same_law(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) > 1e-4
+    assert same_distribution(ours, counts_of(generate(stock, [PLAIN] * SAMPLES, [None] * SAMPLES))) > 1e-4
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits", "processed_logprobs"])
 def test_log_probabilities_of_each_mode_are_vllms(plain, stock, mode, monkeypatch):
-    """Of greedy tokens beside sampled ones, whose law is cut off."""
+    """Of greedy tokens beside sampled ones, whose distribution is cut off."""
     options = [Option({"temperature": 0}), OPTIONS["top-k and top-p"]] * 4
     for engine in (plain, stock):
         runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -1,4 +1,4 @@
-"""The estimate: published parameter counts, the laws of sharding, vLLM's share."""
+"""The estimate: published parameter counts, the arithmetic of sharding, vLLM's share."""
 
 from dataclasses import replace
 

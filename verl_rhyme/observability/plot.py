@@ -43,7 +43,7 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
         (reward, "mean reward"),
         (seconds, "rollout seconds per epoch"),
         (useful, "trained tokens per second of rollout"),
-        (length, "tokens per decoding step"),
+        (length, "acceptance length"),
         (shares, "shares"),
         (bubble, "idle request slots (bubble ratio)"),
     ):

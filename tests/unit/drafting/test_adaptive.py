@@ -12,6 +12,8 @@ from verl_rhyme.drafting.kernels import BLOCK
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
+pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
+
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 WIDTH = 2048
 

@@ -1,7 +1,6 @@
 """The drafter over many live requests."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,7 +149,6 @@ def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(respo
                 drafter.observe(str(request), len(draft), len(draft) - missed)
 
 
-@pytest.mark.slow
 def test_a_row_costs_microseconds():
     import time
 

@@ -10,6 +10,8 @@ from verl_rhyme.drafting.adaptive import REST_AFTER, AdaptiveDrafter
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import BEGAN, RELOCATED, Regrowth
 
+pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
+
 KEY = b"k" * 16
 WIDTH = 4096
 PROMPT = [7, 8, 9]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -90,23 +91,40 @@ def damaged_copy(path, data):
     return file
 
 
-def use(path):
-    """Everything a run does. In a process of its own: damage must not even crash it."""
-    code = """
-    import logging, warnings
-    logging.basicConfig(stream=sys.stdout)
-    reader = HistoryReader(path, "tokenizer-a", refresh_interval=0.0)
-    first = sum(reader.get(int(i).to_bytes(16, "big")) is not None for i in range(30))
-    with HistoryStore(path, "tokenizer-a", max_bytes=8 << 20, epochs=2) as store:
+def run(path):
+    """Everything a run does."""
+    reader = HistoryReader(path, NAMESPACE, refresh_interval=0.0)
+    first = sum(reader.get(key(i)) is not None for i in range(30))
+    with open_store(path) as store:
         for step in range(4, 8):
             stats = store.append([trajectory(i, range(500), epoch=step) for i in range(30)], step)
-            assert stats.trajectories == 30 and not stats.dropped, stats
-        store.snapshot(path + ".snapshot")
-        assert store.restore(path + ".snapshot")
-        assert all(reader.get(int(i).to_bytes(16, "big")).response(0).tolist() == list(range(500)) for i in range(30))
+            assert stats.trajectories == 30, stats
+            assert not stats.dropped, stats
+        store.snapshot(f"{path}.snapshot")
+        assert store.restore(f"{path}.snapshot")
+        assert all(reader.get(key(i)).response(0).tolist() == list(range(500)) for i in range(30))
     print("read", first)
-    """
-    return finish(python(code, path, stderr=subprocess.STDOUT))
+
+
+def use(path):
+    """What :func:`run` prints and logs. In a process of its own: damage must not even crash it."""
+    told = path.parent / f"{path.name}.told"
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.stdout = sys.stderr = told.open("w", buffering=1)
+            logging.basicConfig(stream=sys.stdout, force=True)
+            run(path)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    output = told.read_text()
+    assert ended == 0, f"exit status {ended}: {output}"
+    return output
 
 
 def test_a_sound_copy_is_used(tmp_path, sound):

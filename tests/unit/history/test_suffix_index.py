@@ -82,7 +82,6 @@ def test_a_context_of_another_type_or_layout_is_taken():
     assert suffix_index.longest_match(history, strided, 7)[0] == 3
 
 
-@pytest.mark.slow
 def test_build_is_fast_enough_for_the_pause_between_steps():
     import time
 

@@ -1,4 +1,4 @@
-"""Inverting the cumulative distribution draws the law, whatever the rounding, and never a masked token."""
+"""Inverting the cumulative distribution draws from it, whatever the rounding, and never a masked token."""
 
 import numpy as np
 import pytest

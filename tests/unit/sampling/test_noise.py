@@ -99,8 +99,8 @@ def test_the_gumbel_is_precise_where_it_decides():
 def test_the_argmax_is_a_draw_from_the_softmax(scale):
     logits = np.random.default_rng(1).normal(0, scale, 50).astype(np.float32)
     counts = sum(np.bincount(tokens(logits, KEYS, positions(len(KEYS), at)), minlength=50) for at in range(5))
-    law = np.exp(logits - logits.max(), dtype=np.float64)
-    expected = law / law.sum() * counts.sum()
+    distribution = np.exp(logits - logits.max(), dtype=np.float64)
+    expected = distribution / distribution.sum() * counts.sum()
     rare = expected < 8
     observed = np.append(counts[~rare], counts[rare].sum())
     predicted = np.append(expected[~rare], max(expected[rare].sum(), 1e-3))

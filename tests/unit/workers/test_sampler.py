@@ -1,4 +1,4 @@
-"""What the sampler decides about drafts, and which runners it leaves alone. The law is tested in tests/e2e."""
+"""What the sampler decides about drafts, and which runners it leaves alone. The distribution is tested in tests/e2e."""
 
 from types import SimpleNamespace
 

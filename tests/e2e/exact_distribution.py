@@ -1,10 +1,10 @@
-"""What the tests of the law share: a prompt of the 12-token model, samplings, and histories to draft from."""
+"""What the tests of the output distribution share: a prompt of the 12-token model, samplings and histories."""
 
 import numpy as np
 
 VOCABULARY = 12
 PROMPT = [3, 1, 4, 1, 5]
-LENGTH = 3  # tokens whose joint law is tested: 12**3 cells
+LENGTH = 3  # tokens whose joint distribution is tested: 12**3 cells
 SETTINGS = {
     "T=1": {"temperature": 1.0},
     "T=0.7": {"temperature": 0.7},
@@ -13,9 +13,9 @@ SETTINGS = {
 }
 
 
-def history_of(kind, law):
+def history_of(kind, distribution):
     """Responses the drafter is given; drafts begin after the first token, where it occurs in one of them."""
-    joint = law(PROMPT, LENGTH)
+    joint = distribution(PROMPT, LENGTH)
     if kind == "true":  # what the model itself would say, more of it where it is likelier
         cells = np.random.default_rng(0).choice(joint.size, p=joint.ravel(), size=16)
     elif kind == "adversarial":  # after each first token, what is least likely to follow

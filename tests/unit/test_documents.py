@@ -1,0 +1,51 @@
+"""What the documents point to exists: links, their anchors, and the files that are named where reading begins."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("examples/*/*.md"),
+    )
+)
+PACKAGE = ROOT / "verl_rhyme"
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    document = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text())
+    wrong = []
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = document.parent / file if file else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def named(text: str) -> set[str]:
+    """Files and folders of the package that a text names by their path, as ``trainer/base.py`` or ``lengths/``."""
+    packages = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    return set(re.findall(rf"(?<![\w/.])((?:{packages})/(?:[\w/]+\.py)?)", text))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md"])
+def test_files_that_are_named_exist(name):
+    found = named((ROOT / name).read_text())
+    assert len(found) > 20
+    missing = {path for path in found if not any((parent / path).exists() for parent in (PACKAGE, ROOT))}
+    assert missing == set()
