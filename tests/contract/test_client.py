@@ -261,37 +261,44 @@ class Mortal(Server):
         return await super().generate(**kwargs)
 
 
+def balanced(*hows: str) -> tuple[Any, dict[str, Any]]:
+    servers = {how: ray.remote(num_cpus=0)(Mortal).remote(how) for how in hows}
+    return _create_global_sticky_inflight(servers, load_balancer_cls=GlobalRequestLoadBalancer), servers
+
+
+async def sample(client: Any, number: int) -> list[Any]:
+    enter(Session(sample=number, group=N))
+    output = await client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={})
+    return output.extra_fields[FIELD]
+
+
+async def samples(client: Any) -> list[list[Any]]:
+    return await asyncio.gather(*(asyncio.create_task(sample(client, number)) for number in range(N)))
+
+
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 @pytest.mark.parametrize("how", ["process", "engine"])
-def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
-    servers = {name: ray.remote(num_cpus=0)(Mortal).remote(name) for name in (how, "well")}
-    balancer = _create_global_sticky_inflight(servers, load_balancer_cls=GlobalRequestLoadBalancer)
+async def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
+    balancer, _ = balanced(how, "well")
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
-    results = ray.get(Worker.remote(client).run.remote(), timeout=60)
-    assert [len(records) for records, *_ in results] == [1] * N
-    assert ray.get(balancer.get_all_servers.remote()) == ["well"]
-    assert ray.get(balancer.get_total_inflight.remote()) == 0
+    assert [len(records) for records in await samples(client)] == [1] * N
+    assert await balancer.get_all_servers.remote() == ["well"]
+    assert await balancer.get_total_inflight.remote() == 0
 
 
-def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(
-    cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead = {"process": ray.remote(num_cpus=0)(Mortal).remote("process")}
-    balancer = _create_global_sticky_inflight(dead, load_balancer_cls=GlobalRequestLoadBalancer)
-    stock = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(cluster: None) -> None:
+    balancer, _ = balanced("process")
     with pytest.raises(RuntimeError, match="No available servers"):
-        ray.get(Worker.remote(stock).run.remote(), timeout=60)
+        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
     patient = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    running = Worker.remote(patient).run.remote()
-    assert not ray.wait([running], timeout=2)[0]
-    ray.get(balancer.add_servers.remote({"well": ray.remote(num_cpus=0)(Mortal).remote("well")}))
-    assert len(ray.get(running, timeout=60)) == N
+    running = asyncio.create_task(samples(patient))
+    assert not (await asyncio.wait({running}, timeout=2))[0]
+    await balancer.add_servers.remote({"well": ray.remote(num_cpus=0)(Mortal).remote("well")})
+    assert len(await running) == N
 
 
-def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
-    faulty = {"s": ray.remote(num_cpus=0)(Mortal).remote("bug")}
-    balancer = _create_global_sticky_inflight(faulty, load_balancer_cls=GlobalRequestLoadBalancer)
-    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+async def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
+    balancer, servers = balanced("bug")
     with pytest.raises(ValueError, match="no such option"):
-        ray.get(Worker.remote(client).run.remote(), timeout=60)
-    assert ray.get(balancer.get_all_servers.remote()) == ["s"]
+        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
+    assert await balancer.get_all_servers.remote() == list(servers)
