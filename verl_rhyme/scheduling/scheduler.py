@@ -227,6 +227,8 @@ class Scheduler:
             return True
         if not self.ready():
             return False
+        if not self.ledger.tally.samples["generated"]:
+            return True
         taken = batch(self.rules, self.ledger, self.version, "generated", "finished")
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 

@@ -20,6 +20,7 @@ from verl_rhyme import config_tree
 from verl_rhyme.config import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
@@ -96,7 +97,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self._recorder = Recorder(
             self._history,
             self._event_log,
-            self._request_slots,
+            lambda: self.fillable_slots,
             DraftCounts(self._rollout_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
@@ -107,16 +108,30 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         if self._event_log is not None:
             rollout = self.config.actor_rollout_ref.rollout
-            slots = min(self._request_slots(), self.config.data.train_batch_size * rollout.n)
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
-            self._event_log.describe(arm=arm_name(self._rhyme), engine=engine, slots=slots)
+            step = self.global_steps + 1  # this start's first
+            self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, slots=self.fillable_slots)
 
     @_hook
     def get_llm_client(self) -> Any:
         return rhymed(super().get_llm_client())
 
+    @functools.cached_property
+    def fillable_slots(self) -> int:
+        """Q of the bubble ratio, for metrics, event log and report alike (:func:`~metrics.fillable_slots`)."""
+        return fillable_slots(self._request_slots(), self._samples_in_flight())
+
+    def _samples_in_flight(self) -> int:
+        """The most samples that are started and not yet finished at a time."""
+        if self._rhyme.sorting.mode:
+            batches = self._rhyme.sorting.group_batches
+        else:  # verl's asynchronous modes, and its refills for groups that DAPO filters out
+            ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
+            batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
+        return int(batches * self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
+
     def _request_slots(self) -> int:
-        """Requests the rollout can run at a time: Q of the bubble ratio."""
+        """Requests that the engines can run at a time."""
         replicas = sum(len(manager.get_replicas()) for manager in self._rollout_server_managers())
         return replicas * self.config.actor_rollout_ref.rollout.max_num_seqs
 

@@ -47,7 +47,7 @@ class Driver:
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
         """Begin; ``state`` is a checkpoint's, ``None`` without one."""
         self._workers, self._state, self._version = workers, state, version
-        arguments = self._setting, workers, state, version, False
+        arguments = self._setting, workers, state, version, True
         self._state = ray.get(self._actor.open.remote(*arguments))
 
     def publish(self, version: int, batches_left: int) -> None:
@@ -65,6 +65,8 @@ class Driver:
         while True:
             while (wants := self._ask("enough", rewarded, stops)) is not None:
                 self._supply(wants)
+                if wants.replicas:
+                    topology.mend(self._version)
             if stops:
                 topology.stop()
             reply: Reply | None = self._ask("take")

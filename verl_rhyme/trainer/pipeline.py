@@ -21,9 +21,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig
+from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_unit
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
 from verl_rhyme.scheduling.rules import Rules, named
@@ -38,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 #: In a checkpoint folder, beside verl's ``transfer_queue``.
 STATE_FILE = "rhyme_sorted.json"
-
-#: Advantage estimators that look at one trajectory at a time; all others compare the samples of a prompt.
-_SINGLE = ("gae", "reinforce_plus_plus")
 
 
 class PipelineReplayBuffer(ReplayBufferAsync):
@@ -72,21 +71,14 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial, and enable=true "
                 "(+rhyme=sorted)"
             )
-        single = str(config.algorithm.adv_estimator) in _SINGLE
-        unit = sorting.unit or ("trajectory" if single else "group")
         filter_metric = self._resolve_filter_groups_metric()
-        if unit == "trajectory" and (not single or filter_metric is not None):
-            raise ConfigError(
-                f"{CONFIG_PATH}.sorting.unit=trajectory tears groups apart, which algorithm.adv_estimator="
-                f"{config.algorithm.adv_estimator} or algorithm.filter_groups compares: use group"
-            )
         batch_prompts = config.data.train_batch_size
         self.rules: Rules = named(
             sorting.mode,
             batch_prompts=batch_prompts,
             batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
             group_batches=sorting.group_batches,
-            unit=unit,
+            unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
             harvest_tokens=sorting.harvest_tokens,
             max_wait=sorting.max_wait,
             max_staleness=sorting.max_staleness,
@@ -122,7 +114,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             filters=self._filters,
             limit=limit,
             lot=max(1, (limit - slots) // 2),  # half of what queues up at the engines
-            slots=slots,
+            slots=self.fillable_slots,
             lost_after=self._rhyme.sorting.lost_after,
         )
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
@@ -158,6 +150,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_step_end(self) -> None:
         self._driver.pause()
+        if self.topology.through_training:
+            self.topology.mend(self.global_steps)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
         self._publish(self.global_steps)
 
@@ -248,7 +242,24 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
         super().__init__(config)
 
 
-class RhymePipelineSeparate(RhymePipelineTrainer, PPOTrainerSeparateAsync):
+class _Separate(PPOTrainerSeparateAsync):
+    """verl's, but for its rule that a weight sync follows each mini-batch of the actor: here it follows each update."""
+
+    def __init__(self, config: Any) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        for ok, remedy in (
+            (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: engines have nodes of their own"),
+            (rollout.n_gpus_per_node > 0, "actor_rollout_ref.rollout.n_gpus_per_node must be above 0"),
+            (rollout.checkpoint_engine.backend != "naive", "checkpoint_engine.backend must be nccl, nixl or the like"),
+        ):
+            if not ok:
+                raise ConfigError(f"trainer_mode=separate_async: {remedy}")
+        self._enable_hybrid_replicas = bool(config.actor_rollout_ref.get("hybrid_engine", True))
+        PPOTrainer.__init__(self, config)
+        self.hybrid_rollout_config = omega_conf_to_dataclass(config.trainer.v1.separate_async.hybrid_rollout)
+
+
+class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
     """``trainer.v1.trainer_mode=separate_async`` with ``sorting.mode``."""
 
     def __init__(self, config: Any) -> None:

@@ -2,6 +2,9 @@
 
 Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once. Event log and
 metrics do not wait for the history.
+
+Through the trainer's process goes what the servers say of the requests, and a reward for each sample: history writers
+fetch tokens themselves. Where the event log shall have the responses, it fetches these.
 """
 
 from __future__ import annotations
@@ -10,27 +13,23 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import transfer_queue as tq
 
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.history.record import Trajectory
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.workers.history_service import HistoryService
+from verl_rhyme.workers.history_service import COUNTS, HistoryService, HistoryUnavailable
 from verl_rhyme.workers.request import FIELD
+from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
-
-#: What the store counts by append, as opposed to what it says of itself.
-_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
-_LOGGED = ("sample", "reward", "policy_version", "tokens", "logprobs")
 
 
 class Recorder:
@@ -52,12 +51,17 @@ class Recorder:
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._errors = 0
+        self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
         self._store: dict[str, Any] = {}
 
     def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
         """Begin to record a training batch (``KVBatchMeta``); returns at once."""
-        self._pending.append(self._executor.submit(self._guarded, self._record, batch, step, part, epoch))
+        self._guarded(self._start, batch, step, part, epoch)
+
+    def _start(self, batch: Any, *when: int) -> None:
+        samples = _Samples.of(batch)  # now: verl pads and reorders it in place
+        self._pending.append(self._executor.submit(self._guarded, self._record, samples, *when))
 
     def log_validation(self, batch: Any, step: int, epoch: int) -> None:
         """Event log only, and at once: verl clears the batch soon after."""
@@ -79,16 +83,14 @@ class Recorder:
         requests, self._requests = self._requests, []
         metrics: dict[str, float] = {
             names.HISTORY_UPDATE_S: self._seconds,
-            names.HISTORY_ERRORS: float(self._errors),
+            names.HISTORY_ERRORS: float(self._errors + self._history.errors),
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
         self._seconds = 0.0
-        self._store |= {name: 0 for name in _COUNTS if name in self._store}
+        self._store |= {name: 0 for name in COUNTS if name in self._store}
         if requests:
-            # A batch smaller than the engines leaves slots empty that no schedule could fill.
-            slots = min(self._slots(), len(requests))
-            metrics.update(step_metrics(_columns(requests), slots=slots, rollout_s=rollout_s))
+            metrics.update(step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s))
             if told := self._alarm.observe(metrics):
                 logger.warning(told)
             metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
@@ -108,22 +110,55 @@ class Recorder:
         finally:
             self._seconds += time.perf_counter() - started
 
-    def _record(self, batch: Any, step: int, part: int, epoch: int) -> None:
-        samples = _fetch(batch, epoch, validate=False, logprobs=self._logprobs)
-        rows = self._counts.fill([row for sample in samples for row in sample["requests"]])
+    def _record(self, samples: _Samples, step: int, part: int, epoch: int) -> None:
+        records = samples.records()
+        rows, owners = samples.rows(records, validate=False)
+        rows = self._counts.fill(rows)
         self._requests.extend(rows)
+        prompts = samples.prompts(records)
+        rewards = self._rewards(samples.stored)
+        batch = TrainedBatch(
+            samples.stored, prompts, rewards, samples.numbers, samples.versions, epoch, logprobs=self._logprobs
+        )
         try:  # neither stops the other
             if self._events is not None:
-                self._events.append_requests(step, epoch, _columns(rows))
+                self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
                 if self._log_responses:
-                    self._events.append_responses(step, epoch, _responses(samples))
+                    self._append_responses(batch, step)
         finally:
-            stats = self._history.append([sample["trajectory"] for sample in samples], step=part)
-            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in _COUNTS}}
+            stats = self._history.append(batch, step=part)
+            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in COUNTS}}
+
+    def _rewards(self, stored: StoredSamples) -> np.ndarray:
+        try:
+            return self._history.rewards(stored)
+        except HistoryUnavailable as error:
+            if not self._fetched_rewards:
+                self._fetched_rewards = True
+                logger.warning("the event log's rewards are fetched by the trainer (told once): %s", error)
+            return stored.rewards()
+
+    def _append_responses(self, batch: TrainedBatch, step: int) -> None:
+        assert self._events is not None
+        for rows, tokens, logprobs in batch.stored.responses(batch.logprobs):
+            (prompts,) = batch.stored.columns(rows, ["prompts"])
+            columns = {
+                "prompt_key": [batch.prompts[row] for row in rows],
+                "sample": [batch.numbers[row] for row in rows],
+                "reward": batch.rewards[rows],
+                "policy_version": [batch.versions[row] for row in rows],
+                "prompt": [prompt.numpy() for prompt in prompts],
+                "tokens": tokens,
+                "logprobs": logprobs,
+            }
+            self._events.append_responses(step, batch.epoch, columns)
 
     def _log_validation(self, batch: Any, step: int, epoch: int) -> None:
         if self._events is not None:
-            rows = [row for sample in _fetch(batch, epoch, validate=True) for row in sample["requests"]]
+            samples = _Samples.of(batch)
+            rows, owners = samples.rows(samples.records(), validate=True)
+            rewards = samples.stored.rewards()  # not by the writer, which the thread may be asking something else
+            rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
     def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
@@ -135,48 +170,48 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else {})}
 
 
-def _responses(samples: list[dict[str, Any]]) -> dict[str, list]:
-    trajectories = [sample["trajectory"] for sample in samples]
-    return {
-        "prompt_key": [t.key for t in trajectories],
-        "prompt": [sample["prompt"] for sample in samples],
-        **{name: [getattr(t, name) for t in trajectories] for name in _LOGGED},
-    }
+@dataclass(frozen=True)
+class _Samples:
+    """A batch of verl's without its padding: where it is stored, and what its keys and tags say."""
 
+    stored: StoredSamples
+    uids: list[str]
+    numbers: list[int]
+    versions: list[int]
 
-def _fetch(batch: Any, epoch: int, validate: bool, logprobs: bool = False) -> list[dict[str, Any]]:
-    """Trajectory, prompt and request rows of each sample in a batch; padding left out."""
-    kept = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-    keys = [batch.keys[i] for i in kept]
-    per_token = ["prompts", "responses", "rm_scores", *(["rollout_log_probs"] if logprobs else [])]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[*per_token, "extra_fields"])
-    prompts, responses, scores, *sampled = (data[name].unbind() for name in per_token)
-    samples = []
-    for i, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
-        uid, number = sample_of(key.rpartition("_")[0])
-        records = extra.get(FIELD) or []
-        prompt = bytes.fromhex(records[0]["prompt_key"]) if records else prompt_key(prompts[i].tolist())
-        reward = float(scores[i].sum())
-        tag = batch.tags[kept[i]]
-        trajectory = Trajectory(
-            key=prompt,
-            tokens=responses[i].numpy().astype(np.int32),
-            reward=reward,
-            policy_version=int(tag.get("max_global_steps") or 0),
-            epoch=epoch,
-            sample=number,
-            logprobs=sampled[0][i].numpy().astype(np.float32) if sampled else None,
+    @classmethod
+    def of(cls, batch: Any) -> _Samples:
+        """From a ``KVBatchMeta``; what verl does to it later does not show."""
+        kept = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        keys, tags = [batch.keys[i] for i in kept], [batch.tags[i] for i in kept]
+        names = [sample_of(key.rpartition("_")[0]) for key in keys]
+        lengths = np.array([tag["response_len"] for tag in tags], dtype=np.int64)
+        return cls(
+            StoredSamples(batch.partition_id, keys, lengths),
+            [uid for uid, _ in names],
+            [number for _, number in names],
+            [int(tag.get("max_global_steps") or 0) for tag in tags],
         )
+
+    def records(self) -> list[list[dict[str, Any]]]:
+        """Of each sample's requests, as the servers told."""
+        (extras,) = self.stored.columns(range(len(self.uids)), ["extra_fields"])
+        return [getattr(extra, "data", extra).get(FIELD) or [] for extra in extras]
+
+    def rows(self, records: list[list[dict[str, Any]]], validate: bool) -> tuple[list[dict[str, Any]], list[int]]:
+        """Rows of the event log but for their rewards, and the sample each is of."""
+        owners = [i for i, told in enumerate(records) for _ in told]
         rows = [
-            {
-                **record,
-                "uid": uid,
-                "sample": number,
-                "reward": reward,
-                "validate": validate,
-                "trained": not validate,
-            }
-            for record in records
+            {**record, "uid": self.uids[i], "sample": self.numbers[i], "validate": validate, "trained": not validate}
+            for i, record in zip(owners, (record for told in records for record in told), strict=True)
         ]
-        samples.append({"trajectory": trajectory, "prompt": prompts[i].numpy(), "requests": rows})
-    return samples
+        return rows, owners
+
+    def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
+        """Keys of the prompts; only where the servers did not tell one are its tokens fetched."""
+        keys = [bytes.fromhex(told[0]["prompt_key"]) if told else b"" for told in records]
+        untold = [row for row, key in enumerate(keys) if not key]
+        (prompts,) = self.stored.columns(untold, ["prompts"])
+        for row, prompt in zip(untold, prompts, strict=True):
+            keys[row] = prompt_key(prompt.tolist())
+        return keys

@@ -9,7 +9,7 @@ import functools
 from typing import Any, Protocol
 
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead
+from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, serve
 
 
 class Topology(Protocol):
@@ -82,6 +82,7 @@ class Colocated:
                 f"rollout replica {replica.replica_rank} died, on the devices of the actor: {why}\nThe same command "
                 "goes on from the last checkpoint."
             )
+        serve(self.servers())
         return 0
 
 

@@ -1,4 +1,5 @@
-"""The history on every node: one writer per node, fed by the trainer, read by the vLLM workers through shared maps."""
+"""The history on every node: one writer per node, told by the trainer what to fetch, read by the vLLM workers through
+shared maps."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryError, HistoryStore
+from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,10 @@ _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 3600.0
 _PIECE_BYTES = 64 << 20
+#: Seconds that a writer has to sum the rewards, before the trainer does it.
+_REWARDS_TIMEOUT_S = 30.0
+#: What the store counts by append, as opposed to what it says of itself.
+COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
 
 
 class HistoryUnavailable(RuntimeError):
@@ -49,43 +56,6 @@ def tokenizer_namespace(tokenizer: Any) -> str:
     """Fingerprint of a vocabulary: token ids of another tokenizer must never be drafted."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
-
-
-def pack(trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-    """Columns of a list of trajectories: one object that Ray ships to all nodes without pickling each."""
-    lengths = [len(trajectory.tokens) for trajectory in trajectories]
-    logprobs = [
-        np.full(length, np.nan, np.float32) if t.logprobs is None else t.logprobs
-        for t, length in zip(trajectories, lengths, strict=True)
-    ]
-    return {
-        "keys": np.frombuffer(b"".join(t.key for t in trajectories), dtype="V16"),
-        "tokens": np.concatenate([t.tokens for t in trajectories]) if trajectories else np.empty(0, np.int32),
-        "logprobs": np.concatenate(logprobs, dtype=np.float32) if trajectories else np.empty(0, np.float32),
-        "ends": np.cumsum(lengths, dtype=np.int64),
-        "rewards": np.array([t.reward for t in trajectories], np.float32),
-        "versions": np.array([t.policy_version for t in trajectories], np.int64),
-        "epochs": np.array([t.epoch for t in trajectories], np.int64),
-        "samples": np.array([t.sample for t in trajectories], np.int64),
-    }
-
-
-def unpack(columns: dict[str, np.ndarray]) -> list[Trajectory]:
-    """Inverse of :func:`pack`."""
-    ends = columns["ends"]
-    starts = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
-    return [
-        Trajectory(
-            key=columns["keys"][i].tobytes(),
-            tokens=columns["tokens"][start : ends[i]],
-            reward=float(columns["rewards"][i]),
-            policy_version=int(columns["versions"][i]),
-            epoch=int(columns["epochs"][i]),
-            sample=int(columns["samples"][i]),
-            logprobs=columns["logprobs"][start : ends[i]],
-        )
-        for i, start in enumerate(starts)
-    ]
 
 
 class HistoryWriter:
@@ -124,10 +94,27 @@ class HistoryWriter:
         assert self._store is not None
         return os.getpid()
 
-    def append(self, columns: dict[str, np.ndarray], step: int) -> dict[str, Any]:
-        """Record one step. Returns the store's statistics and what was dropped and evicted."""
-        did = self._store.append(unpack(columns), step)
-        counts = {name: getattr(did, name) for name in ("dropped", "unkept", "evicted", "shed_epochs")}
+    def rewards(self, stored: StoredSamples) -> np.ndarray:
+        """float64[N], of samples in TransferQueue; sent, instead of the tokens' rewards, to the trainer."""
+        return stored.rewards()
+
+    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
+        """Fetch one step from TransferQueue and record it, piece by piece: a killed writer leaves whole prompts.
+
+        Returns:
+            The store's statistics, and what was dropped and evicted (:data:`COUNTS`).
+
+        Raises:
+            SamplesGone: The step is over; the pieces before are recorded.
+        """
+        return self.record(batch.trajectories(), step)
+
+    def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
+        """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
+        counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        for trajectories in pieces:
+            did = self._store.append(trajectories, step)
+            counts.update({name: getattr(did, name) for name in COUNTS})
         return {**counts, **self._store.stats()}
 
     def snapshot(self, folder: str) -> None:
@@ -187,6 +174,8 @@ class HistoryService:
         self._bytes = 0
         #: Writers that were started in the place of one that failed.
         self.restarts = 0
+        #: What writers of other nodes could not do, although they answered.
+        self.errors = 0
         self.add_nodes()
 
     def add_nodes(self) -> None:
@@ -224,14 +213,31 @@ class HistoryService:
         except Exception as error:
             logger.warning("a history writer could not start; training goes on without it: %s", error)
 
-    def append(self, trajectories: list[Trajectory], step: int) -> dict[str, Any]:
-        """Record on every node; returns this node's statistics.
+    def rewards(self, stored: StoredSamples) -> np.ndarray:
+        """float64[N], each sample's; summed by this node's writer, so that those of the tokens don't pass through here.
+
+        Raises:
+            HistoryUnavailable: It does not answer now. That is no failure of the writer's.
+        """
+        writer = self._writers.get(self._here)
+        if writer is None:
+            raise HistoryUnavailable("this node has no history writer now")
+        try:
+            return ray.get(writer.rewards.remote(stored), timeout=min(self._config.timeout, _REWARDS_TIMEOUT_S))
+        except RayError as error:
+            raise HistoryUnavailable(f"this node's history writer summed no rewards: {error}") from error
+
+    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
+        """Have every node's writer fetch and record a step; returns this node's statistics.
+
+        When it returns no writer fetches any more: the samples may be cleared.
 
         Raises:
             HistoryUnavailable: This node's writer does not record now.
+            SamplesGone: They were cleared before they were fetched.
         """
-        columns = ray.put(pack(trajectories))
-        stats = self._ask(lambda writer: writer.append.remote(columns, step), self._config.timeout)
+        put = ray.put(batch)
+        stats = self._ask(lambda writer: writer.append.remote(put, step), self._config.timeout)
         self._bytes = int(stats["bytes"])
         return stats
 
@@ -333,7 +339,9 @@ class HistoryService:
                 if node == self._here or isinstance(error, HistoryError):
                     raised = error
                 else:
-                    logger.warning("the history of node %s: %s", node, error)
+                    self.errors += 1
+                    if self.errors == 1:
+                        logger.warning("the history of node %s (told once): %s", node, error)
         if raised is not None:
             raise raised
         return answers

@@ -41,6 +41,19 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
     return found
 
 
+def serve(servers: Any) -> None:
+    """Living replicas that a client has taken for dead are in service again.
+
+    Args:
+        servers: verl's ``LLMServerManager`` of them.
+    """
+    router = servers.global_load_balancer
+    known = set(ray.get(router.get_all_servers.remote()))
+    all_of_them = zip(servers.server_addresses, servers.server_handles, strict=True)
+    if missing := {address: handle for address, handle in all_of_them if address not in known}:
+        ray.get(router.add_servers.remote(missing))
+
+
 class Spares:
     """Puts new replicas in the place of dead ones among those that have devices of their own.
 
@@ -65,6 +78,7 @@ class Spares:
         """
         gone = dead(self._servers.rollout_replicas)
         if not gone:
+            serve(self._servers)
             return 0
         for replica, why in gone.items():
             logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)

@@ -18,6 +18,7 @@ from verl_rhyme.observability.events import (
     REQUESTS,
     STAGES,
     EventLog,
+    arms_of,
     read_info,
     read_requests,
     read_stages,
@@ -245,15 +246,15 @@ def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         log = EventLog(tmp_path / "file" / "events")
         log.append_requests(1, 0, requests(3))
-        log.describe(arm="histospec")
+        log.describe(1, arm="histospec")
     assert len(caplog.records) == 1
     assert log.lost_rows == 3
 
 
 def test_description_is_kept_and_extended(tmp_path: Path) -> None:
-    EventLog(tmp_path).describe(arm="histospec", slots=32)
-    EventLog(tmp_path).describe(engine="vllm 0.24.0")
-    assert read_info(tmp_path) == {"arm": "histospec", "slots": 32, "engine": "vllm 0.24.0"}
+    EventLog(tmp_path).describe(1, arm="histospec", slots=32)
+    EventLog(tmp_path).describe(1, arm="histospec", engine="vllm 0.24.0")
+    assert read_info(tmp_path) == {"arms": [[1, "histospec"]], "slots": 32, "engine": "vllm 0.24.0"}
     (tmp_path / "run.json").write_text("{broken")
     assert read_info(tmp_path) == {}
 
@@ -268,3 +269,13 @@ def test_512_rows_cost_little(tmp_path: Path) -> None:
         seconds.append(time.perf_counter() - begin)
     # 1.2 ms on an idle two-core machine; the bound leaves room for a busy one.
     assert statistics.median(seconds) < 0.010
+
+
+def test_each_start_keeps_its_arm_but_for_steps_that_were_overtaken(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"arm": "histospec"}')  # an older log
+    for step, arm in ((5, "histospec"), (9, "coupled"), (13, "undrafted"), (11, "coupled"), (17, "histospec")):
+        EventLog(tmp_path).describe(step, arm=arm)
+    assert arms_of(read_info(tmp_path)) == [(1, "histospec"), (9, "coupled"), (17, "histospec")]
+    EventLog(tmp_path).describe(1, arm="undrafted")  # from the beginning
+    assert arms_of(read_info(tmp_path)) == [(1, "undrafted")]
+    assert arms_of({}) == arms_of({"arms": 3}) == arms_of({"arms": [[1]]}) == []

@@ -53,6 +53,7 @@ def test_step_line_leaves_out_what_is_missing() -> None:
     )
     cold = {m.SPEC_DRAFTED: 0.0, m.SPEC_ACCEPTED: 0.0, m.SPEC_VERIFY_STEPS: 9.0, m.SPEC_ACCEPT_LENGTH: 0.0}
     assert step_line(3, cold) == "step 3"
+    assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
 
 
 def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

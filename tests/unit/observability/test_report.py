@@ -67,7 +67,7 @@ def on(tmp_path: Path) -> Path:
     ]
     write_metrics(tmp_path / "on" / "metrics.jsonl", rows)
     log = EventLog(tmp_path / "on" / "checkpoints" / "events")
-    log.describe(arm="histospec", slots=4, engine="vllm test")
+    log.describe(1, arm="histospec", slots=4, engine="vllm test")
     for step in range(1, 9):
         write_events(log, step, warm=step > 2)
     return tmp_path / "on"
@@ -138,6 +138,21 @@ def test_events_complete_the_metrics(on: Path) -> None:
     assert (warm["rollout_s"], warm["tokens"]) == (4.0, 2000)
     assert warm["bubble_ratio"] == pytest.approx(1 - (1 + 2 + 2 + 3) / (4 * 3))
     assert warm["useful_tokens_per_s"] == 1600 / 4.0
+
+
+def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
+    log = EventLog(on / "checkpoints" / "events")
+    log.describe(3, arm="histospec")
+    assert report.summarize(on)["arm"] == "histospec"
+    log.describe(5, arm="histospec-undrafted")
+    assert report.summarize(on)["arm"] == "histospec, from step 5 histospec-undrafted"
+
+
+def test_no_bubble_without_the_useful_tokens_beside_it(tmp_path: Path) -> None:
+    silent = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
+    write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **silent})])
+    (epoch,) = report.summarize(tmp_path)["epochs"]
+    assert (epoch["useful_tokens_per_s"], epoch["bubble_ratio"]) == (None, None)
 
 
 def test_events_alone_and_validation_left_out(tmp_path: Path) -> None:

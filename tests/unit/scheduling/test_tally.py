@@ -1,7 +1,9 @@
 """What is counted as samples change is what the ledger comes to when it is gone through whole."""
 
 import json
+import sys
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
@@ -49,7 +51,7 @@ class Plain:
         if self.training and rules.max_staleness == 0 and not rules.draft_ahead:
             return []
         room = float("inf")
-        if rules.runs_on and rules.max_staleness:
+        if rules.spans_versions and rules.max_staleness:
             begun = [p for p in self.prompts if self.begun(p)]
             room = (rules.max_staleness + 1 - self.training) * rules.batch_samples
             room -= sum(s.state != "trained" for p in begun for s in p.samples)
@@ -140,3 +142,48 @@ def test_the_tally_is_what_the_whole_ledger_says(rules, seed, mishaps, losses, u
     kind = World if rules.runs_on else Separate
     world = checked(kind)(rules, seed, mishaps=mishaps, losses=losses, uneven=uneven)
     world.run(20)
+
+
+def lines_of_an_event(samples, **rules):
+    """Lines that are run for the end of a response, its reward and what starts in its place."""
+    scheduler = Scheduler(Rules(samples // 64, samples // 4, **rules))
+    scheduler.begin(0)
+    for number in range(scheduler.loadable()):
+        scheduler.load(f"p{number}", 16)
+    started = scheduler.dispatch(samples // 2)
+    for uid, number in started[: samples // 8]:
+        scheduler.generate(uid, number, 5, 0)
+        scheduler.finish(uid, number)
+    scheduler.dispatch(samples // 2)
+    scheduler.enough()
+    lines = 0
+
+    def count(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        scheduler.generate(*started[-1], 5, 0)
+        scheduler.enough()
+        scheduler.finish(*started[-1])
+        scheduler.enough(rewarded=True)
+        assert len(scheduler.dispatch(samples // 2)) == 1
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"unit": "trajectory", "max_wait": 1},
+        {"on_interrupt": "continue", "max_staleness": 2},
+        {"on_interrupt": "keep_running", "max_staleness": 3},
+    ],
+)
+def test_an_event_costs_the_same_whatever_the_size(rules):
+    assert lines_of_an_event(8192, **rules) <= 1.1 * lines_of_an_event(256, **rules)

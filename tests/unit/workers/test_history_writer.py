@@ -12,7 +12,7 @@ import pytest
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.workers.history_service import HistoryWriter, node_history_dir, pack
+from verl_rhyme.workers.history_service import HistoryWriter, node_history_dir
 
 KEY = b"k" * 16
 NODES = ("a" * 16, "b" * 16)
@@ -21,11 +21,11 @@ import sys, time
 import numpy as np
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.workers.history_service import HistoryWriter, pack
+from verl_rhyme.workers.history_service import HistoryWriter
 for folder in sys.argv[2:]:
     writer = HistoryWriter(folder, set(sys.argv[2:]), "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
     writer.open()
-    writer.append(pack([Trajectory(b"k" * 16, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]), 1)
+    writer.record([[Trajectory(b"k" * 16, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]], 1)
     globals()[folder] = writer
 print("ready", flush=True)
 time.sleep(600)
@@ -38,7 +38,7 @@ def writer(base, node, run="first", living=NODES):
 
 
 def record(opened, token, step=1):
-    return opened.append(pack([Trajectory(KEY, np.array([token], np.int32), 1.0, 0, 0, 0)]), step)
+    return opened.record([[Trajectory(KEY, np.array([token], np.int32), 1.0, 0, 0, 0)]], step)
 
 
 def tokens(base, node):
