@@ -175,7 +175,6 @@ class World:
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.supply()
-            self.topology.check()
             self.check(reply, step)
             self.cluster.sleep(self.random.uniform(0.5, 8.0))  # the actor trains
             if step % self.save_every == 0:
@@ -394,8 +393,10 @@ class Colocated:
     def resume(self):
         self._tell("resume")
 
-    def check(self):
-        pass
+    def mend(self, version):
+        if not all(replica.alive for replica in self.world.replicas.values()):
+            raise RunEnded("a replica died")
+        return 0
 
     def publish(self, version):
         self._tell("update", version)
@@ -422,6 +423,7 @@ class Separate(Colocated):
             world.named += 1
             world.replicas[new] = Handle(world.cluster, lambda: Engine(world, version))
             world.cluster.get(world.balancer.add_servers.remote({new: world.replicas[new]}))
+        return 0
 
     def _tell(self, method, *arguments):
         for replica in list(self.world.replicas.values()):
