@@ -2,6 +2,7 @@
 rewards and the training itself are made up. Things die at random; what is trained is checked as it is trained."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
@@ -264,11 +265,6 @@ class World:
                 assert (token.uid, token.sample, token.turn, token.place) == (uid, number, t, place)
                 assert 0 <= version - token.version <= self.rules.max_staleness, "too stale"
 
-    def check_continued(self, start_kept, said):
-        """``said``: tokens of an attempt by turns, which goes on from what ``start_kept`` left."""
-        left = self.queue.partitions[SESSIONS][start_kept][1]["turns"]
-        return said == [array("i", turn["tokens"]) for turn in left]
-
     def finish(self):
         state = self.driver.state()
         self.cluster.sleep(400.0)  # whoever is about something ends it
@@ -295,9 +291,11 @@ class World:
         needed = {*waiting, *left}
         for partition, keys in self.queue.partitions.items():
             for key in keys:
-                uid = key if partition == PROMPTS else Attempt.named(
-                    key.rpartition("_")[0] if partition == TRAIN else key
-                ).uid
+                uid = (
+                    key
+                    if partition == PROMPTS
+                    else Attempt.named(key.rpartition("_")[0] if partition == TRAIN else key).uid
+                )
                 late = self.queue.written[partition, key] > self.taken_at
                 assert late or self.index[uid] in needed, f"{partition}: {key} is nobody's"
         self.driver.close()
@@ -339,10 +337,21 @@ class Engine:
     def _output(self, made, reason, meta):
         now = asyncio.get_running_loop().time()
         record = RequestRecord(
-            id=f"{len(self.world.tokens)}/{now}", prompt_key=meta["key"], sample=meta["sample"],
-            attempt=meta["attempt"], replica=0, node="", queued_at=now, started_at=now, first_token_at=now,
-            finished_at=now, prompt_tokens=0, response_tokens=len(made), policy_version_start=self.version,
-            policy_version_end=self.version, stop_reason=reason,
+            id=f"{len(self.world.tokens)}/{now}",
+            prompt_key=meta["key"],
+            sample=meta["sample"],
+            attempt=meta["attempt"],
+            replica=0,
+            node="",
+            queued_at=now,
+            started_at=now,
+            first_token_at=now,
+            finished_at=now,
+            prompt_tokens=0,
+            response_tokens=len(made),
+            policy_version_start=self.version,
+            policy_version_end=self.version,
+            stop_reason=reason,
         )
         return TokenOutput(
             token_ids=made,
@@ -427,10 +436,8 @@ class Separate(Colocated):
 
     def _tell(self, method, *arguments):
         for replica in list(self.world.replicas.values()):
-            try:
+            with contextlib.suppress(RayActorError):
                 self.world.cluster.get(getattr(replica, method).remote(*arguments))
-            except RayActorError:
-                pass
 
     def publish(self, version):
         self._tell("stop", False)
@@ -480,9 +487,7 @@ class Worker(_Worker):
         if world.bad(index) and world.about("where", index).random() < 0.5:
             raise RuntimeError("a bad prompt")
         output = SimpleNamespace(extra_fields=dict(output.extra_fields), turns=turns)
-        await self._agent_loop_postprocess(
-            output, False, uid=uid, session_id=session_id, index=index, **prompt
-        )
+        await self._agent_loop_postprocess(output, False, uid=uid, session_id=session_id, index=index, **prompt)
 
 
 async def store(self, output, validate, **kwargs):
