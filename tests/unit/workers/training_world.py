@@ -1,5 +1,6 @@
 """A run in a make-believe cluster: the real coordinator, crew, driver, agent loop workers, sessions and client; engines,
-rewards and the training itself are made up. Things die at random; what is trained is checked as it is trained."""
+rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +26,7 @@ from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.workers import agent_loop, coordinator, crew, reports
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import TRAIN, Coordinator, Setting
-from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, current
+from verl_rhyme.workers.session import PROMPTS, STARTS, current
 
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
