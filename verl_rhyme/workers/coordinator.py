@@ -230,11 +230,9 @@ class Coordinator:
         crew.abandon(rollout.take_abandoned())
         if not rollout.scheduler.ready():
             return None
-        listing = await tq.async_kv_list() or {}
-        if not rollout.scheduler.ready():  # a group was filtered meanwhile
-            return None
+        batch, state = rollout.take(), rollout.state_dict()
+        listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = _trajectories(listing.get(TRAIN, {}))
-        batch = rollout.take()
         keys = [key for session in batch.sessions for key in stored[session]]
         self._clean(listing, keep=set(keys))
         self._go()
@@ -245,7 +243,7 @@ class Coordinator:
             filtered=batch.filtered,
             failed=batch.failed,
             wasted=batch.wasted,
-            state=rollout.state_dict(),
+            state=state,
         )
 
     async def state(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""A run in a make-believe cluster: the real coordinator, crew, driver, agent loop workers, sessions and client; engines,
-rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
+"""A run in a make-believe cluster: the real coordinator, crew, driver, agent loop workers, sessions and client.
+
+Engines, rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
 """
 
 import asyncio
