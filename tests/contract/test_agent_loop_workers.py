@@ -135,8 +135,8 @@ async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
     watched.start(0, prompt="b")
     await asyncio.sleep(0.3)
     assert watched.lost == []
-    dead = next(w for w in watched.workers if await w.attempts.remote() == ["a_0"])
-    ray.kill(dead)
+    first, second = watched.workers
+    ray.kill(first if await first.attempts.remote() == ["a_0"] else second)
     await watched.until(lambda: watched.lost)
     assert watched.lost == ["a_0"]
     assert len(watched.crew) == 1
