@@ -2,16 +2,25 @@
 
 import asyncio
 import sys
+import os
+import signal
 import time
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+from verl_rhyme.scheduling.attempts import Start
+from verl_rhyme.workers import crew as module
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
+from verl_rhyme.workers.crew import Crew
+
 
 pytestmark = pytest.mark.xdist_group("agent loop workers")  # of one cluster
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors the import
 
 
 @pytest.mark.parametrize(
@@ -29,107 +38,152 @@ def test_without_rhyme_the_workers_are_verls(custom, worker):
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Takes prompts by number; told to, it dies or blocks its event loop as a careless tool does."""
+    """Takes starts, and validation prompts by number; told to, it dies or blocks as a careless tool does."""
 
     def __init__(self, mood="well"):
+        import tensordict  # noqa: F401  as the real ones, which know what they are sent once they have started
+
+        if mood == "cannot start":
+            raise RuntimeError("no model")
         if mood == "starts late":
-            time.sleep(8)
-        self.mood, self.taken = mood, []
+            time.sleep(4)
+        self.mood, self.about, self.validated = mood, [], []
+
+    async def attach(self, coordinator):
+        return list(self.about)
+
+    async def begin(self, starts, step):
+        await asyncio.sleep(0)
+        if self.mood == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mood == "hangs":
+            time.sleep(60)
+        if self.mood != "forgets":
+            self.about += [start.session for start in starts]
+
+    async def attempts(self):
+        return list(self.about)
+
+    async def abandon(self, sessions):
+        self.about = [session for session in self.about if session not in sessions]
 
     async def generate_sequences(self, chunk):
         if self.mood == "dies":
             ray.actor.exit_actor()
         if self.mood == "hangs":
             time.sleep(60)
-        self.taken += chunk
+        self.validated += chunk["number"].tolist()
 
-    async def attempts(self):
-        await asyncio.sleep(0)
-        if self.mood == "blocks":
-            time.sleep(60)
-        return [f"p_{number}" for number in self.taken]
+    async def taken(self):
+        return self.validated
 
 
-class Manager(SessionAgentLoopManager):
-    def __init__(self, moods, patience_s):
-        self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
-        self._ready, self._asked, self._asked_at, self._patience_s = [], {}, 0.0, patience_s
-
-    async def _init_agent_loop_workers(self):
-        self.agent_loop_workers = [Worker.remote()]
-
-
-def running(manager):
-    """Asked until all have told."""
-    deadline = time.monotonic() + 30
-    while (found := manager.attempts()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
-def has_died(worker):
-    try:
-        ray.get(worker.attempts.remote(), timeout=30)
-    except ray.exceptions.RayActorError:
-        return True
-    return False
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def cluster():
-    # By value: the workers' processes would import this module, and verl and torch with it, which takes seconds each.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-class Prompts(list):
-    """As much of a ``TensorDict`` as is asked for; one would have the workers import torch."""
+class Watched:
+    """A crew, and who was told to be lost."""
 
-    def chunk(self, parts):
-        size = -(-len(self) // parts)
-        return [Prompts(self[i : i + size]) for i in range(0, len(self), size)]
+    def __init__(self, moods, patience_s=30.0):
+        self.lost, self.workers = [], [Worker.remote(mood) for mood in moods]
+        self.crew = Crew(self.workers, None, patience_s, self._lost)
 
+    def _lost(self, sessions, why):
+        self.lost += sessions
 
-PROMPTS = Prompts(range(7))
-ALL = {f"p_{number}" for number in range(7)}
+    def start(self, *numbers, prompt="p"):
+        self.crew.start([Start(f"{prompt}_{number}", None, 0) for number in numbers], 1)
 
-
-@pytest.mark.parametrize("moods", [("well", "dies", "well"), ("dies",), ("hangs", "well"), ("dies", "hangs")])
-def test_prompts_of_a_worker_that_is_gone_go_to_others(cluster, moods):
-    manager = Manager(moods, patience_s=5.0 if "hangs" in moods else 30.0)
-    manager.generate_sequences(PROMPTS)
-    assert running(manager) == ALL
-    assert len(manager.agent_loop_workers) == max(1, moods.count("well"))
-
-
-def test_a_worker_that_still_starts_is_waited_for(cluster):
-    manager = Manager(("well", "starts late"), patience_s=5.0)
-    manager.generate_sequences(PROMPTS)
-    assert running(manager) == ALL
-    assert len(manager.agent_loop_workers) == 2
+    async def until(self, done):
+        deadline = time.monotonic() + 30
+        while not done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
 
 
-def test_a_worker_that_died_has_no_attempts_any_more(cluster):
-    manager = Manager(("well", "well"), patience_s=30.0)
-    manager.generate_sequences(PROMPTS)
-    dead = manager.agent_loop_workers[0]
-    lost = set(ray.get(dead.attempts.remote()))
-    ray.kill(dead)
-    deadline = time.monotonic() + 30
-    while not has_died(dead):  # it may still answer for a moment
-        assert time.monotonic() < deadline
-    assert running(manager) == ALL - lost
-    assert len(manager.agent_loop_workers) == 1
+async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
+    watched = Watched(["well", "well"])
+    assert await watched.crew.join() == set()
+    watched.start(0, 1, 2, prompt="a")
+    watched.start(0, prompt="b")
+    watched.start(0, 1, prompt="c")
+    await asyncio.sleep(0.1)
+    found = [sorted(await worker.attempts.remote()) for worker in watched.workers]
+    assert sorted(found) == [["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"]]
+    watched.crew.abandon(["a_1", "c_0"])
+    again = Crew(watched.workers, None, 30.0, watched._lost)
+    assert await again.join() == {"a_0", "a_2", "b_0", "c_1"}
+    assert again.knows("a_0")
+    assert not again.knows("a_1")
 
 
-def test_one_that_does_not_answer_is_waited_for_and_then_given_up(cluster):
-    manager = Manager(("well", "blocks"), patience_s=5.0)
-    ray.get([worker.generate_sequences.remote(PROMPTS) for worker in manager.agent_loop_workers[:1]])
-    began = time.monotonic()
-    assert manager.attempts() is None
-    assert running(manager) == ALL
-    assert 4.5 < time.monotonic() - began < 20
-    assert len(manager.agent_loop_workers) == 1
+@pytest.mark.parametrize("mood", ["dies", "hangs"])
+async def test_what_a_worker_that_is_gone_was_about_is_lost_and_others_get_the_next(mood):
+    watched = Watched([mood], patience_s=1.0 if mood == "hangs" else 30.0)
+    await watched.crew.join()
+    watched.start(0, 1)
+    await watched.until(lambda: watched.lost)
+    assert sorted(watched.lost) == ["p_0", "p_1"]
+    assert len(watched.crew) == 0, "others are wanted"
+    assert not watched.crew.knows("p_0")
+
+
+async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
+    monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
+    watched = Watched(["well", "well"])
+    await watched.crew.join()
+    watched.start(0, prompt="a")
+    watched.start(0, prompt="b")
+    await asyncio.sleep(0.3)
+    assert watched.lost == []
+    first, second = watched.workers
+    ray.kill(first if await first.attempts.remote() == ["a_0"] else second)
+    await watched.until(lambda: watched.lost)
+    assert watched.lost == ["a_0"]
+    assert len(watched.crew) == 1
+    watched.crew.close()
+
+
+async def test_what_a_worker_does_not_know_of_is_lost_and_the_worker_stays(monkeypatch):
+    monkeypatch.setattr(module, "_ROLL_CALL_S", 0.1)
+    watched = Watched(["forgets"])
+    await watched.crew.join()
+    watched.start(0)
+    await watched.until(lambda: watched.lost)
+    assert watched.lost == ["p_0"]
+    assert len(watched.crew) == 1
+    watched.crew.close()
+
+
+async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_out():
+    watched = Watched(["cannot start", "starts late"], patience_s=1.0)
+    await watched.crew.join()
+    assert len(watched.crew) == 1
+    watched.start(0)
+    await asyncio.sleep(0.1)
+    assert await watched.workers[1].attempts.remote() == ["p_0"]
+
+
+# ---- validation ----
+
+
+class Manager(SessionAgentLoopManager):
+    def __init__(self, moods, patience_s):
+        self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
+        self._ready, self._patience_s = [], patience_s
+
+    async def _init_agent_loop_workers(self):
+        self.agent_loop_workers = [Worker.remote()]
+
+
+@pytest.mark.parametrize("moods", [("well", "dies", "well"), ("dies",), ("hangs", "well"), ("well", "starts late")])
+def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
+    manager = Manager(moods, patience_s=2.0 if "hangs" in moods else 30.0)
+    manager.generate_sequences(TensorDict({"number": torch.arange(7)}, batch_size=7))
+    taken = ray.get([worker.taken.remote() for worker in manager.agent_loop_workers])
+    assert sorted(number for numbers in taken for number in numbers) == list(range(7))
+    assert len(manager.agent_loop_workers) == max(1, moods.count("well") + moods.count("starts late"))

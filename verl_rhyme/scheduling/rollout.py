@@ -32,6 +32,7 @@ class Evidence(NamedTuple):
         running: An agent loop worker is about it.
         stored: All its trajectories are stored.
         records: As it told.
+        scores: As it told, where groups are filtered by them.
     """
 
     status: str | None = None
@@ -40,6 +41,7 @@ class Evidence(NamedTuple):
     running: bool = False
     stored: bool = False
     records: list[Record] = []  # noqa: RUF012  nobody changes it
+    scores: list[float] = []  # noqa: RUF012
 
 
 @dataclass
@@ -307,7 +309,16 @@ class Rollout:
             if (before := self._told.kept.get(sample)) is not None:
                 told_before = evidence[Attempt(*sample, before).session]
                 self._told.records[sample] = _named(told_before.records, *sample)
+        if self._filters:
+            self._recall_scores(evidence)
         return gone
+
+    def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:
+        for prompt, number, sample in self.scheduler.ledger.samples("finished"):
+            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).session, Evidence())
+            self._told.scores[prompt.uid, number] = known.scores
+        for uid in [prompt.uid for prompt in self.scheduler.ledger]:
+            self._filter(uid)
 
     def _restore(self, attempt: Attempt, known: Evidence) -> None:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
@@ -320,12 +331,12 @@ class Rollout:
             self._told.kept[attempt.sample] = attempt.attempt
         generated = known.status == "generated"
         state: State
-        if generated and known.stored:
+        if generated and known.stored and (known.scores or not self._filters):
             state = "finished"
         elif known.running:
             state = "generated" if generated else "running"
         elif generated:
-            return  # its worker was lost at the reward: it starts again, from what it had said
+            return  # its worker was lost before it could tell the reward: it starts again, from what it had said
         else:
             state = "pending"
         if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
@@ -371,8 +382,9 @@ class Rollout:
         prompt = self.scheduler.ledger.prompt(uid)
         if not self._filters or not prompt.complete("finished"):
             return
-        scores = [score for n in range(len(prompt.samples)) for score in self._told.scores.get((uid, n), ())]
-        if len(scores) > 1 and min(scores) == max(scores):
+        told = [self._told.scores.get((uid, n)) for n in range(len(prompt.samples))]
+        scores = [score for of_sample in told for score in of_sample or ()]
+        if all(told) and len(scores) > 1 and min(scores) == max(scores):
             self._filtered[scores[0]] += 1
             self._drop(uid)
 

@@ -175,7 +175,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            await self._reports.send(Ended(session.name, "finished", scores=session.scores))
+            told = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
+            await self._reports.send(told)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:
@@ -231,17 +232,17 @@ async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
         return {}
     try:
         data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["turns", "records"])
+        columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
+        return {
+            session: Kept([Turn.from_dict(turn) for turn in turns], list(records))
+            for session, turns, records in zip(sessions, *columns, strict=True)  # it leaves out what is not there
+        }
     except Exception:
         if len(sessions) == 1:
             logger.warning("what %s said is not there: the sample begins anew", sessions[0], exc_info=True)
             return {}
         one_by_one = [await _recall([session]) for session in sessions]
         return {session: kept for found in one_by_one for session, kept in found.items()}
-    columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
-    return {
-        session: Kept([Turn.from_dict(turn) for turn in turns], list(records))
-        for session, turns, records in zip(sessions, *columns, strict=True)
-    }
 
 
 def _score(trajectory: Any, metric: str) -> float:

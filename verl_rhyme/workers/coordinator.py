@@ -230,11 +230,9 @@ class Coordinator:
         crew.abandon(rollout.take_abandoned())
         if not rollout.scheduler.ready():
             return None
-        listing = await tq.async_kv_list() or {}
-        if not rollout.scheduler.ready():  # a group was filtered meanwhile
-            return None
+        batch, state = rollout.take(), rollout.state_dict()
+        listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = _trajectories(listing.get(TRAIN, {}))
-        batch = rollout.take()
         keys = [key for session in batch.sessions for key in stored[session]]
         self._clean(listing, keep=set(keys))
         self._go()
@@ -245,7 +243,7 @@ class Coordinator:
             filtered=batch.filtered,
             failed=batch.failed,
             wasted=batch.wasted,
-            state=rollout.state_dict(),
+            state=state,
         )
 
     async def state(self) -> dict[str, Any]:
@@ -368,10 +366,7 @@ async def _clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) 
 async def _evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
     told = {k: tag for k, tag in listing.get(SESSIONS, {}).items() if tag.get("status") in ("interrupted", "generated")}
     stored = _trajectories(listing.get(TRAIN, {}))
-    records: dict[str, list[Record]] = {}
-    if told:
-        data = await tq.async_kv_batch_get(keys=list(told), partition_id=SESSIONS, select_fields=["records"])
-        records = {key: list(getattr(row, "data", row)) for key, row in zip(told, data["records"], strict=True)}
+    records = await _records(list(told))
     return {
         session: Evidence(
             status=told.get(session, {}).get("status"),
@@ -380,9 +375,25 @@ async def _evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> d
             running=session in running,
             stored=session in stored,
             records=records.get(session, []),
+            scores=told.get(session, {}).get("scores", []),
         )
         for session in {*told, *running}
     }
+
+
+async def _records(sessions: list[str]) -> dict[str, list[Record]]:
+    """Of those whose data are there; one that is not, because it is being cleared, takes no other's along."""
+    if not sessions:
+        return {}
+    try:
+        data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["records"])
+        rows = [list(getattr(row, "data", row)) for row in data["records"]]
+        return dict(zip(sessions, rows, strict=True))  # what is not there is left out of the answer
+    except Exception:
+        if len(sessions) == 1:
+            return {}
+        half = len(sessions) // 2
+        return {**await _records(sessions[:half]), **await _records(sessions[half:])}
 
 
 def _trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:

@@ -59,12 +59,18 @@ class Reports:
                 "fields": list_of_dict_to_tensordict([left for _, left in stored]),
             }
             await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored))
+        if scored := [ended for ended, _ in rows if ended.scores]:
+            tags = {"keys": [ended.session for ended in scored], "tags": [_tag(ended) for ended in scored]}
+            await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **tags), "TransferQueue", len(scored))
         told = [ended for ended, _ in rows]
         await _insist(lambda: self._coordinator.ended.remote(told), "the coordinator", len(told))
 
 
 def _tag(ended: Ended) -> dict[str, Any]:
-    return {"status": ended.status, "tokens": ended.tokens, "first_version": ended.first_version}
+    """``status``: what the entry holds; whether trajectories are stored as well, they show themselves."""
+    status = "generated" if ended.status == "finished" else ended.status
+    tag = {"status": status, "tokens": ended.tokens, "first_version": ended.first_version}
+    return {**tag, "scores": ended.scores} if ended.scores else tag
 
 
 async def _insist(send: Any, whom: str, count: int) -> None:

@@ -305,3 +305,31 @@ def test_a_state_of_an_earlier_version_is_read(named_):
     assert (start.kept, start.partial) == ("a_1", True)
     prompt = again.scheduler.ledger.prompt("a")
     assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
+
+
+def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True)
+    tell(made, generated("a_0"), finished("a_0", 0.0))
+    state = json.loads(json.dumps(made.state_dict()))
+
+    def known(session, *scores, **more):
+        return Evidence("generated", 5, 0, stored=True, records=[record(session, 5)], scores=list(scores), **more)
+
+    evidence = {"a_0": known("a_0", 0.0), "a_1": known("a_1", 0.0), "b_0": known("b_0", 1.0)}
+    evidence["b_1"] = known("b_1", running=True)  # about to tell its score
+    again = Rollout(made.rules, filters=True)
+    again.restore(state, 0, evidence, {"a", "b"})
+    assert [prompt.uid for prompt in again.scheduler.ledger] == ["b"]
+    assert states(again, "b") == ["finished", "generated"]
+    tell(again, finished("b_1", 0.0))
+    assert states(again, "b") == ["finished", "finished"]
+
+
+def test_a_group_is_not_filtered_by_the_scores_of_some():
+    made = rollout(filters=True)
+    tell(made, generated("a_0"), finished("a_0", 0.0), generated("a_1"))
+    state = {**made.state_dict(), "reports": []}
+    again = Rollout(made.rules, filters=True)
+    again.restore(state, 0, {"a_1": Evidence("generated", 5, 0, running=True)}, {"a"})
+    tell(again, finished("a_1", 0.0))
+    assert states(again) == ["finished", "finished"]

@@ -1,0 +1,34 @@
+"""Exactly once: whatever dies, each prompt's samples are trained once in a lineage of weights, or told as dropped.
+
+Coordinator, crew, driver, agent loop workers, sessions and client are the real ones (:mod:`training_world`). Each
+schedule is a short run of its own, of rules, data and deaths that its seed says; a failure names the seed.
+"""
+
+import os
+import zlib
+
+import pytest
+from training_world import MODES, simulate
+
+SLOW = os.environ.get("RHYME_SLOW") == "1"
+SCHEDULES = 1000 if SLOW else 8
+KILLS = 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.timeout(3600 if SLOW else 120)
+def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
+    seeds = range(SCHEDULES)
+    if not SLOW:  # others for each mode
+        seeds = [10_000 + zlib.crc32(mode.encode()) % 10_000 + number for number in seeds]
+    worlds = [simulate(mode, seed, KILLS, monkeypatch) for seed in seeds]
+    deaths = [death for world in worlds for death in world.deaths]
+    assert {"coordinator", "run"} <= set(deaths)
+    assert sum(world.reopened for world in worlds), "no coordinator was opened again"
+    print(f"{mode}: {len(worlds)} schedules, {len(deaths)} deaths, {sum(w.reopened for w in worlds)} reopenings")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
+    world = simulate(mode, 5, 0, monkeypatch)
+    assert (world.runs, world.reopened, world.deaths) == (1, 0, [])

@@ -1,0 +1,558 @@
+"""A run in a make-believe cluster: the real coordinator, crew, driver, agent loop workers, sessions and client.
+
+Engines, rewards and the training itself are made up. Things die at random; what is trained is checked as it is.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+from array import array
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from cluster import Cluster, Handle, Killed, Queue
+from ray.exceptions import RayActorError
+from tensordict import TensorDict
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.scheduling.attempts import Attempt, sample_of
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.trainer import driver as driver_module
+from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.workers import agent_loop, coordinator, crew, reports
+from verl_rhyme.workers.client import RhymeLLMServerClient
+from verl_rhyme.workers.coordinator import TRAIN, Coordinator, Setting
+from verl_rhyme.workers.session import PROMPTS, STARTS, current
+
+_Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
+
+SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
+#: Mode of the rules, engines of their own, further rules.
+MODES = {
+    "on_policy colocated": ("on_policy", False, {}),
+    "partial colocated": ("partial", False, {"max_staleness": 1}),
+    "partial colocated 2": ("partial", False, {"max_staleness": 2}),
+    "on_policy separate": ("on_policy", True, {}),
+    "on_policy separate ahead": ("on_policy", True, {"draft_ahead": True}),
+    "partial separate": ("partial", True, {"max_staleness": 1}),
+    "partial separate 2": ("partial", True, {"max_staleness": 2}),
+}
+
+
+class RunEnded(Exception):
+    """With an error, and is to be resumed."""
+
+
+@dataclass
+class Token:
+    """Where it was said, and under which policy."""
+
+    uid: str
+    sample: int
+    turn: int
+    place: int
+    version: int
+
+
+@dataclass
+class Checkpoint:
+    step: int
+    state: dict
+    queue: bytes
+    loaded: int
+    trained: dict
+    gone: int
+
+
+class World:
+    """One schedule: what the seed says is run, killed and resumed.
+
+    Args:
+        mode: Of :data:`MODES`.
+        seed: Of all that happens.
+        kills: How many things die, at most.
+    """
+
+    def __init__(self, mode, seed, kills):
+        self.cluster = Cluster(seed)
+        self.random = random.Random(seed + 1)
+        self.queue = Queue(self.cluster)
+        rules, self.separate, more = MODES[mode]
+        unit = self.random.choice(["group", "group", "trajectory"])
+        self.filters = unit == "group" and self.random.random() < 0.5
+        self.slow_tools = self.random.random() < 0.3
+        self.rules = named(
+            rules,
+            batch_prompts=BATCH,
+            batch_samples=BATCH * SAMPLES,
+            group_batches=self.random.choice([1, 2, 4]),
+            unit=unit,
+            max_wait=self.random.choice([None, 1]),
+            redraft=self.random.random() < 0.8,
+            stop_wait=self.random.choice([5.0, 30.0]),
+            through_training=self.separate,
+            harvest_tokens=self.random.choice([None, None, 150]),
+            **more,
+        )
+        slots = REPLICAS * 8
+        limit = self.random.choice([slots, 2 * slots, 4])
+        self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
+        self.save_every = self.random.choice([1, 2, 3])
+        self.kills_left, self.deaths = kills, []
+        self.salt = self.random.getrandbits(60)
+        self.tokens: dict[int, Token] = {}
+        self.checkpoint = None
+        self.runs = self.reopened = self.steps = 0
+        self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
+        rollout = SimpleNamespace(name="vllm", response_length=10**6, full_determinism=True)
+        self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+    # ---- what the data hold ----
+
+    def about(self, *what):
+        """Random, and the same each time one asks about the same thing."""
+        return random.Random(hashlib.blake2b(repr((self.salt, *what)).encode(), digest_size=8).digest())
+
+    def bad(self, row):
+        """Its reward, or its agent loop, raises."""
+        return self.about("bad", row).random() < 0.06
+
+    def flat(self, row):
+        """All its samples have one score."""
+        return self.about("flat", row).random() < 0.15
+
+    def score(self, row, number):
+        return 0.0 if self.flat(row) else float(number == 0)
+
+    def turns(self, row, number):
+        """Tokens of each turn, and the seconds of the tool after it."""
+        chance = self.about("turns", row, number)
+        slow = 60.0 if self.slow_tools and chance.random() < 0.1 else 2.0
+        return [
+            (chance.choice([1, 4, 20, 40]), chance.choice([0.0, 0.1, slow])) for _ in range(chance.choice([1, 1, 2, 3]))
+        ]
+
+    # ---- a run ----
+
+    def train(self):
+        """To the end, over all that dies."""
+        while True:
+            self.runs += 1
+            assert self.runs < 40, "resumed again and again"
+            self.cluster.begin_run()
+            self._plan_death()
+            try:
+                self._run()
+                return
+            except (Killed, RunEnded) as error:
+                self.deaths.append(f"run ({type(error).__name__})")
+                self.cluster.kill_run()
+                self.cluster.clock.run_until_complete(asyncio.sleep(1))
+            finally:
+                self.reopened += self.driver.reopened if self.driver is not None else 0
+
+    def _run(self):
+        self.driver, saved = None, self.checkpoint
+        step = 0 if saved is None else saved.step
+        self.queue.restore(None if saved is None else saved.queue)
+        self.trained = {} if saved is None else dict(saved.trained)  # (row, number) -> step
+        self.loaded, self.gone = (0, 0) if saved is None else (saved.loaded, saved.gone)
+        self.uids = {row: uid for row, uid in self.uids.items() if row < self.loaded}
+        self.replicas = {f"r{n}": Handle(self.cluster, lambda: Engine(self, step)) for n in range(REPLICAS)}
+        self.named = REPLICAS
+        servers = dict(self.replicas)
+        self.balancer = Handle(self.cluster, lambda: GlobalRequestLoadBalancer(servers))
+        self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
+        self.topology = (Separate if self.separate else Colocated)(self)
+        self.driver = Driver(self.setting, self.load, self.make_workers)
+        self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
+        self.driver.publish(step, STEPS - step)
+        while step < STEPS:
+            step += 1
+            reply = self.driver.next_batch(self.topology)
+            self.taken_at = self.cluster.clock.time()
+            if self.separate:
+                self.driver.supply()
+            self.check(reply, step)
+            self.cluster.sleep(self.random.uniform(0.5, 8.0))  # the actor trains
+            if step % self.save_every == 0:
+                self.save(step)
+            self.driver.pause()
+            self.version = step
+            self.topology.publish(step)
+            self.driver.publish(step, STEPS - step)
+            self.cluster.run(self.queue.clear(reply.keys, TRAIN))
+            self.steps = step
+        self.finish()
+
+    def save(self, step):
+        """verl's order: the state, the data's place, the queue, and then its name."""
+        state = self.driver.state()
+        self.cluster.sleep(self.random.choice([0.0, 0.5]))
+        queue = self.queue.snapshot()
+        self.cluster.sleep(self.random.choice([0.0, 0.1]))
+        self.checkpoint = Checkpoint(step, state, queue, self.loaded, dict(self.trained), self.gone)
+
+    def load(self, count):
+        rows = range(self.loaded, self.loaded + count + -count % self.random.choice([1, BATCH]))
+        uids = [f"{row}-{self.runs}" for row in rows]
+        data = [{"index": row, "uid": uid} for row, uid in zip(rows, uids, strict=True)]
+        self.cluster.run(self.queue.put(uids, PROMPTS, fields=data, tags=[{}] * len(uids)))
+        self.loaded = rows.stop
+        self.uids |= zip(rows, uids, strict=True)
+        self.index |= zip(uids, rows, strict=True)
+        return [(uid, SAMPLES) for uid in uids]
+
+    def make_workers(self):
+        self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
+        return list(self.workers)
+
+    # ---- deaths ----
+
+    def _plan_death(self):
+        if self.kills_left > 0:
+            self.cluster.call_soon(self.random.choice([2.0, 10.0, 30.0]) * self.random.random(), self._die, self.runs)
+
+    def _die(self, run):
+        if run != self.runs or self.cluster.killed.done():
+            return
+        self.kills_left -= 1
+        whom = self.random.choice(["coordinator", "worker", "workers", "replica", "run"])
+        self.deaths.append(whom)
+        if whom == "coordinator":
+            self.coordinator.die()
+        elif whom == "worker":
+            self.random.choice(self.workers).die()
+        elif whom == "workers":
+            for worker in self.workers:
+                worker.die()
+        elif whom == "replica":
+            self.random.choice(list(self.replicas.values())).die()
+        else:
+            self.cluster.kill_run()
+        self._plan_death()
+
+    # ---- checks ----
+
+    def check(self, reply, step):
+        """An update batch, as it is trained."""
+        assert len(set(reply.keys)) == len(reply.keys)
+        assert reply.keys, "nothing to train"
+        rows = self.queue.partitions[TRAIN]
+        samples = [Attempt.named(key.rpartition("_")[0]).sample for key in reply.keys]
+        for key, (uid, number), tag in zip(reply.keys, samples, reply.tags, strict=True):
+            row = self.index[uid]
+            assert self.uids[row] == uid, "a prompt of another lineage"
+            assert (row, number) not in self.trained, "trained twice"
+            assert not self.bad(row)
+            assert not (self.filters and self.flat(row)), "it was to be filtered"
+            self.trained[row, number] = step
+            assert tag["status"] == "success"
+            self.check_text(rows[key][1]["turns"], uid, number, step - 1)
+        if self.rules.unit == "group":
+            assert all(samples.count((uid, n)) == 1 for uid in {uid for uid, _ in samples} for n in range(SAMPLES))
+        self.gone += reply.failed + sum(reply.filtered.values())
+
+    def check_text(self, turns, uid, number, version):
+        """Whole, of this sample, in its order, and no token older than is allowed."""
+        assert [len(turn) for turn in turns] == [length for length, _ in self.turns(self.index[uid], number)]
+        for t, turn in enumerate(turns):
+            for place, name in enumerate(turn):
+                token = self.tokens[name]
+                assert (token.uid, token.sample, token.turn, token.place) == (uid, number, t, place)
+                assert 0 <= version - token.version <= self.rules.max_staleness, "too stale"
+
+    def finish(self):
+        state = self.driver.state()
+        self.cluster.sleep(400.0)  # whoever is about something ends it
+        for worker in self.workers:
+            if worker.alive:
+                assert worker.process.object._attempts == {}, "an attempt that nobody ends"
+        waiting = {self.index[uid] for uid, _ in state["stock"]}
+        left = {self.index[prompt["uid"]]: prompt["samples"] for prompt in state["ledger"]["prompts"]}
+        gone = 0
+        for row in range(self.loaded):
+            trained = sum((row, number) in self.trained for number in range(SAMPLES))
+            if row in left:
+                assert [sample["state"] == "trained" for sample in left[row]].count(True) == trained
+            elif row in waiting:
+                assert trained == 0
+            elif trained == 0 and (self.bad(row) or (self.filters and self.flat(row))):
+                gone += 1
+            elif trained < SAMPLES and self.bad(row):
+                gone += 1  # some were trained before one failed
+            else:
+                assert trained == SAMPLES, f"lost: prompt {row} has {trained} trained samples"
+        untold = self.gone_after(state)
+        assert gone >= self.gone >= gone - untold, f"{gone} prompts dropped, {self.gone} told"
+        needed = {*waiting, *left}
+        for partition, keys in self.queue.partitions.items():
+            for key in keys:
+                uid = (
+                    key
+                    if partition == PROMPTS
+                    else Attempt.named(key.rpartition("_")[0] if partition == TRAIN else key).uid
+                )
+                late = self.queue.written[partition, key] > self.taken_at
+                assert late or self.index[uid] in needed, f"{partition}: {key} is nobody's"
+        self.driver.close()
+
+    def gone_after(self, state):
+        """Dropped since the last batch."""
+        return state["owed"]
+
+
+class Engine:
+    """A replica: each token takes its time; new weights and stops cut requests short."""
+
+    def __init__(self, world, version):
+        self.world, self.version, self.stopped, self.rejecting = world, version, False, False
+        self.open, self.running = asyncio.Event(), set()
+        self.open.set()
+
+    async def generate(self, request_id, prompt_ids, sampling_params, rhyme, **_):
+        while self.stopped:
+            if self.rejecting:
+                return self._output([], "aborted", rhyme)
+            await self.open.wait()
+        clock, world, pace = asyncio.get_running_loop(), self.world, 0.25
+        began, cut = clock.time(), clock.create_future()
+        self.running.add(cut)
+        await asyncio.wait({cut}, timeout=pace * sampling_params["max_tokens"])
+        self.running.discard(cut)
+        count = sampling_params["max_tokens"]
+        if cut.done():
+            count = min(count, int((clock.time() - began) / pace))
+        uid, number, turn, base = world.open_turns[request_id]
+        made = []
+        for place in range(len(prompt_ids) - base, len(prompt_ids) - base + count):
+            name = len(world.tokens)
+            world.tokens[name] = Token(uid, number, turn, place, self.version)
+            made.append(name)
+        return self._output(made, "aborted" if cut.done() else "completed", rhyme)
+
+    def _output(self, made, reason, meta):
+        now = asyncio.get_running_loop().time()
+        record = RequestRecord(
+            id=f"{len(self.world.tokens)}/{now}",
+            prompt_key=meta["key"],
+            sample=meta["sample"],
+            attempt=meta["attempt"],
+            replica=0,
+            node="",
+            queued_at=now,
+            started_at=now,
+            first_token_at=now,
+            finished_at=now,
+            prompt_tokens=0,
+            response_tokens=len(made),
+            policy_version_start=self.version,
+            policy_version_end=self.version,
+            stop_reason=reason,
+        )
+        return TokenOutput(
+            token_ids=made,
+            log_probs=[0.0] * len(made),
+            stop_reason=reason,
+            extra_fields={"global_steps": self.version, "rhyme": [record.to_dict()]},
+        )
+
+    def healthy(self):
+        return True
+
+    def stop(self, reject):
+        self.stopped, self.rejecting = True, reject
+        self.open.clear()
+        for cut in self.running:
+            if not cut.done():
+                cut.set_result(None)
+
+    def resume(self):
+        self.stopped = self.rejecting = False
+        self.open.set()
+
+    def update(self, version):
+        self.version = version
+
+
+class Colocated:
+    """As ``trainer.topology.Colocated``: engines stop at the harvest, and one that died ends the run."""
+
+    through_training = False
+
+    def __init__(self, world):
+        self.world = world
+
+    def _tell(self, method, *arguments):
+        try:
+            cluster = self.world.cluster
+            cluster.get([getattr(r, method).remote(*arguments) for r in self.world.replicas.values()])
+        except RayActorError as error:
+            raise RunEnded from error
+
+    def stops(self, rules):
+        return True
+
+    def stop(self):
+        self._tell("stop", True)
+
+    def resume(self):
+        self._tell("resume")
+
+    def mend(self, version):
+        if not all(replica.alive for replica in self.world.replicas.values()):
+            raise RunEnded("a replica died")
+        return 0
+
+    def publish(self, version):
+        self._tell("update", version)
+        self._tell("resume")
+
+
+class Separate(Colocated):
+    """As ``trainer.topology.Separate``: engines run on, and a dead one is replaced."""
+
+    through_training = True
+
+    def stops(self, rules):
+        return rules.max_staleness == 0 and not rules.draft_ahead
+
+    def mend(self, version):
+        world = self.world
+        for name, replica in list(world.replicas.items()):
+            if replica.alive:
+                continue
+            del world.replicas[name]
+            world.cluster.get(world.balancer.remove_servers.remote([name]))
+            world.cluster.sleep(5.0)
+            new = f"r{world.named}"
+            world.named += 1
+            world.replicas[new] = Handle(world.cluster, lambda: Engine(world, version))
+            world.cluster.get(world.balancer.add_servers.remote({new: world.replicas[new]}))
+        return 0
+
+    def _tell(self, method, *arguments):
+        for replica in list(self.world.replicas.values()):
+            with contextlib.suppress(RayActorError):
+                self.world.cluster.get(getattr(replica, method).remote(*arguments))
+
+    def publish(self, version):
+        self._tell("stop", False)
+        self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
+        self._tell("update", version)
+        self.mend(version)
+        self._tell("resume")
+
+
+class Worker(_Worker):
+    """The real one, but for verl's start, its way from a batch to its prompts, and the agent loop."""
+
+    def __init__(self, world):
+        self.world = world
+        self._coupled, self._seed, self._attempts = False, 0, {}
+        self._filter_metric = "reward" if world.filters else None
+        self.background_tasks = set()
+        self._reports = reports.Reports()
+        self.client = RhymeLLMServerClient(world.config, world.balancer, interruptible=True)
+
+    async def generate_sequences(self, batch):
+        for row, (index, order) in enumerate(zip(batch["index"].tolist(), batch[STARTS], strict=True)):
+            order = getattr(order, "data", order)
+            prompt = {"uid": batch["uid"][row], "index": index, "global_steps": batch["global_steps"], STARTS: order}
+            task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": False}))
+            self.background_tasks.add(task)
+
+    async def _run_agent_loop(self, sampling_params, trajectory, trace, session_id, uid, index, **prompt):
+        world, session = self.world, current()
+        assert sample_of(session.name) == (uid, session_id)
+        assert world.index[uid] == index, "another prompt's data"
+        request_id = session.name
+        ids, turns = [10**7 + index, session_id], []
+        partial, kept = session.partial, [turn.tokens[:] for turn in session.kept]
+        if not partial and kept:
+            assert world.rules.redraft
+        for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
+            world.open_turns[request_id] = uid, session_id, number, len(ids)
+            before = kept[number] if partial and number < len(kept) else array("i")
+            output = await self.client.generate(
+                request_id, prompt_ids=list(ids), sampling_params={**sampling_params, "max_tokens": length}
+            )
+            assert output.token_ids[: len(before)] == before.tolist(), "it goes on from what it had"
+            turns.append(output.token_ids)
+            ids += [*output.token_ids, 10**8 + number]
+            await asyncio.sleep(tool_s)
+        if world.bad(index) and world.about("where", index).random() < 0.5:
+            raise RuntimeError("a bad prompt")
+        output = SimpleNamespace(extra_fields=dict(output.extra_fields), turns=turns)
+        await self._agent_loop_postprocess(output, False, uid=uid, session_id=session_id, index=index, **prompt)
+
+
+async def store(self, output, validate, **kwargs):
+    """verl's postprocessing, made up: reward and trajectory."""
+    world, uid, number = self.world, kwargs["uid"], sample_of(f"{kwargs['uid']}_{kwargs['session_id']}")[1]
+    row = kwargs["index"]
+    await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
+    if world.bad(row):
+        raise RuntimeError("no reward")
+    output.reward_score = world.score(row, number)
+    key = f"{uid}_{kwargs['session_id']}_0"
+    await world.queue.put([key], TRAIN, fields=[{"turns": output.turns}], tags=[{"status": "success"}])
+
+
+def install(world, monkeypatch):
+    """Into the modules that speak to Ray and TransferQueue."""
+    queue, cluster = world.queue, world.cluster
+    tq = SimpleNamespace(
+        init=lambda: None,
+        async_kv_batch_put=queue.put,
+        async_kv_batch_get=queue.fetch,
+        async_kv_list=queue.list,
+        async_kv_clear=queue.clear,
+    )
+
+    async def tensors(keys, partition_id, select_fields=None):
+        data = await queue.fetch(keys, partition_id, select_fields)
+        if partition_id != PROMPTS:
+            return data
+        from verl.utils import tensordict_utils as tu
+
+        batch = TensorDict({"index": torch.tensor(data["index"])}, batch_size=len(data["index"]))
+        tu.assign_non_tensor_stack(batch, "uid", data["uid"])
+        return batch
+
+    ray = SimpleNamespace(get=cluster.get, kill=cluster.kill, get_runtime_context=cluster.get_runtime_context)
+    monkeypatch.setattr(reports, "tq", tq)
+    monkeypatch.setattr(coordinator, "tq", tq)
+    monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(async_kv_batch_get=tensors))
+    monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    for module in (coordinator, crew, driver_module):
+        monkeypatch.setattr(module, "ray", ray)
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(sleep=cluster.sleep))
+    monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
+    monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
+
+
+def simulate(mode, seed, kills, monkeypatch):
+    """Returns the world after the run."""
+    world = World(mode, seed, kills)
+    world.open_turns = {}
+    with monkeypatch.context() as patch:
+        install(world, patch)
+        logging.disable(logging.CRITICAL)
+        try:
+            world.train()
+            assert world.steps == STEPS
+            assert not world.cluster.faults, world.cluster.faults
+        except BaseException as error:
+            error.add_note(f"mode {mode!r}, seed {seed}, kills {kills}: {world.deaths}, {world.rules}")
+            raise
+        finally:
+            logging.disable(logging.NOTSET)
+            world.cluster.close()
+    return world
