@@ -10,64 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-State = Literal["pending", "running", "generated", "finished", "trained"]
-
-#: Samples in these states belong to an attempt that somebody works on.
-ON_THEIR_WAY: tuple[State, ...] = ("running", "generated")
-
-
-@dataclass(slots=True)
-class Sample:
-    """One response of a prompt.
-
-    Attributes:
-        state: See the module.
-        tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
-        first_version: Policy version of its oldest kept token; ``None`` without any.
-        interruptions: How often its generation was cut short.
-        running_version: While it runs on over version changes, what its oldest token may be of; else ``None``.
-        attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
-    """
-
-    state: State = "pending"
-    tokens: int = 0
-    first_version: int | None = None
-    interruptions: int = 0
-    attempt: int = -1
-    running_version: int | None = None
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Policy version of its oldest token, the ones in the making included; ``None`` where nobody knows of any."""
-        return self.first_version if self.running_version is None else self.running_version
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One loading of a prompt.
-
-    Attributes:
-        uid: Its name, new at every loading.
-        number: How many were loaded before it.
-        samples: Its group.
-        waited: Updates that passed since it was loaded.
-    """
-
-    uid: str
-    number: int
-    samples: list[Sample] = field(default_factory=list)
-    waited: int = 0
-
-    def complete(self, *states: State) -> bool:
-        """Every sample is in one of the states."""
-        return all(sample.state in states for sample in self.samples)
-
-    @property
-    def tokens(self) -> int:
-        return sum(sample.tokens for sample in self.samples)
+from verl_rhyme.scheduling.rules import Unit
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
+from verl_rhyme.scheduling.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -112,10 +60,17 @@ class StepCounts:
 
 
 class Ledger:
-    """The ledger; iterating gives the prompts in the order of loading."""
+    """The ledger; iterating gives the prompts in the order of loading.
 
-    def __init__(self) -> None:
+    Prompts and samples are read by all, and changed here alone: :attr:`tally` counts anew what was changed.
+
+    Args:
+        unit: What is trained together.
+    """
+
+    def __init__(self, unit: Unit = "group") -> None:
         self._prompts: dict[str, Prompt] = {}
+        self._tally = Tally(unit)
         #: Prompts loaded since the beginning.
         self.loaded = 0
 
@@ -132,9 +87,15 @@ class Ledger:
         """Raises ``KeyError`` for one that is not here (any more)."""
         return self._prompts[uid]
 
+    @property
+    def tally(self) -> Tally:
+        """What the ledger comes to, as it is now."""
+        self._tally.update()
+        return self._tally
+
     def samples(self, state: State) -> Iterator[tuple[Prompt, int, Sample]]:
         """Samples in a state, with prompt and number in the group, in the order of loading."""
-        for prompt in self:
+        for prompt in list(self.tally.prompts(state)):
             for number, sample in enumerate(prompt.samples):
                 if sample.state == state:
                     yield prompt, number, sample
@@ -146,6 +107,7 @@ class Ledger:
         if samples < 1:
             raise ValueError(f"prompt {uid} is loaded with {samples} samples; at least 1 is needed")
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
+        self._tally.changed(self._prompts[uid])
         self.loaded += 1
 
     def start(self, uid: str, number: int, version: int | None = None) -> None:
@@ -209,15 +171,25 @@ class Ledger:
         sample = self._move(uid, number, ("pending", *ON_THEIR_WAY, "finished"), state)
         sample.attempt, sample.tokens, sample.first_version = attempt, tokens, first_version
 
+    def forget(self, uid: str, number: int) -> None:
+        """What was kept of a response is not gone on from."""
+        self._prompts[uid].samples[number].first_version = None
+        self._tally.changed(self._prompts[uid])
+
+    def wait(self) -> None:
+        """An update passed by all that is here."""
+        for prompt in self:
+            prompt.waited += 1
+
     def train(self, uid: str, number: int) -> None:
         """A finished response goes to the trainer; with its last one a prompt leaves."""
         self._move(uid, number, ("finished",), "trained")
-        if all(sample.state == "trained" for sample in self._prompts[uid].samples):
-            del self._prompts[uid]
+        if self._prompts[uid].complete("trained"):
+            self.drop(uid)
 
     def drop(self, uid: str) -> None:
-        """A prompt leaves untrained: it failed, or was filtered."""
-        del self._prompts[uid]
+        """A prompt leaves: it is trained, it failed, or was filtered."""
+        self._tally.left(self._prompts.pop(uid))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON. What was on its way when it was taken is pending in it."""
@@ -231,10 +203,11 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
-        self._prompts = {}
+        self._prompts, self._tally = {}, Tally(self._tally.unit)
         for saved in state["prompts"]:
             samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
             self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
+            self._tally.changed(self._prompts[saved["uid"]])
 
     def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
         if uid not in self._prompts:
@@ -244,4 +217,5 @@ class Ledger:
             raise ValueError(f"sample {number} of prompt {uid} cannot become {target}: it is {sample.state}")
         sample.state = target
         sample.running_version = None
+        self._tally.changed(self._prompts[uid])
         return sample

@@ -21,10 +21,14 @@ A pure state machine: events are method calls, and time comes in as an argument.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, Ledger, Prompt, Sample, State, StepCounts
+from verl_rhyme.scheduling.admission import startable
+from verl_rhyme.scheduling.batch import awaits, batch, suffices
+from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
 
 #: However small an update batch is, so many failures are no accident.
 _HOPELESS = 16
@@ -52,7 +56,7 @@ class Scheduler:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.ledger = Ledger()
+        self.ledger = Ledger(rules.unit)
         self.version = 0
         self.step = StepCounts()
         self._training = False  # a batch was harvested, and the policy it makes is not there yet
@@ -79,24 +83,20 @@ class Scheduler:
         self._owed = max(0, self._owed - 1)
 
     def dispatch(self, limit: int | None = None, lot: int = 1) -> list[tuple[str, int]]:
-        """Start pending samples, in the order in which the engine should take them.
-
-        Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt
-        those first that were longest when they were cut short.
+        """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
         Args:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
             lot: Start none before so many may be started: each start is a message.
         """
-        room = None if limit is None else limit - sum(1 for _ in self.ledger.samples("running"))
+        room = None if limit is None else limit - self.ledger.tally.samples["running"]
         if room is not None and room < lot:
             return []
-        pending = sorted(self.ledger.samples("pending"), key=lambda at: (at[0].number, -at[2].tokens, at[1]))
-        pending = self._admitted(pending)[:room]
-        for prompt, number, _ in pending:
+        started = list(islice(startable(self.rules, self.ledger, self._training), room))
+        for uid, number in started:
             # What does not span versions is all of the version it tells when it was stopped.
-            self.ledger.start(prompt.uid, number, self.version if self.rules.spans_versions else None)
-        return [(prompt.uid, number) for prompt, number, _ in pending]
+            self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
+        return started
 
     # ---- events ----
 
@@ -161,7 +161,7 @@ class Scheduler:
         sample = self.ledger.prompt(uid).samples[number]
         if not self.rules.continues and sample.first_version is not None:
             self.step.wasted_tokens += sample.tokens
-            sample.first_version = None
+            self.ledger.forget(uid, number)
         self.ledger.abandon(uid, number)
         self.step.abandoned += 1
 
@@ -208,10 +208,9 @@ class Scheduler:
         if self._training:
             return False
         waited_for: tuple[State, ...] = ON_THEIR_WAY if rewarded else ("running",)
-        for state in waited_for:
-            if any(self._protected(prompt, sample) for prompt, _, sample in self.ledger.samples(state)):
-                return False
-        return self._suffices(self._units("finished") if rewarded else self._units("generated", "finished"))
+        if awaits(self.rules, self.ledger, self.version, *waited_for):
+            return False
+        return suffices(self.rules, self.ledger, self._owed, rewarded)
 
     def settled(self, stopped_s: float) -> bool:
         """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
@@ -223,12 +222,14 @@ class Scheduler:
         """
         if stopped_s >= self.rules.stop_wait:
             return True
-        if self.rules.stops and any(True for _ in self.ledger.samples("running")):
+        if self.rules.stops and self.ledger.tally.samples["running"]:
             return False
         if not self.enough():  # no reward makes it so
             return True
-        batch = self._batch("generated", "finished")
-        return self.ready() and all(prompt.samples[number].state == "finished" for prompt, number in batch)
+        if not self.ready():
+            return False
+        taken = batch(self.rules, self.ledger, self.version, "generated", "finished")
+        return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
     def give_up(self) -> list[tuple[str, int]]:
         """Abandon what still runs though the engines are stopped (if they are); rewards may come later.
@@ -254,21 +255,21 @@ class Scheduler:
         """
         if not self.ready():
             raise ValueError("there is nothing to harvest yet: ask ready() first")
-        taken = sorted(self._batch("finished"), key=lambda at: at[0].samples[at[1]].tokens)
+        taken = batch(self.rules, self.ledger, self.version, "finished")
+        taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
-        batch = Harvest(
+        harvest = Harvest(
             samples=[(prompt.uid, number) for prompt, number in taken],
             lengths=[sample.tokens for sample in samples],
             waited=[prompt.waited for prompt, _ in taken],
             staleness=[self.version - _version(sample) for sample in samples],
         )
         self._training = True
-        for uid, number in batch.samples:
+        for uid, number in harvest.samples:
             self.ledger.train(uid, number)
-        for prompt in self.ledger:
-            prompt.waited += 1
+        self.ledger.wait()
         self._failed.clear()
-        return batch
+        return harvest
 
     def begin(self, version: int) -> list[tuple[str, int]]:
         """The policy's ``version`` is current from now on.
@@ -284,7 +285,7 @@ class Scheduler:
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
         for prompt, number, sample in self.ledger.samples("pending"):
             if sample.first_version is not None and sample.first_version < self._oldest_trained:
-                sample.first_version = None
+                self.ledger.forget(prompt.uid, number)
                 self.step.wasted_tokens += sample.tokens
                 stale.append((prompt.uid, number))
         return stale
@@ -351,32 +352,6 @@ class Scheduler:
         """Version of the oldest token that may be trained now."""
         return self.version - self.rules.max_staleness
 
-    def _admitted(self, pending: list[tuple[Prompt, int, Sample]]) -> list[tuple[Prompt, int, Sample]]:
-        """Of these, whole prompts that can be trained before they get too stale; the rest starts under a newer policy.
-
-        What runs on over updates must fit into the batches of all updates that may still train it: no more is in
-        flight (AReaL's bound, arXiv:2505.24298).
-        """
-        rules = self.rules
-        if self._training and rules.max_staleness == 0 and not rules.draft_ahead:
-            return []
-        if not rules.runs_on or rules.max_staleness == 0:
-            return pending
-        batches = rules.max_staleness + 1 - self._training
-        flying = {
-            prompt.uid: sum(sample.state in (*ON_THEIR_WAY, "finished") for sample in prompt.samples)
-            for prompt in self.ledger
-        }
-        begun = {uid for uid, samples in flying.items() if samples}
-        room = batches * rules.batch_samples - sum(flying.values())
-        admitted = []
-        for prompt, number, sample in pending:
-            if room > 0 or prompt.uid in begun:
-                begun.add(prompt.uid)
-                admitted.append((prompt, number, sample))
-                room -= 1
-        return admitted
-
     def _regenerate_stale(self, uid: str, number: int) -> bool:
         """Whether the sample's text was too stale to be trained; then it is generated anew."""
         sample = self.ledger.prompt(uid).samples[number]
@@ -386,52 +361,6 @@ class Scheduler:
         self.step.stale += 1
         self.step.wasted_tokens += sample.tokens
         return True
-
-    def _units(self, *states: State) -> list[tuple[Prompt, list[int]]]:
-        """What can be trained of that which is in these states: whole groups, or single trajectories."""
-        if self.rules.unit == "group":
-            return [(prompt, list(range(len(prompt.samples)))) for prompt in self.ledger if prompt.complete(*states)]
-        return [(prompt, [number]) for state in states for prompt, number, _ in self.ledger.samples(state)]
-
-    def _batch(self, *states: State) -> list[tuple[Prompt, int]]:
-        """The update batch, were it taken of what is in these states."""
-        batch: list[tuple[Prompt, int]] = []
-        for prompt, numbers in sorted(self._units(*states), key=self._precedence):
-            if len(batch) + len(numbers) <= self.rules.batch_samples or not batch:
-                batch += [(prompt, number) for number in numbers]
-        return batch
-
-    def _suffices(self, units: list[tuple[Prompt, list[int]]]) -> bool:
-        samples = sum(len(numbers) for _, numbers in units)
-        if samples >= min(self.rules.batch_samples, self._remaining()):
-            return samples > 0
-        enough = self.rules.harvest_tokens
-        tokens = sum(prompt.samples[number].tokens for prompt, numbers in units for number in numbers)
-        return enough is not None and samples > 0 and tokens >= enough
-
-    def _remaining(self) -> int:
-        """Samples that are loaded, or owed, and not yet trained."""
-        owed = self._owed * self.rules.batch_samples // self.rules.batch_prompts
-        return owed + sum(sample.state != "trained" for prompt in self.ledger for sample in prompt.samples)
-
-    def _protected(self, prompt: Prompt, sample: Sample) -> bool:
-        """The next harvest must not pass it by."""
-        rules = self.rules
-        if rules.max_wait is not None and prompt.waited >= rules.max_wait:
-            return True
-        if rules.max_staleness == 0:  # all would be too stale at the next update
-            return False
-        # One that would be; in a group all wait for such a one, as it waits for all.
-        together = prompt.samples if rules.unit == "group" else [sample]
-        oldest = min((s.oldest_version for s in together if s.oldest_version is not None), default=self.version)
-        return oldest <= self._oldest_trained
-
-    def _precedence(self, unit: tuple[Prompt, list[int]]) -> tuple[bool, int, float, int]:
-        prompt, numbers = unit
-        samples = [prompt.samples[number] for number in numbers]
-        protected = any(self._protected(prompt, sample) for sample in samples)
-        length = sum(sample.tokens for sample in samples) / len(samples)
-        return (not protected, prompt.number if protected else 0, length, prompt.number)
 
 
 def _version(sample: Sample) -> int:
