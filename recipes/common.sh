@@ -103,8 +103,11 @@ if [ "$MODE" = separate_async ]; then
   _args+=(
     "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
     "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
-    actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
   )
+  case "$SMOKE" in # there weights go through shared memory, to a second logical GPU
+    1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=shm ray_kwargs.ray_init.num_gpus=2) ;;
+    *) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=nccl) ;;
+  esac
   # all engines are the pool's, and a version is an update batch
   [ "$RHYME" != sorted ] ||
     _args+=(actor_rollout_ref.hybrid_engine=false trainer.v1.separate_async.parameter_sync_step=1)

@@ -478,6 +478,42 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
     assert trainer._filters == (recipe == "qwen32b_dapo")
 
 
+def check_sorted(config, mode, sorted_mode):
+    """A config of ``RHYME=sorted MODE=mode``: in the trainer mode asked for, and nothing of it is refused."""
+    from verl_rhyme import combinations, config_tree
+
+    rhyme = config_tree.from_verl(config)
+    assert rhyme.sorting.mode == sorted_mode
+    assert [*combinations.refusals(config, rhyme)] == []
+    assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if mode in ("", "sync") else mode)
+    if mode == "separate_async":
+        assert config.trainer.v1.separate_async.parameter_sync_step == 1
+        assert not config.actor_rollout_ref.hybrid_engine
+        assert config.actor_rollout_ref.rollout.nnodes == 1
+        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend != "naive"
+
+
+@pytest.mark.parametrize(
+    ("mode", "sorted_mode"),
+    [
+        ("", "on_policy"),
+        ("sync", "partial"),
+        ("colocate_async", "on_policy"),
+        ("separate_async", "on_policy"),
+        ("separate_async", "partial"),
+    ],
+)
+def test_sorted_in_every_mode_on_a_cpu(mode, sorted_mode, monkeypatch):
+    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM"):
+        monkeypatch.setenv(name, name.lower())
+    variables = {"RHYME": "sorted", "SORTED_MODE": sorted_mode, "MODE": mode, "RUN_DIR": "", "DRY_RUN": "1"}
+    result, calls = start("tiny_cpu", **variables)
+    assert result.returncode == 0, result.stderr
+    config = config_of(calls[0][calls[0].index("--") + 1 :])
+    check_sorted(config, mode, sorted_mode)
+    assert config.trainer.v1.sampler.custom_sampler.path is None
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 class TestScript:
     @pytest.mark.parametrize(
@@ -497,7 +533,7 @@ class TestScript:
         [
             ({"SORTED_MODE": "off_policy"}, "SORTED_MODE=off_policy is unknown; use on_policy or partial"),
             ({"SORTED_COUPLED": "yes"}, "SORTED_COUPLED=yes is unknown; use 0 or 1"),
-            ({"MODE": "colocate_async"}, "MODE=colocate_async and RHYME=sorted exclude each other"),
+            ({"MODE": "my_async"}, "with sorted use MODE=sync or colocate_async or separate_async"),
         ],
     )
     def test_switches_that_cannot_be(self, recipe, variables, told):
@@ -505,6 +541,12 @@ class TestScript:
         assert result.returncode == 2
         assert told in result.stderr
         assert calls == []
+
+    @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+    def test_sorted_in_other_modes(self, recipe, mode):
+        result, calls = start(recipe, DRY_RUN="1", RHYME="sorted", MODE=mode, SORTED_MODE="partial")
+        assert result.returncode == 0, result.stderr
+        check_sorted(config_of(calls[0][4:]), mode, "partial")
 
     @pytest.mark.parametrize("rhyme", ["histopipe", "stream", "full", "histospeck"])
     def test_a_mode_that_does_not_exist(self, recipe, rhyme):
@@ -560,11 +602,14 @@ class TestScript:
 
     def test_each_kind_of_run_has_a_folder_of_its_own(self, recipe):
         runs = [{"RHYME": "off"}, {}, {"ENGINE": "fsdp"}, {"MODE": "colocate_async"}, {"SMOKE": "1"}]
-        runs += [{"RHYME": "sorted", **more} for more in ({}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "1"})]
+        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "1"}]
+        more += [{"SORTED_MODE": mode, "MODE": "separate_async"} for mode in ("on_policy", "partial")]
+        runs += [{"RHYME": "sorted", **each} for each in more]
         calls = [start(recipe, DRY_RUN="1", RUN_DIR="", **run)[1][0] for run in runs]
         folders = {word for call in calls for word in call if word.startswith("trainer.default_local_dir=")}
         assert len(folders) == len(runs)
-        assert f"trainer.default_local_dir={ROOT}/runs/{recipe}/histospec-megatron-sync/checkpoints" in folders
+        for name in ("histospec-megatron-sync", "sorted-partial-megatron-separate_async"):
+            assert f"trainer.default_local_dir={ROOT}/runs/{recipe}/{name}/checkpoints" in folders
 
     def test_variables(self, recipe, tmp_path):
         result, calls = start(

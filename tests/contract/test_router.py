@@ -21,6 +21,7 @@ from verl.workers.rollout.router import (
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.scheduling.placement import POLICIES
+from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.router import FIELDS, PlacementRouter, router
 
 METHODS = [name for name, value in vars(RequestLoadBalancer).items() if callable(value) and not name.startswith("_")]
@@ -256,9 +257,11 @@ async def test_verls_clients_pass_the_keyword_on_and_release(client_cls: type) -
     assert balancer.get_status()["placed"] == 8
 
 
-async def test_verls_client_waits_for_a_server() -> None:
+@pytest.mark.parametrize("ours", [False, True])
+async def test_verls_client_waits_for_a_server_and_ours_too(ours: bool) -> None:
     balancer = PlacementRouter({})
     client = FullyAsyncLLMServerClient(config(), load_balancer_handle=Here(balancer), only_hybrid=True)
+    client = rhymed(client) if ours else client
     waiting = asyncio.ensure_future(client.generate("r", prompt_ids=[1], sampling_params={}))
     await asyncio.sleep(0.1)
     assert not waiting.done()

@@ -156,6 +156,36 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     assert requests["sample"].max() < SAMPLES
 
 
+@pytest.mark.xdist_group("sorted-separate")
+@pytest.mark.parametrize("mode", ["on_policy", pytest.param("draft_ahead", marks=SLOW)])
+def test_on_policy_on_engines_of_their_own(tmp_path, mode):
+    """Partial mode there is what ``test_kills`` runs."""
+    ahead = mode == "draft_ahead"
+    options = (f"{SORTING}.draft_ahead={str(ahead).lower()}",)
+    whole_run.finish(start(tmp_path, *options, epochs=1, MODE="separate_async", SORTED_COUPLED="1"), tmp_path)
+    check_each_prompt_once(tmp_path, epochs=1)
+    requests = requests_of(tmp_path)
+    trained = requests["trained"]
+    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    for metrics in steps:
+        assert metrics["training/sorted/token_staleness/max"] == 0
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0
+    started = runs_while_the_actor_trains(tmp_path)
+    assert started > 0 if ahead else started == 0
+
+
+def runs_while_the_actor_trains(run_dir):
+    """Requests for training that ran at the middle of an update of the actor."""
+    requests = requests_of(run_dir)
+    stages = events.to_numpy(events.read_stages(run_dir / "checkpoints" / "events"))
+    updates = stages["stage"] == "update_actor"
+    middles = stages["started_at"][updates] + stages["duration_s"][updates] / 2
+    began, ended = requests["started_at"], requests["finished_at"]
+    return sum(int(((began < middle) & (ended > middle) & ~requests["validate"]).sum()) for middle in middles)
+
+
 @SLOW
 def test_two_ranks_and_two_replicas(tmp_path):
     overrides = (

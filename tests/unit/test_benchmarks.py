@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import eviction, placement, traces
+from benchmarks import eviction, placement, scheduler, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
@@ -100,3 +100,14 @@ def test_groups_come_together_and_home_within_the_bound():
     assert group["pairs"] > 0.99
     assert group["home"] > 0.9
     assert least["requests_to_mean_greatest"] == 1 < group["requests_to_mean_greatest"] <= 1.25
+
+
+@pytest.mark.parametrize("arm", scheduler.ARMS)
+def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
+    run = scheduler.Run(arm, 256, 1)
+    for version in range(5):
+        run.update(version)
+    kinds = {"begin", "start", "generate", "finish", "harvest"} | ({"interrupt"} if run.rules.stops else set())
+    assert set(run.microseconds) == kinds
+    assert len(run.microseconds["harvest"]) == 5
+    assert run.scheduler.ledger.loaded == 32, "four updates consume what was loaded first"

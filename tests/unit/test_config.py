@@ -8,8 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import PLACEMENTS, SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
+from verl_rhyme.config import CONFIG_PATH, PLACEMENTS, SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
 from verl_rhyme.config_tree import parse
+from verl_rhyme.preflight.compose import compose
 from verl_rhyme.scheduling import rules
 from verl_rhyme.scheduling.placement import POLICIES
 
@@ -124,6 +125,18 @@ def test_a_key_of_an_earlier_version_may_have_another_value_there(monkeypatch):
     assert parse(tree).sorting.max_staleness == 3
     [line] = told
     assert line.index("sorting.max_versions is now called") < line.index("sorting.max_staleness: write 3 for 4")
+
+
+def test_a_preset_is_overridden_without_a_plus():
+    ours = ["sorting.max_versions=3", "sampling.coupled=true", "placement.policy=sticky_group", "history.epochs=2"]
+    changes = [f"{CONFIG_PATH}.{change}" for change in [*ours, "sorting.coupled=true", "sorting.draft_ahead=true"]]
+    found = compose(["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async", *changes])
+    assert found.trainer.v1.trainer_mode == "separate_async"
+    rhyme = config_tree.from_verl(found)
+    assert (rhyme.sorting.max_staleness, rhyme.sorting.draft_ahead, rhyme.sampling.coupled) == (2, True, True)
+    assert (rhyme.placement.policy, rhyme.history.epochs) == ("sticky_group", 2)
+    options = [f"{CONFIG_PATH}.placement.policy=sticky_group", f"+{CONFIG_PATH}.placement.options.factor=1.5"]
+    assert config_tree.from_verl(compose(["+rhyme=histospec", *options])).placement.options == {"factor": 1.5}
 
 
 def test_every_placement_has_the_options_that_its_policy_takes():

@@ -17,6 +17,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
 from verl_rhyme.preflight.compose import compose
+from verl_rhyme.preflight.estimate import gib
 from verl_rhyme.preflight.machine import Machine
 
 MODEL = {
@@ -117,6 +118,12 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
         ([f"{R}.data_parallel_size=2"], "rhyme", "rollout.data_parallel_size=1: verl then makes"),
         ([f"{R}.custom.rhyme.enable=false", "trainer.v1.trainer_mode=rhyme_sorted"], "rhyme", "enable=true"),
+        ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "drop coupled"),
+        (
+            [f"{R}.custom.rhyme.placement.policy=sticky_group", f"+{R}.custom.rhyme.placement.options.factor=0.5"],
+            "rhyme",
+            "must be above 1",
+        ),
         ([f"+{R}.engine_kwargs.vllm.speculative_config.method=ngram"], "rhyme", "speculative_config"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=4"], "parallel sizes", "14 attention heads"),
@@ -298,6 +305,45 @@ def test_a_pool_of_its_own(world):
     assert not complaints(found)
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
+
+
+APART = [
+    "+rhyme=sorted",
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=false",
+    f"{R}.nnodes=2",
+    f"{R}.n_gpus_per_node=8",
+    f"{R}.checkpoint_engine.backend=nccl",
+]
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_sorted_on_a_pool_of_its_own(world, mode):
+    """Two mini-batches an update: verl's separate_async asks for one a weight sync, ours does not."""
+    found = preflight(world[1:], *APART, f"{R}.custom.rhyme.sorting.mode={mode}")
+    assert not complaints(found)
+    assert found.plan.replicas == 8
+    assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
+    told = {check.name: check.detail for check in found.checks}
+    assert told["rhyme"].startswith(f"sorted-{mode} on engines of their own; drafting on")
+    assert "8 rollout replicas of 2, 16 GPUs of their own" in told["parallel sizes"]
+
+
+def test_engines_beside_training_on_one_host(world):
+    """A CPU's memory holds both at once; GPUs of two pools hold one each."""
+    cpu = ["trainer.device=cpu", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", f"{R}.tensor_model_parallel_size=1"]
+    found = preflight(world[1:], *APART, *cpu, "trainer.n_gpus_per_node=1")
+    phases = {name: phase.total for name, phase in found.estimate.phases.items()}
+    pool = phases.pop("rollout pool")
+    [told] = [check.detail for check in found.checks if check.name == "memory"]
+    assert told.startswith(f"{max(phases, key=phases.get)} beside the rollout pool: {gib(max(phases.values()) + pool)}")
+
+
+def test_a_reward_model_that_shares_gpus_with_engines_that_never_sleep(world):
+    shared = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=false"]
+    found = complaints(preflight(world[1:], *APART, *shared))
+    assert "enable_resource_pool=true" in found[("batches", "fail")]
 
 
 def test_tokens_of_a_micro_batch(world):

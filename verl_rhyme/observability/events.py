@@ -37,8 +37,9 @@ def _type(field: dataclasses.Field) -> pa.DataType:
     return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type)]
 
 
-#: One row per attempt of a request: the server's :class:`RequestRecord`, and what became of the response. Times are seconds since the Unix epoch; ``*_at`` is null where it never happened.
-#: ``step`` is the one that trained the response (or validated it), ``epoch`` counts from 0 as verl's does.
+#: One row per attempt of a request: the server's :class:`RequestRecord`, and what became of the response. Times are
+#: seconds since the Unix epoch; ``*_at`` is null where it never happened. ``step`` is the one that trained the response
+#: (or validated it), ``epoch`` counts from 0 as verl's does.
 REQUESTS = pa.schema(
     [
         ("step", pa.int64()),

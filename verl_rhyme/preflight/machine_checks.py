@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,8 @@ def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]
     """The fullest phase against a GPU; vLLM's share against its weights and one full-length request."""
     name, cpu = "GPU memory", plan.device == "cpu"
     phase, peak = found.peak
-    if cpu:  # the ranks of a node share the host
-        name, peak = "memory", peak * plan.gpus_per_node
+    if cpu:
+        name, (phase, peak) = "memory", _on_one_host(found, plan)
     share, status = peak / found.gpu_bytes, OK
     if share > TIGHT:
         status = FAIL if share > 1 else WARN
@@ -198,6 +199,17 @@ def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]
     else:
         detail = f"{serving.tokens} tokens a replica, {serving.sequences:.1f} full-length requests at once"
         yield Check("KV cache", OK, detail)
+
+
+def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
+    """The fullest phase of ranks that share a machine, with the engines that run beside it, if any; and its bytes."""
+    beside = found.phases.get("rollout pool")
+    if beside is None:
+        phase, peak = found.peak
+        return phase, peak * plan.gpus_per_node
+    training = {name: phase for name, phase in found.phases.items() if phase is not beside}
+    phase, peak = replace(found, phases=training).peak
+    return f"{phase} beside the rollout pool", peak * plan.gpus_per_node + beside.total * plan.rollout_gpus
 
 
 def _lighter(phase: str) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt
+from verl_rhyme.scheduling.samples import Prompt
 
 
 def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[str, int]]:
     """(uid, number) of pending samples that can be trained before they get too stale. Nothing may change meanwhile.
 
     Prompt by prompt as they were loaded, so that groups get complete and none waits for ever; within a prompt those
-    first that were longest when they were cut short. What runs on over updates must fit into the batches of all updates
-    that may still train it: no more is in flight (AReaL's bound, arXiv:2505.24298), but whole prompts.
+    first that were longest when they were cut short. What spans versions must fit into the batches of all updates
+    that may still train it: no more prompts are begun (AReaL's bound, arXiv:2505.24298).
 
     Args:
         training: A batch was harvested, and the policy that it makes is not there yet.
@@ -22,14 +22,15 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     if training and rules.max_staleness == 0 and not rules.draft_ahead:
         return
     tally, room, last = ledger.tally, float("inf"), -1
-    if rules.runs_on and rules.max_staleness > 0:
-        flying = sum(tally.samples[state] for state in (*ON_THEIR_WAY, "finished"))
-        room = (rules.max_staleness + 1 - training) * rules.batch_samples - flying
+    if rules.spans_versions and rules.max_staleness > 0:
+        room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
     for prompt in tally.prompts("pending"):
         if room <= 0:
             break
-        for number in _longest_first(prompt):
-            room -= 1
+        numbers = _longest_first(prompt)
+        if not tally.has_begun(prompt):
+            room -= len(numbers)
+        for number in numbers:
             yield prompt.uid, number
         last = prompt.number
     else:

@@ -1,10 +1,17 @@
-"""Which update batch could be taken: is there enough for one, what must it not pass by, what is in it."""
+"""Which update batch could be taken: is there enough for one, what must it not pass by, what is in it.
+
+An update takes so many samples and no more, so that of those that become too stale in the next few updates some must be
+trained earlier, or the last batch that may train them has no room for all: of the samples that may be trained in this
+update and k more at the latest, all that k batches cannot hold are due now (earliest deadline first).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.samples import Prompt, Sample, State
+from verl_rhyme.scheduling.samples import Prompt, State
 
 #: What is trained together: samples of a prompt, by number.
 _Bundle = tuple[Prompt, list[int]]
@@ -18,39 +25,42 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
         rewarded: Count only what is finished.
     """
     tally = ledger.tally
-    samples, tokens = tally.rewarded if rewarded else tally.trainable
-    left = owed * rules.batch_samples // rules.batch_prompts + tally.samples.total() - tally.samples["trained"]
+    samples = sum((tally.rewarded if rewarded else tally.trainable).values())
+    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
     if samples >= min(rules.batch_samples, left):
         return samples > 0
-    return rules.harvest_tokens is not None and samples > 0 and tokens >= rules.harvest_tokens
+    return rules.harvest_tokens is not None and samples > 0 and tally.tokens[rewarded] >= rules.harvest_tokens
 
 
-def awaits(rules: Rules, ledger: Ledger, version: int, *states: State) -> bool:
-    """Something in one of these states must not be passed by: see :func:`_protected`."""
+def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
+    """Something that must not be passed by is not generated yet; or (``rewarded``) it is not finished."""
     tally = ledger.tally
-    for state in states:
+    for state in ("running", "generated") if rewarded else ("running",):
         first = next(tally.prompts(state), None)  # none has waited longer
-        if first is None:
-            continue
-        if rules.max_wait is not None and first.waited >= rules.max_wait:
+        if rules.max_wait is not None and first is not None and first.waited >= rules.max_wait:
             return True
-        if _due(rules, version, tally.oldest(state)):
-            return True
-    return False
+    there = tally.rewarded if rewarded else tally.trainable
+    return any(_until(there, last) < due for last, due in _due(rules, version, tally.held))
 
 
 def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is protected first, then the shortest."""
+    """The update batch, were it taken of what is in these states: what is protected, what is due, then the shortest."""
+    bundles = sorted(_bundles(rules, ledger, *states), key=_length)
+    stages = {i: 0 for i, bundle in enumerate(bundles) if _protected(rules, version, *bundle)}
+    for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
+        there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
+        due -= sum(len(bundles[i][1]) for i in there if i in stages)
+        for i in there:
+            if due > 0 and i not in stages:
+                stages[i] = stage
+                due -= len(bundles[i][1])
 
-    def precedence(bundle: _Bundle) -> tuple[bool, int, float, int]:
-        prompt, numbers = bundle
-        samples = [prompt.samples[number] for number in numbers]
-        protected = _protected(rules, version, prompt, samples)
-        length = sum(sample.tokens for sample in samples) / len(samples)
-        return (not protected, prompt.number if protected else 0, length, prompt.number)
+    def precedence(i: int) -> tuple[int, int]:
+        stage = stages.get(i, rules.max_staleness + 1)
+        return stage, i if stage else bundles[i][0].number
 
     taken: list[tuple[Prompt, int]] = []
-    for prompt, numbers in sorted(_bundles(rules, ledger, *states), key=precedence):
+    for prompt, numbers in (bundles[i] for i in sorted(range(len(bundles)), key=precedence)):
         if len(taken) + len(numbers) <= rules.batch_samples or not taken:
             taken += [(prompt, number) for number in numbers]
     return taken
@@ -65,13 +75,35 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     return [(prompt, list(range(len(prompt.samples)))) for prompt in whole if prompt.complete(*states)]
 
 
-def _protected(rules: Rules, version: int, prompt: Prompt, samples: list[Sample]) -> bool:
-    """The next harvest must not pass by what is trained together: it waited long enough, or would be too stale then."""
+def _length(bundle: _Bundle) -> tuple[float, int]:
+    prompt, numbers = bundle
+    return sum(prompt.samples[number].tokens for number in numbers) / len(numbers), prompt.number
+
+
+def _oldest(prompt: Prompt, numbers: list[int]) -> int:
+    versions = (prompt.samples[number].oldest_version for number in numbers)
+    return min(version for version in versions if version is not None)
+
+
+def _protected(rules: Rules, version: int, prompt: Prompt, numbers: list[int]) -> bool:
+    """The next harvest must not pass it by: it waited long enough, or would be too stale at the next update.
+
+    On-policy all would be.
+    """
     if rules.max_wait is not None and prompt.waited >= rules.max_wait:
         return True
-    return _due(rules, version, min((s.oldest_version for s in samples if s.oldest_version is not None), default=None))
+    return rules.max_staleness > 0 and _oldest(prompt, numbers) <= version - rules.max_staleness
 
 
-def _due(rules: Rules, version: int, oldest: int | None) -> bool:
-    """A token of this version is too stale after the next update; on-policy all are, and none is waited for."""
-    return rules.max_staleness > 0 and oldest is not None and oldest <= version - rules.max_staleness
+def _due(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
+    """For this update and each later one but the last of those that may train what is made now: samples with a token
+    of that version or older that have to be in this batch."""
+    due = []
+    for later in range(rules.max_staleness):
+        last = version - rules.max_staleness + later
+        due.append((last, min(_until(held, last) - later * rules.batch_samples, rules.batch_samples)))
+    return due
+
+
+def _until(samples: Counter[int], last: int) -> int:
+    return sum(count for version, count in samples.items() if version <= last)

@@ -43,7 +43,7 @@ class StepCounts:
     Attributes:
         loaded, dropped: Prompts.
         interrupted: Running samples that were cut short.
-        stale: Samples, finished or (``keep_running``) still running, that got too stale and are generated anew.
+        stale: Samples, finished or (where they span versions) still running, that got too stale and are generated anew.
         abandoned: Attempts that were lost, or not waited for.
         wasted_tokens: Tokens that were made and will not be trained.
     """

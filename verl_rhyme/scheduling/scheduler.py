@@ -207,8 +207,7 @@ class Scheduler:
         """
         if self._training:
             return False
-        waited_for: tuple[State, ...] = ON_THEIR_WAY if rewarded else ("running",)
-        if awaits(self.rules, self.ledger, self.version, *waited_for):
+        if awaits(self.rules, self.ledger, self.version, rewarded):
             return False
         return suffices(self.rules, self.ledger, self._owed, rewarded)
 
@@ -228,6 +227,8 @@ class Scheduler:
             return True
         if not self.ready():
             return False
+        if not self.ledger.tally.samples["generated"]:
+            return True
         taken = batch(self.rules, self.ledger, self.version, "generated", "finished")
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 

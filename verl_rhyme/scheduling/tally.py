@@ -15,7 +15,7 @@ from typing import Literal
 from verl_rhyme.scheduling.rules import Unit
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, State
 
-#: What prompts can be asked for by: samples in a state, or (``begun``) pending ones beside others that have started.
+#: What prompts can be asked for by: samples in a state, or (``begun``) pending ones of a prompt that has been started.
 Having = State | Literal["begun"]
 
 
@@ -23,46 +23,66 @@ Having = State | Literal["begun"]
 class Part:
     """What one prompt adds.
 
+    Where single trajectories are trained, each goes by its own oldest token; else all by that of the group.
+
     Attributes:
         samples: In each state.
-        trainable: Samples, and their tokens, that can be trained of what is generated or finished.
+        tokens: Of ``trainable``, and of ``rewarded``.
+        trainable: Samples that can be trained of what is generated or finished, by version of the oldest token.
         rewarded: The same, of what is finished.
-        oldest: By state: version of the oldest token that has to wait for a sample in it.
+        held: The same, of all that have tokens, or wait with others for such as have.
+        begun: Untrained samples, if any of them was started.
     """
 
     samples: dict[State, int]
-    trainable: tuple[int, int]
-    rewarded: tuple[int, int]
-    oldest: dict[State, int]
+    tokens: tuple[int, int]
+    trainable: dict[int, int]
+    rewarded: dict[int, int]
+    held: dict[int, int]
+    begun: int
 
     @property
     def having(self) -> set[Having]:
-        begun = "pending" in self.samples and any(state in self.samples for state in (*ON_THEIR_WAY, "finished"))
-        return {*self.samples, "begun"} if begun else {*self.samples}
+        return {*self.samples, "begun"} if self.begun and "pending" in self.samples else {*self.samples}
 
 
-_NOTHING = Part({}, (0, 0), (0, 0), {})
+_NOTHING = Part({}, (0, 0), {}, {}, {}, 0)
 
 
 def part(prompt: Prompt, unit: Unit) -> Part:
     """What a prompt adds."""
     samples: dict[State, int] = {}
     tokens: dict[State, int] = {}
-    oldest: dict[State, int] = {}
+    versions: dict[State, dict[int, int]] = {}
     for sample in prompt.samples:
         state, version = sample.state, sample.oldest_version
         samples[state] = samples.get(state, 0) + 1
         tokens[state] = tokens.get(state, 0) + sample.tokens
-        if version is not None:
-            oldest[state] = min(oldest.get(state, version), version)
-    rewarded = samples.get("finished", 0), tokens.get("finished", 0)
-    trainable = rewarded[0] + samples.get("generated", 0), rewarded[1] + tokens.get("generated", 0)
+        if version is not None and state != "trained":
+            of_state = versions.setdefault(state, {})
+            of_state[version] = of_state.get(version, 0) + 1
+    rewarded, generated = versions.get("finished", {}), versions.get("generated", {})
+    trainable, held = _sum(rewarded, generated), _sum(*versions.values())
+    rewarded_tokens = tokens.get("finished", 0)
+    trainable_tokens = rewarded_tokens + tokens.get("generated", 0)
+    untrained = len(prompt.samples) - samples.get("trained", 0)
+    begun = untrained if held or any(state in samples for state in ON_THEIR_WAY) else 0
     if unit == "group":
-        if oldest:  # all wait for the oldest, as it waits for all
-            oldest = dict.fromkeys(samples, min(oldest.values()))
-        rewarded = rewarded if rewarded[0] == len(prompt.samples) else (0, 0)
-        trainable = trainable if trainable[0] == len(prompt.samples) else (0, 0)
-    return Part(samples, trainable, rewarded, oldest)
+        held = {min(held): untrained} if held else {}
+        if sum(trainable.values()) < len(prompt.samples):
+            trainable, trainable_tokens = {}, 0
+        if sum(rewarded.values()) < len(prompt.samples):
+            rewarded, rewarded_tokens = {}, 0
+        trainable, rewarded = trainable and held, rewarded and held
+    return Part(samples, (trainable_tokens, rewarded_tokens), trainable, rewarded, held, begun)
+
+
+def _sum(*parts: dict[int, int]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for one in parts:
+        for version, samples in one.items():
+            total[version] = total.get(version, 0) + samples
+    return total
 
 
 class Tally:
@@ -75,9 +95,11 @@ class Tally:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.samples: Counter[State] = Counter()
-        self.trainable = (0, 0)
-        self.rewarded = (0, 0)
-        self._oldest: dict[State, Counter[int]] = {}  # prompts, by version
+        self.tokens = (0, 0)
+        self.trainable: Counter[int] = Counter()
+        self.rewarded: Counter[int] = Counter()
+        self.held: Counter[int] = Counter()
+        self.begun = 0
         self._numbers: dict[Having, list[int]] = {}  # of prompts, rising
         self._prompts: dict[int, Prompt] = {}
         self._parts: dict[int, Part] = {}
@@ -106,9 +128,13 @@ class Tally:
         for at in range(bisect_right(numbers, after), len(numbers)):
             yield self._prompts[numbers[at]]
 
-    def oldest(self, state: State) -> int | None:
-        """Version of the oldest token that has to wait for a sample in this state; ``None``: none has."""
-        return min(self._oldest.get(state, ()), default=None)
+    @property
+    def untrained(self) -> int:
+        """Samples that are loaded and not trained."""
+        return sum(self.samples.values()) - self.samples["trained"]
+
+    def has_begun(self, prompt: Prompt) -> bool:
+        return self._parts[prompt.number].begun > 0
 
     def _replace(self, number: int, new: Part) -> None:
         old = self._parts.pop(number, _NOTHING)
@@ -118,18 +144,13 @@ class Tally:
             self.samples[state] -= count
         for state, count in new.samples.items():
             self.samples[state] += count
-        self.trainable = _exchanged(self.trainable, old.trainable, new.trainable)
-        self.rewarded = _exchanged(self.rewarded, old.rewarded, new.rewarded)
-        if old.oldest != new.oldest:
-            for state, version in old.oldest.items():
-                versions = self._oldest[state]
-                versions[version] -= 1
-                if not versions[version]:
-                    del versions[version]
-            for state, version in new.oldest.items():
-                self._oldest.setdefault(state, Counter())[version] += 1
-        if old.samples.keys() != new.samples.keys():
-            before, after = old.having, new.having
+        self.tokens = self.tokens[0] - old.tokens[0] + new.tokens[0], self.tokens[1] - old.tokens[1] + new.tokens[1]
+        self.begun += new.begun - old.begun
+        _exchange(self.trainable, old.trainable, new.trainable)
+        _exchange(self.rewarded, old.rewarded, new.rewarded)
+        _exchange(self.held, old.held, new.held)
+        before, after = old.having, new.having
+        if before != after:
             for having in before - after:
                 numbers = self._numbers[having]
                 del numbers[bisect_left(numbers, number)]
@@ -137,5 +158,12 @@ class Tally:
                 insort(self._numbers.setdefault(having, []), number)
 
 
-def _exchanged(total: tuple[int, int], old: tuple[int, int], new: tuple[int, int]) -> tuple[int, int]:
-    return total[0] - old[0] + new[0], total[1] - old[1] + new[1]
+def _exchange(total: Counter[int], old: dict[int, int], new: dict[int, int]) -> None:
+    if old == new:
+        return
+    for version, samples in old.items():
+        total[version] -= samples
+        if not total[version]:
+            del total[version]
+    for version, samples in new.items():
+        total[version] += samples

@@ -67,7 +67,15 @@ SEAMS: tuple[Seam, ...] = (
         "our worker extension",
         has=("monkey_patch_model", "update_weights_from_ipc"),
     ),
-    Seam(f"{_CLIENT}:LLMServerClient.generate", "identity of each request", signature=_GENERATE),
+    Seam(
+        f"{_CLIENT}:LLMServerClient.generate",
+        "identity of each request, as a keyword for router and server",
+        signature=_GENERATE,
+        contains=(
+            "mm_processor_kwargs=mm_processor_kwargs, **kwargs, )",
+            "**multimodal_kwargs, **priority_kwargs, **kwargs, )",
+        ),
+    ),
     Seam(
         f"{_CLIENT}:FullyAsyncLLMServerClient.generate",
         "one record for each attempt of a resumed request",

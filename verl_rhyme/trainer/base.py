@@ -22,6 +22,7 @@ from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
+from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
 
@@ -80,6 +81,7 @@ class RhymeTrainerMixin(PPOTrainer):
                 tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
+        router_file.use(config, rhyme.placement)
         super().__init__(config)
         if rhyme.poll_interval is not None:
             self.replay_buffer.poll_interval = rhyme.poll_interval

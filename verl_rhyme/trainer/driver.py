@@ -65,6 +65,8 @@ class Driver:
         while True:
             while (wants := self._ask("enough", rewarded, stops)) is not None:
                 self._supply(wants)
+                if wants.replicas:
+                    topology.mend(self._version)
             if stops:
                 topology.stop()
             reply: Reply | None = self._ask("take")

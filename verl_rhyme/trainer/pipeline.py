@@ -158,6 +158,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_step_end(self) -> None:
         self._driver.pause()
+        if self.topology.through_training:
+            self.topology.mend(self.global_steps)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
         self._publish(self.global_steps)
 

@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
+from verl_rhyme.trainer.topology import Separate
 
 
 class _InVerlsPlace(RhymeTrainerMixin):
@@ -50,6 +51,11 @@ class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``"""
 
     pipeline = RhymePipelineSeparate
+
+    def on_step_end(self) -> None:
+        if self._rhyme is not None:
+            Separate(self).mend(self.global_steps)
+        super().on_step_end()
 
 
 TRAINERS = {

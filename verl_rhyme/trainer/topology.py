@@ -5,9 +5,11 @@ A topology decides nothing; the coordinator does.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, serve
 
 
 class Topology(Protocol):
@@ -36,6 +38,17 @@ class Topology(Protocol):
         """The actor is about to train."""
         ...
 
+    def mend(self, version: int) -> int:
+        """Replace replicas that died; the actor does not train, and has the weights of the policy ``version``.
+
+        Returns:
+            How many had died.
+
+        Raises:
+            ReplicaDied: That cannot be done here.
+        """
+        ...
+
 
 class Colocated:
     """Engines and actor take turns on the same devices: stop, sleep, train, sync, on."""
@@ -60,6 +73,17 @@ class Colocated:
 
     def give_way(self) -> None:
         self._trainer.checkpoint_manager.sleep_replicas()
+
+    def mend(self, version: int) -> int:
+        gone = dead(self.servers().get_replicas())
+        if gone:
+            replica, why = next(iter(gone.items()))
+            raise ReplicaDied(
+                f"rollout replica {replica.replica_rank} died, on the devices of the actor: {why}\nThe same command "
+                "goes on from the last checkpoint."
+            )
+        serve(self.servers())
+        return 0
 
 
 class Separate:
@@ -87,3 +111,10 @@ class Separate:
 
     def give_way(self) -> None:
         pass
+
+    def mend(self, version: int) -> int:
+        return self._spares.mend(version)
+
+    @functools.cached_property
+    def _spares(self) -> Spares:
+        return Spares(self.servers(), self._trainer.standalone_checkpoint_manager)

@@ -1,5 +1,5 @@
-"""verl's agent loop manager and worker: each request is told the number of its sample in the group, and for trainers
-that interrupt samples each runs as a session of its own (:mod:`verl_rhyme.workers.session`)."""
+"""verl's agent loop manager and worker: each task says which sample it works on, a session
+(:mod:`verl_rhyme.workers.session`), and for trainers that interrupt samples it reports how an attempt ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Adds the sample number. A Ray actor class, as verl's is."""
+    """Says the sample's number. A Ray actor class, as verl's is."""
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         enter(Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory)))

@@ -6,10 +6,14 @@ what the server said of the earlier attempts.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -18,9 +22,19 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
 from verl_rhyme.workers.session import Conversation, Session, current
 
+logger = logging.getLogger(__name__)
+
 _TOKEN_BYTES = 4
 #: Conversations remembered of agent loop workers that do not say what they work on.
 _MAX_STRANGERS = 4096
+
+
+#: As verl's router says it.
+_NO_SERVERS = "No available servers in load balancer"
+#: Seconds between two questions for a server where there is none.
+_SERVER_WAIT_S = 1.0
+#: The server that this task was sent to last.
+_SERVER: ContextVar[str] = ContextVar("verl_rhyme_server")
 
 
 class _Attempts(LLMServerClient):
@@ -29,6 +43,7 @@ class _Attempts(LLMServerClient):
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
         self._strangers: dict[str, Session] = {}
+        self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """One attempt on one server."""
@@ -46,16 +61,39 @@ class _Attempts(LLMServerClient):
             noise=session.noise,
             previous=conversation.previous[_TOKEN_BYTES * said :] if conversation.previous else b"",
         )
-        output = await super().generate(request_id, prompt_ids=prompt_ids, **{**kwargs, FIELD: meta.to_dict()})
+        output = await self._somewhere(request_id, prompt_ids=prompt_ids, **{**kwargs, FIELD: meta.to_dict()})
         for record in output.extra_fields.pop(FIELD, []):
             conversation.records.append(record)
             session.records.append(record)
         return output
 
+    async def _somewhere(self, request_id: str, **kwargs: Any) -> TokenOutput:
+        """On another replica, if one dies; what it had made is lost with it."""
+        while True:
+            try:
+                return await super().generate(request_id, **kwargs)
+            except ActorUnavailableError:  # of its node, or the network between: it may come back
+                await asyncio.sleep(_SERVER_WAIT_S)
+            except Exception as error:
+                if not _is_death(error):
+                    raise
+                logger.warning("a replica died: its requests go to others (%s)", str(error).splitlines()[0])
+                await self._load_balancer.remove_servers.remote([_SERVER.get()])
+
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         known = extra.get(FIELD) or {}
         extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) is not None}
-        return await super()._acquire_server(request_id, **extra)
+        while True:
+            try:
+                acquired = await super()._acquire_server(request_id, **extra)
+            except RuntimeError as error:
+                # All have died; a trainer that starts samples itself starts replicas as well, or ends.
+                if not self._patient or _NO_SERVERS not in str(error):
+                    raise
+                await asyncio.sleep(_SERVER_WAIT_S)
+            else:
+                _SERVER.set(acquired[0])
+                return acquired
 
     def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
         """What the task works on, and the one of its conversations that the request is of."""
@@ -71,8 +109,9 @@ class _Attempts(LLMServerClient):
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
     """verl's client, of either class. A call passes, in this order:
 
-    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the output;
-    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and ends the attempt at one;
+    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the
+       output;
+    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and one ends the attempt;
     3. verl's resume loop, where the client resumes aborted requests itself;
     4. the attempt, on one server: what it is goes along, the server's record of it is kept.
 
@@ -97,6 +136,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
     ) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
         self._resumes, self._interruptible = resumes, interruptible
+        self._patient = interruptible
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """As verl's.
@@ -142,8 +182,9 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
             version = output.extra_fields.get("global_steps")
             first = output.extra_fields.get("min_global_steps", version)
             session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
-        output.token_ids = turn.tokens.tolist()
-        output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
+        if len(turn.tokens) > len(output.token_ids):  # some of them are from before
+            output.token_ids = turn.tokens.tolist()
+            output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
         output.extra_fields |= {
             "global_steps": turn.version,
             "min_global_steps": turn.first_version,
@@ -161,6 +202,12 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
         return max(1, allowed)
 
 
+def _is_death(error: Exception) -> bool:
+    """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, RayActorError) or "EngineDeadError" in kinds
+
+
 def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerClient:
     """The same client with prompt keys and records.
 
@@ -173,6 +220,7 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
         TypeError: A client class of neither verl nor this package.
     """
     if isinstance(client, RhymeLLMServerClient):
+        client._interruptible |= interruptible
         return client
     if type(client) not in (LLMServerClient, FullyAsyncLLMServerClient):
         raise TypeError(
@@ -181,5 +229,5 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
         )
     resumes = isinstance(client, FullyAsyncLLMServerClient)
     ours = RhymeLLMServerClient(client.config, resumes=resumes, interruptible=interruptible)
-    vars(ours).update(vars(client))
+    ours.__dict__.update(vars(client))
     return ours

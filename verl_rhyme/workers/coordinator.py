@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 TRAIN = "train"
 #: Seconds after which it is told, again and again, what a batch still waits for.
 _PATIENCE_S = 60.0
+#: Seconds after which the trainer is asked to look after the replicas, again and again.
+_LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
 
@@ -49,10 +51,12 @@ class Wants(NamedTuple):
     Attributes:
         prompts: To hand over.
         workers: All agent loop workers are gone: others are to be made.
+        replicas: A look whether they all live: the wait is long.
     """
 
     prompts: int = 0
     workers: bool = False
+    replicas: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class Coordinator:
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
+        self._told: float | None = None  # when it was told last what a batch waits for
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -186,19 +191,22 @@ class Coordinator:
         Raises:
             RuntimeError: The rollout cannot go on; the message says why.
         """
-        rollout = self._open[1]
-        told = asyncio.get_running_loop().time()
+        rollout, clock = self._open[1], asyncio.get_running_loop().time
+        began = clock()
+        self._told = self._told or began
         self._dispatching = True
         self._go()
         while True:
             self._raise()
             if rollout.scheduler.enough(rewarded):
-                self._dispatching = not stopping
+                self._dispatching, self._told = not stopping, None
                 return None
             if any(wants := self._wants()):
                 return wants
-            told = self._complain(told, "an update batch")
-            await self._change(_PATIENCE_S)
+            self._told = self._complain(self._told, "an update batch")
+            await self._change(_LOOK_S)
+            if clock() - began > _LOOK_S:
+                return Wants(replicas=True)
 
     async def take(self) -> Reply | None:
         """Wait until all has come that the update batch waits for (:meth:`Scheduler.settled`), and take it.

@@ -1,9 +1,9 @@
 """What travels with a request, and what comes back.
 
-Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The client
-makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that it needs
-(:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only, since vLLM
-copies every object in there.
+Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The
+client makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that
+it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only,
+since vLLM copies every object in there.
 
 Back comes a list with the :class:`RequestRecord` of each attempt, as dicts, in ``TokenOutput.extra_fields``, which verl
 stores with the trajectory.

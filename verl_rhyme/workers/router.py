@@ -24,7 +24,7 @@ from verl_rhyme.workers.request import FIELD, PLACEMENT
 logger = logging.getLogger(__name__)
 
 #: Keywords of ``generate`` that a router can read a request's prompt key from, the first one given counts:
-#: ``rhyme``: a mapping with any of ``key``, ``sample``, ``attempt``, ``group``, ``prompt_tokens``,
+#: ``rhyme``: our client's, a mapping with any of ``key``, ``sample``, ``attempt``, ``group``, ``prompt_tokens``,
 #: ``response_tokens`` (:class:`~verl_rhyme.scheduling.placement.Request`);
 #: ``prompt_ids``: token ids, for clients that know nothing of ours; a conversation's first ones are its key.
 FIELDS = (FIELD, "prompt_ids")

@@ -37,7 +37,7 @@ def test_what_runs_on_is_trained_once_and_within_the_bound(rules, seed, uneven):
     world = World(rules, seed, uneven=uneven)
     assert world.run(100), "some prompts never had their turn"
     world.check_all()
-    if not uneven and rules.max_staleness <= 1 and rules.harvest_tokens is None and world.limit is None:
+    if not uneven and rules.harvest_tokens is None and world.limit is None:
         assert world.stale == 0, "more was started than could be trained in time"
 
 
@@ -125,6 +125,31 @@ def test_what_would_be_too_stale_at_the_next_update_is_waited_for():
     batch = built.harvest()
     assert batch.samples == [("p0", 0), ("p0", 1)]  # first, though longer
     assert batch.staleness == [1, 1]
+
+
+def test_what_the_next_harvests_could_not_all_take_is_waited_for_before():
+    """Two of three old prompts are left and each fits into one of the two batches that may train them."""
+    built = scheduler(max_staleness=2)
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    built.begin(1)
+    assert built.dispatch() == [("p3", 0), ("p3", 1)]
+    finish(built, "p3", 1, 1, version=1)
+    assert not built.enough(), "p0 and p2 would be left for one batch"
+    finish(built, "p2", 9, 9)
+    assert built.harvest().samples == [("p2", 0), ("p2", 1)]  # though p3 is shorter
+    built.begin(2)
+    assert not built.enough()
+    finish(built, "p0", 9, 9)
+    assert built.harvest().staleness == [2, 2]
+    assert built.begin(3) == []
+
+
+def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
+    built = scheduler()
+    built.begin(1)
+    finish(built, "p1", 9, 9)
+    assert built.enough(), "p0 is lost, and what is made meanwhile would be, too"
 
 
 def test_a_request_that_only_queued_is_as_young_as_its_first_token():

@@ -1,7 +1,9 @@
 """What is counted as samples change is what the ledger comes to when it is gone through whole."""
 
 import json
+import sys
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
@@ -48,27 +50,46 @@ class Plain:
         pending.sort(key=lambda at: (at[0].number, -at[2].tokens, at[1]))
         if self.training and rules.max_staleness == 0 and not rules.draft_ahead:
             return []
-        flying = [prompt.uid for prompt, _, _ in self.samples(*ON_THEIR_WAY, "finished")]
-        begun, admitted, room = set(flying), [], float("inf")
-        if rules.runs_on and rules.max_staleness:
-            room = (rules.max_staleness + 1 - self.training) * rules.batch_samples - len(flying)
-        for prompt, number, _ in pending:
-            if room > 0 or prompt.uid in begun:
-                begun.add(prompt.uid)
-                admitted.append((prompt.uid, number))
-                room -= 1
-        return admitted
+        room = float("inf")
+        if rules.spans_versions and rules.max_staleness:
+            begun = [p for p in self.prompts if self.begun(p)]
+            room = (rules.max_staleness + 1 - self.training) * rules.batch_samples
+            room -= sum(s.state != "trained" for p in begun for s in p.samples)
+        admitted = set()
+        for prompt in self.prompts:
+            if self.begun(prompt):
+                admitted.add(prompt.uid)
+            elif room > 0 and (waiting := [s for s in prompt.samples if s.state == "pending"]):
+                admitted.add(prompt.uid)
+                room -= len(waiting)
+        return [(prompt.uid, number) for prompt, number, _ in pending if prompt.uid in admitted]
 
-    def awaits(self, *states):
-        return any(self.protected(prompt, sample) for prompt, _, sample in self.samples(*states))
+    def begun(self, prompt):
+        return any(
+            s.state in (*ON_THEIR_WAY, "finished") or (s.state == "pending" and s.first_version is not None)
+            for s in prompt.samples
+        )
 
-    def protected(self, prompt, sample):
-        rules = self.rules
-        if rules.max_wait is not None and prompt.waited >= rules.max_wait:
-            return True
-        together = prompt.samples if rules.unit == "group" else [sample]
-        versions = [s.oldest_version for s in together if s.oldest_version is not None]
-        return rules.max_staleness > 0 and bool(versions) and min(versions) <= self.version - rules.max_staleness
+    def awaits(self, rewarded):
+        rules, there = self.rules, ("finished",) if rewarded else ("finished", "generated")
+        for prompt, _, _ in self.samples(*(ON_THEIR_WAY if rewarded else ("running",))):
+            if rules.max_wait is not None and prompt.waited >= rules.max_wait:
+                return True
+        for batches in range(rules.max_staleness):  # that follow on this one before they are too stale
+            last = self.version - rules.max_staleness + batches
+            if rules.unit == "group":
+                old = [p.samples for p in self.prompts if self.oldest(p.samples) <= last]
+            else:
+                untrained = self.samples("pending", *ON_THEIR_WAY, "finished")
+                old = [[s] for _, _, s in untrained if self.oldest([s]) <= last]
+            left = sum(len(unit) for unit in old) - batches * rules.batch_samples
+            got = sum(len(unit) for unit in old if all(s.state in there for s in unit))
+            if got < min(left, rules.batch_samples):
+                return True
+        return False
+
+    def oldest(self, samples):
+        return min((s.oldest_version for s in samples if s.oldest_version is not None), default=float("inf"))
 
     def suffices(self, *states):
         rules = self.rules
@@ -96,8 +117,7 @@ def check(scheduler):
     assert list(startable(rules, ledger, plain.training)) == plain.startable()
     for rewarded, states in ((False, ("generated", "finished")), (True, ("finished",))):
         assert suffices(rules, ledger, plain.owed, rewarded) == plain.suffices(*states)
-    for states in (("running",), ON_THEIR_WAY):
-        assert awaits(rules, ledger, version, *states) == plain.awaits(*states)
+        assert awaits(rules, ledger, version, rewarded) == plain.awaits(rewarded)
 
 
 def checked(kind):
@@ -122,3 +142,48 @@ def test_the_tally_is_what_the_whole_ledger_says(rules, seed, mishaps, losses, u
     kind = World if rules.runs_on else Separate
     world = checked(kind)(rules, seed, mishaps=mishaps, losses=losses, uneven=uneven)
     world.run(20)
+
+
+def lines_of_an_event(samples, **rules):
+    """Lines that are run for the end of a response, its reward and what starts in its place."""
+    scheduler = Scheduler(Rules(samples // 64, samples // 4, **rules))
+    scheduler.begin(0)
+    for number in range(scheduler.loadable()):
+        scheduler.load(f"p{number}", 16)
+    started = scheduler.dispatch(samples // 2)
+    for uid, number in started[: samples // 8]:
+        scheduler.generate(uid, number, 5, 0)
+        scheduler.finish(uid, number)
+    scheduler.dispatch(samples // 2)
+    scheduler.enough()
+    lines = 0
+
+    def count(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        scheduler.generate(*started[-1], 5, 0)
+        scheduler.enough()
+        scheduler.finish(*started[-1])
+        scheduler.enough(rewarded=True)
+        assert len(scheduler.dispatch(samples // 2)) == 1
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"unit": "trajectory", "max_wait": 1},
+        {"on_interrupt": "continue", "max_staleness": 2},
+        {"on_interrupt": "keep_running", "max_staleness": 3},
+    ],
+)
+def test_an_event_costs_the_same_whatever_the_size(rules):
+    assert lines_of_an_event(8192, **rules) <= 1.1 * lines_of_an_event(256, **rules)

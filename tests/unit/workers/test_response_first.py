@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_rhyme.config import RhymeConfig
-from verl_rhyme.workers.request import COUNTS, FIELD, RequestRecord
+from verl_rhyme.workers.request import COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
 
@@ -28,6 +28,7 @@ class Engine:
 @pytest.fixture
 def server(monkeypatch):
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        self.given = sampling_params
         return TokenOutput(token_ids=[1, 2], stop_reason="completed", extra_fields={})
 
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
@@ -64,6 +65,29 @@ def test_counts_nobody_fetches_are_bounded(server):
 
     asyncio.run(run())
     assert list(server._finished) == ["r5", "r6", "r7", "r8"]
+
+
+async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
+    """And nothing that vLLM, which copies every object in there, would copy token by token."""
+    previous = b"\1\0\0\0\2\0\0\0"
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, group=8, noise="ab", previous=previous, queued_at=12.5)
+    params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
+    output = await server.generate([5], params, "r", rhyme=meta.to_dict())
+    told = server.given["extra_args"].pop(FIELD)
+    assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
+    assert told == {"id": "r", "key": "00ff", "noise": "ab", "previous": previous}
+    assert told["previous"] is previous
+    assert RequestMeta.of({FIELD: told}).previous is previous
+    (record,) = output.extra_fields[FIELD]
+    assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
+    assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
+
+
+async def test_a_request_of_another_client_is_served(server):
+    output = await server.generate([5], {}, "r")
+    (record,) = output.extra_fields[FIELD]
+    assert (record["prompt_key"], record["sample"]) == ("", -1)
+    assert record["queued_at"] > 0
 
 
 def test_every_count_has_its_column():

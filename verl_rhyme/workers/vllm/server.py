@@ -136,6 +136,11 @@ class RhymeHttpServer(vLLMHttpServer):
             yield output
             output = await anext(outputs, None)
 
+    async def healthy(self) -> None:
+        """Raises if the engine has died; this actor may outlive it."""
+        if self.node_rank == 0:
+            await self.engine.check_health()
+
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
         if self.node_rank == 0:

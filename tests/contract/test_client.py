@@ -1,0 +1,294 @@
+"""Our client on verl's, between real actors: what a server and a router are told, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import _create_global_sticky_inflight
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.workers import client as clients
+from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker
+from verl_rhyme.workers.client import RhymeLLMServerClient, rhymed
+from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.router import router
+from verl_rhyme.workers.session import Session, current, enter
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
+
+N = 4
+PROMPT = [3, 1, 4, 1, 5]
+PLACED = router(policy="sticky_group")
+
+
+class Watched(PLACED):  # type: ignore[misc, valid-type]
+    """Remembers what it was told."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told: list[dict[str, Any]] = []
+
+    def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        self.told.append(extra)
+        return super().acquire_server(request_id, **extra)
+
+    def take_told(self) -> list[dict[str, Any]]:
+        told, self.told = self.told, []
+        return told
+
+
+class Server:
+    """Stops each response after two tokens, the first ``stops`` times."""
+
+    def __init__(self, stops: int = 0) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.stops = stops
+
+    async def generate(self, **kwargs: Any) -> TokenOutput:
+        self.asked.append(kwargs)
+        meta = RequestMeta(**kwargs[FIELD])
+        stopped, self.stops = self.stops > 0, max(0, self.stops - 1)
+        record = {"prompt_key": meta.key, "sample": meta.sample, "attempt": meta.attempt, "response_tokens": 2}
+        return TokenOutput(
+            token_ids=[7, 8],
+            log_probs=[-1.0, -2.0],
+            stop_reason="aborted" if stopped else "completed",
+            extra_fields={FIELD: [record], "global_steps": 1},
+        )
+
+    def take_asked(self) -> list[dict[str, Any]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def config() -> Any:
+    rollout = SimpleNamespace(
+        name="vllm", full_determinism=False, response_length=8, prompt_length=8, n=N, val_kwargs=SimpleNamespace(n=1)
+    )
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), data={})
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: None) -> list[Any]:
+    return [ray.remote(num_cpus=0)(Server).remote(stops) for stops in (0, 0)]
+
+
+@pytest.fixture(scope="module")
+def balancer(servers: list[Any]) -> Any:
+    return _create_global_sticky_inflight(
+        {f"s{i}": server for i, server in enumerate(servers)}, load_balancer_cls=Watched
+    )
+
+
+def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
+    return ray.get([server.take_asked.remote() for server in servers])
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """Where a client travels to."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    async def run(self) -> list[Any]:
+        return await asyncio.gather(*(self.sample(number) for number in range(N)))
+
+    async def sample(self, number: int) -> Any:
+        enter(Session(sample=number, group=N, noise=f"{number:x}", response_tokens=6))
+        output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
+        return output.extra_fields[FIELD], current().records, type(self.client).__name__
+
+
+@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
+def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer: Any, theirs: type) -> None:
+    client = rhymed(theirs(config(), load_balancer_handle=balancer))
+    results = ray.get(Worker.remote(client).run.remote(), timeout=60)
+    key = prompt_key(PROMPT).hex()
+    for number, (records, kept, name) in enumerate(results):
+        assert name == "RhymeLLMServerClient"
+        assert records == kept == [{"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2}]
+    placement = {"key": key, "attempt": 0, "group": N, "prompt_tokens": len(PROMPT), "response_tokens": 6}
+    told = sorted(ray.get(balancer.take_told.remote()), key=lambda extra: extra[FIELD]["sample"])
+    assert told == [{FIELD: {**placement, "sample": number}} for number in range(N)]
+    here, there = asked_of(servers)
+    assert sorted(map(len, (here, there))) == [0, N], "siblings meet"
+    metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
+    assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
+    assert all(meta.queued_at > 0 and meta.previous == b"" for meta in metas)
+    assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
+    assert ray.get(balancer.get_status.remote())["without_key"] == 0
+
+
+class Loop:
+    """An agent loop of two turns."""
+
+    def __init__(self, server_manager: Any, **_: Any) -> None:
+        self.client = server_manager
+
+    async def run(self, sampling_params: dict[str, Any], session_id: int, **_: Any) -> Any:
+        name = f"{id(self)}"
+        await asyncio.sleep(0.01 * (N - session_id))
+        first = await self.client.generate(name, prompt_ids=PROMPT, sampling_params=sampling_params)
+        return await self.client.generate(
+            name, prompt_ids=[*PROMPT, *first.token_ids, 9], sampling_params=sampling_params
+        )
+
+
+class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """The worker of verl's own modes, from the prompt on."""
+
+    def __init__(self, client: Any) -> None:
+        self.config, self.llm_client, self.stored = config(), client, {}
+        self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = self.tools = None
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        self.stored[kwargs["session_id"]] = output.extra_fields[FIELD]
+
+
+@pytest.mark.parametrize("validate", [False, True])
+async def test_in_verls_own_modes_each_request_has_its_samples_number(
+    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
+) -> None:
+    async def put(**_: Any) -> None: ...
+
+    monkeypatch.setattr(agent_loop_tq.tq, "async_kv_put", put)
+    monkeypatch.setitem(_agent_loop_registry, "two turns", {"_target_": f"{__name__}.Loop"})
+    worker = Ours(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)))
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+    await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
+    samples = range(1 if validate else N)
+    assert worker.stored == {
+        number: [
+            {"prompt_key": prompt_key(PROMPT).hex(), "sample": number, "attempt": turn, "response_tokens": 2}
+            for turn in range(2)
+        ]
+        for number in samples
+    }
+    metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
+    assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
+    assert {meta.group for meta in metas} == {len(samples)}
+    assert worker.llm_client._strangers == {}
+
+
+@pytest.mark.parametrize("interruptible", [False, True])
+@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
+def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> None:
+    more = {"only_hybrid": True} if theirs is FullyAsyncLLMServerClient else {}
+    given = theirs(config(), load_balancer_handle="handle", **more)
+    given.tokenizer = "verl sets it where responses are traced"
+    ours = rhymed(given, interruptible)
+    assert isinstance(ours, LLMServerClient)
+    assert rhymed(ours) is ours
+    assert ours._interruptible == interruptible
+    for client in (ours, pickle.loads(pickle.dumps(ours))):
+        assert type(client) is RhymeLLMServerClient
+        assert vars(client).items() >= {name: value for name, value in vars(given).items() if name != "config"}.items()
+        assert client._resumes == (theirs is FullyAsyncLLMServerClient)
+        assert client._only_hybrid == bool(more)
+
+
+async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
+    stopping = ray.remote(num_cpus=0)(Server).remote(2)
+    alone = _create_global_sticky_inflight({"s": stopping}, load_balancer_cls=Watched)
+    client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=alone))
+    output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
+    assert output.token_ids == [7, 8] * 3
+    assert [record["attempt"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
+    asked = ray.get(stopping.take_asked.remote())
+    assert [kwargs[FIELD]["prompt_tokens"] for kwargs in asked] == [5, 7, 9]
+    assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
+
+
+def test_a_client_of_another_kind_is_refused() -> None:
+    class Theirs(LLMServerClient): ...
+
+    class Derived(RhymeLLMServerClient): ...
+
+    with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
+        rhymed(Theirs(config()))
+    derived = Derived(config())
+    assert rhymed(derived, interruptible=True) is rhymed(derived) is derived
+    assert derived._interruptible
+
+
+async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
+    servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_MAX_STRANGERS", 3)
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+    for name in ("a", "b", "a", "c", "d", "a"):
+        output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
+        attempts = [record["attempt"] for record in output.extra_fields[FIELD]]
+        assert {record["sample"] for record in output.extra_fields[FIELD]} == {-1}
+    assert attempts == [0, 1, 2]
+    assert sorted(client._strangers) == ["a", "c", "d"]
+
+
+class Mortal(Server):
+    """Dies with its first request, or its engine does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    async def generate(self, **kwargs: Any) -> TokenOutput:
+        if self.how == "process":
+            ray.actor.exit_actor()
+        if self.how == "engine":
+            raise EngineDeadError()
+        if self.how == "bug":
+            raise ValueError("no such option")
+        return await super().generate(**kwargs)
+
+
+@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
+@pytest.mark.parametrize("how", ["process", "engine"])
+def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
+    servers = {name: ray.remote(num_cpus=0)(Mortal).remote(name) for name in (how, "well")}
+    balancer = _create_global_sticky_inflight(servers)
+    client = rhymed(theirs(config(), load_balancer_handle=balancer))
+    results = ray.get(Worker.remote(client).run.remote(), timeout=60)
+    assert [len(records) for records, *_ in results] == [1] * N
+    assert ray.get(balancer.get_all_servers.remote()) == ["well"]
+    assert ray.get(balancer.get_total_inflight.remote()) == 0
+
+
+def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balancer = _create_global_sticky_inflight({"process": ray.remote(num_cpus=0)(Mortal).remote("process")})
+    stock = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+    with pytest.raises(RuntimeError, match="No available servers"):
+        ray.get(Worker.remote(stock).run.remote(), timeout=60)
+    patient = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    running = Worker.remote(patient).run.remote()
+    assert not ray.wait([running], timeout=2)[0]
+    ray.get(balancer.add_servers.remote({"well": ray.remote(num_cpus=0)(Mortal).remote("well")}))
+    assert len(ray.get(running, timeout=60)) == N
+
+
+def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
+    balancer = _create_global_sticky_inflight({"s": ray.remote(num_cpus=0)(Mortal).remote("bug")})
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer))
+    with pytest.raises(ValueError, match="no such option"):
+        ray.get(Worker.remote(client).run.remote(), timeout=60)
+    assert ray.get(balancer.get_all_servers.remote()) == ["s"]

@@ -1,0 +1,106 @@
+"""verl's own manager of engines makes our router, as the settings say, in each of verl's trainer modes."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from verl_rhyme import config_tree
+from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.preflight.compose import compose
+from verl_rhyme.workers import router_file
+from verl_rhyme.workers.router import PlacementRouter
+
+STICKY = [f"{CONFIG_PATH}.placement.policy=sticky_group", f"+{CONFIG_PATH}.placement.options.factor=1.5"]
+
+
+class Replica:
+    """A replica whose engine is not started."""
+
+    def __init__(self, replica_rank: int, **_: Any) -> None:
+        self.replica_rank = replica_rank
+        self._server_handle, self._server_address = f"handle {replica_rank}", f"10.0.0.{replica_rank}:8000"
+
+    async def init_hybrid(self, workers: Any) -> None: ...
+
+    async def init_standalone(self) -> None: ...
+
+
+class Manager(LLMServerManager):
+    rollout_replica_class = Replica
+
+
+def configured(folder: Any, *changes: str) -> Any:
+    """A run's config after our trainer has looked at it, and what :func:`router_file.use` answered."""
+    pool = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
+    run = [f"trainer.default_local_dir={folder}", "actor_rollout_ref.rollout.name=vllm"]
+    config = compose(
+        ["+rhyme=histospec", *run, *pool, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *changes]
+    )
+    rhyme = config_tree.from_verl(config)
+    assert rhyme is not None
+    return config, router_file.use(config, rhyme.placement)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors are objects of this process."""
+    monkeypatch.setattr(ray, "remote", lambda cls: SimpleNamespace(remote=cls))
+
+
+@pytest.mark.parametrize("manager", ["hybrid", "standalone", "empty"])
+def test_verls_manager_makes_it(tmp_path: Any, manager: str) -> None:
+    """As ``sync`` and ``colocate_async`` make it, and as ``separate_async`` does, twice."""
+    config, file = configured(tmp_path / "run", *STICKY)
+    assert file == tmp_path / "run" / "router.yaml"
+    if manager == "empty":
+        made = Manager.create_empty(config=config)
+    else:
+        made = Manager.create(
+            config=config, worker_group=SimpleNamespace(world_size=4) if manager == "hybrid" else None
+        )
+    router = made.global_load_balancer
+    assert isinstance(router, PlacementRouter)
+    assert (router.get_status()["policy"], router._placement.policy._factor) == ("sticky_group", 1.5)
+    assert router.get_all_servers() == made.get_addresses()
+    assert len(made.get_addresses()) == (0 if manager == "empty" else 4)
+    assert [path.name for path in file.parent.iterdir()] == ["router.yaml"]
+
+
+def test_without_a_policy_it_is_verls(tmp_path: Any) -> None:
+    config, file = configured(tmp_path / "run")
+    assert file is None
+    assert not (tmp_path / "run").exists()
+    assert type(Manager.create(config=config).global_load_balancer) is GlobalRequestLoadBalancer
+
+
+def test_a_later_start_has_its_own_settings(tmp_path: Any) -> None:
+    configured(tmp_path, *STICKY)
+    _, file = configured(tmp_path, f"{CONFIG_PATH}.placement.policy=least_loaded")
+    assert OmegaConf.load(file) == {
+        "router_class": "verl_rhyme.workers.router.PlacementRouter",
+        "policy": "least_loaded",
+        "options": {},
+    }
+
+
+def test_the_workers_config_takes_the_path(tmp_path: Any) -> None:
+    config, file = configured(tmp_path, *STICKY)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).router_config_path == str(file)
+
+
+def test_verls_trainers_leave_the_choice_to_the_config() -> None:
+    """A ``load_balancer_cls`` of theirs would go before the file."""
+    for module in (trainer_base, trainer_separate_async):
+        source = inspect.getsource(module)
+        assert "LLMServerManager.create(" in source
+        assert "load_balancer_cls" not in source

@@ -1,0 +1,111 @@
+"""Processes of a run are killed, again and again: each sample is trained once all the same."""
+
+import os
+import random
+import time
+
+import numpy as np
+import psutil
+import pytest
+import whole_run
+from test_sorted import BATCH, PROMPTS, SAMPLES, requests_of, runs_while_the_actor_trains, start
+from whole_run import SLOW
+
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.whole_run]
+
+#: By the titles that Ray and vLLM give their processes.
+KINDS = {
+    "coordinator": ("ray::Coordinator",),
+    "agent loop worker": ("ray::SessionAgentLoopWorker",),
+    "replica": ("ray::RhymeHttpServer", "VLLM::EngineCore"),
+}
+
+
+def processes(run_dir, kind):
+    """Of this run: they have inherited its environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or [])
+        if title.startswith(KINDS[kind]):
+            try:
+                if process.environ().get("RUN_DIR") == str(run_dir):
+                    found.append(process)
+            except psutil.Error:
+                continue
+    return found
+
+
+def kill_now_and_then(process, run_dir, kinds, rng, kills, most):
+    """One after the other, until the run ends or there were enough. Some come shortly after one another."""
+    while process.poll() is None and sum(kills.values()) < most:
+        deadline = time.monotonic() + rng.choice([0.3, 2.0, 5.0])
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        kind = min(rng.sample(kinds, len(kinds)), key=lambda kind: kills[kind])
+        victims = processes(run_dir, kind)
+        if victims:
+            rng.choice(victims).kill()
+            kills[kind] += 1
+
+
+def check_each_sample_once(run_dir, epochs):
+    requests = requests_of(run_dir)
+    trained = requests["trained"]
+    steps = np.unique(requests["step"][trained])
+    assert steps.tolist() == list(range(1, epochs * PROMPTS // BATCH + 1))
+    samples = set(zip(requests["uid"][trained], requests["sample"][trained], strict=True))
+    assert len(samples) == epochs * PROMPTS * SAMPLES, "one is lost, or trained twice"
+    for epoch in range(epochs):
+        mine = trained & (requests["epoch"] == epoch)
+        of_epoch = set(zip(requests["prompt_key"][mine], requests["sample"][mine], strict=True))
+        assert len(of_epoch) == PROMPTS * SAMPLES
+    last = {}
+    for uid, sample, step in zip(*(requests[name][trained] for name in ("uid", "sample", "step")), strict=True):
+        assert last.setdefault((uid, sample), step) == step, "trained in two steps"
+
+
+@pytest.mark.parametrize(
+    ("mode", "topology", "kinds", "whole"),
+    [
+        pytest.param("partial", "separate_async", ["coordinator", "agent loop worker"], 0, id="one-after-another"),
+        pytest.param("partial", "separate_async", [*KINDS], 2, marks=SLOW, id="separate-partial"),
+        pytest.param("on_policy", "separate_async", [*KINDS], 2, marks=SLOW, id="separate-on-policy"),
+        pytest.param(
+            "on_policy", "sync", ["coordinator", "agent loop worker"], 3, marks=SLOW, id="colocated-on-policy"
+        ),
+        pytest.param("partial", "sync", ["coordinator", "agent loop worker"], 3, marks=SLOW, id="colocated-partial"),
+        pytest.param("on_policy", "sync", ["replica"], 3, marks=SLOW, id="colocated-replica"),
+    ],
+)
+def test_each_sample_is_trained_once_whatever_dies(tmp_path, mode, topology, kinds, whole):
+    """``whole``: the run is killed as often as well, and, as after an end of its own with an error, started again."""
+    rng = random.Random(f"{mode} {topology}")
+    slow = bool(os.environ.get("RHYME_SLOW"))
+    epochs = 4 if slow else 1
+    kills = dict.fromkeys(kinds, 0)
+    bound = "max_staleness=1"
+    options = [f"actor_rollout_ref.rollout.custom.rhyme.sorting.{bound}"] if mode == "partial" else []
+    for attempt in range(12):
+        process = start(tmp_path, *options, epochs=epochs, SORTED_MODE=mode, MODE=topology)
+        try:
+            whole_run.wait_for_step(process, tmp_path, 2 * attempt + 1 if whole else 1)
+        except AssertionError:
+            if process.poll() is None:
+                raise
+        kill_now_and_then(process, tmp_path, kinds, rng, kills, most=8 * (attempt + 1) if slow else 2)
+        if whole and process.poll() is None:
+            whole -= 1
+            whole_run.kill_all(process)
+            continue
+        process.communicate(timeout=900)
+        if process.returncode == 0:
+            break
+        assert "replica" in kinds, (tmp_path / "train.log").read_text(errors="replace")[-4000:]
+    assert process.returncode == 0
+    assert min(kills.values()) > 0, kills
+    print(f"killed: {kills}")
+    check_each_sample_once(tmp_path, epochs)
+    if topology == "separate_async" and mode == "partial":
+        assert runs_while_the_actor_trains(tmp_path) > 0
+    for _, metrics in whole_run.steps_of(tmp_path):
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= (mode == "partial")
