@@ -37,7 +37,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from benchmarks.machine import commit, describe
 from benchmarks.simulated_fleet import (
     SAMPLES,
-    EchoWorker,
     ProbedCoordinator,
     SimulatedWorker,
     count_wire,
@@ -182,13 +181,12 @@ class Trainer:
 
 
 def measure(
-    arm: str, workers: int, batch: int, slots: int, steps: int, tokens: int, seconds: float, profile: str | None
+    arm: str, crew: list[Any], batch: int, slots: int, steps: int, tokens: int, seconds: float, profile: str | None
 ) -> dict[str, Any]:
-    kind = ray.remote(num_cpus=0, max_concurrency=10_000)(EchoWorker if arm == "echo" else SimulatedWorker)
-    crew = [kind.remote(tokens, seconds) for _ in range(workers)]
-    ray.get([worker.figures.remote() for worker in crew])
+    ray.get([worker.reset.remote(tokens, seconds, arm == "echo") for worker in crew])
     trainer = Trainer(arm, crew, batch, slots, train_s=0.1 * seconds)
-    driver, wire = trainer.driver, count_wire()
+    driver = trainer.driver
+    wire = count_wire()
     driver.open(crew, None, 0)
     before = ray.get(driver._actor.figures.remote())
     if profile:
@@ -207,9 +205,10 @@ def measure(
     gaps = latencies(told, slots, trainer.windows) * 1e3
     events, cpu, trained = counts["ended_events"] + counts["starts"], after["cpu"] - before["cpu"], sum(trainer.trained)
     state = json.dumps(driver.state())
-    for worker in crew:
-        ray.kill(worker)
     driver.close()
+    trainer.tell("stop")
+    for partition, keys in (tq.kv_list() or {}).items():
+        tq.kv_clear(keys=list(keys), partition_id=partition)
 
     def each(count: float) -> float:
         return round(count / trained, 3)
@@ -232,6 +231,7 @@ def measure(
         "gap_ms": {q: round(float(np.percentile(gaps, q)), 1) for q in (50, 90, 99, 100)} if len(gaps) else {},
         "gaps": len(gaps),
         "take_ms": [round(ms, 1) for ms in after["take_ms"]],
+        "gc_ms": [round(ms, 1) for ms in after["gc_ms"]],
         "asked_s": {method: round(max(s), 2) for method, s in driver.seconds.items()},
         "memory_mib": round(after["rss"] / 2**20),
         "memory_grown_mib": round((after["rss"] - before["rss"]) / 2**20),
@@ -273,8 +273,9 @@ def main(
         steps, seconds, tokens, workers = 2, 2.0, 200, 2
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
     tq.init()
+    crew = [ray.remote(num_cpus=0, max_concurrency=10_000)(SimulatedWorker).remote() for _ in range(workers)]
     for name in arm or ARMS:
-        row = measure(name, workers, batch, slots, steps, tokens, seconds, profile)
+        row = measure(name, crew, batch, slots, steps, tokens, seconds, profile)
         print(json.dumps({**about, **row}) if as_json else row, flush=True)
 
 

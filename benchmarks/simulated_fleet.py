@@ -8,6 +8,7 @@ verl's would. They stamp every end of an attempt before it is reported and every
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import zlib
 from collections import Counter
@@ -26,7 +27,7 @@ from verl_rhyme.scheduling.attempts import Ended, Start, sample_of
 from verl_rhyme.workers import coordinator
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
 from verl_rhyme.workers.reports import Reports
-from verl_rhyme.workers.session import Interrupted, Session, current
+from verl_rhyme.workers.session import Session, current
 
 PROMPT_TOKENS, MOST_TOKENS, SAMPLES = 200, 20_480, 16
 
@@ -73,62 +74,54 @@ class _Counted:
         return self._actor.ended.remote(told)
 
 
-class _Stamped:
-    """What both kinds of simulated workers count."""
+class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """The real worker over simulated engines; :meth:`reset` comes first."""
 
-    def _watch(self) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self) -> None:
+        tq.init()
+        rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True, "n": SAMPLES}
+        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        self.background_tasks: set[Any] = set()
+        self._coupled, self._seed, self._filter_metric = False, 0, None
+        self.distillation_enabled, self.processor, self.reward_loop_worker_handles = False, None, None
         self.wire = count_wire()
+        gc.freeze()
+
+    async def reset(self, tokens: int, seconds: float, echo: bool) -> None:
+        """Begin another measurement, whose coordinator is another.
+
+        Args:
+            tokens: Of a response, on average; log-normal, among prompts and within each.
+            seconds: That such a response takes.
+            echo: What it is to start has ended at once, and leaves nothing in TransferQueue.
+        """
+        await self.stop()
+        self._tokens, self._token_s, self._echo = tokens, seconds / tokens, echo
+        self._version, self._stopped = 0, False
+        self._attempts: dict[str, Any] = {}
+        self._reports = Reports()
+        self.counts: Counter[str] = Counter()
+        self.wire.clear()
         self.begun: list[float] = []  # a stamp for each start
         self.freed: list[float] = []  # for each attempt that the engine is done with
-        self._reports = Reports()
-
-    async def attach(self, actor: Any) -> list[str]:
-        self._reports.attach(_Counted(actor, self.counts))
-        return []
-
-    def _arrived(self, starts: list[Start]) -> None:
-        self.begun += [time.time()] * len(starts)
-        self.counts["begin_calls"] += 1
-        self.counts["begin_bytes"] += size(starts)
-        self.counts["starts"] += len(starts)
+        self._cpu = time.process_time()
 
     async def figures(self) -> dict[str, Any]:
-        """Counts since the beginning, and the stamps."""
+        """Counts, and the stamps."""
         return {
             "counts": dict(self.counts),
             "wire": dict(self.wire),
             "begun": np.array(self.begun),
             "freed": np.array(self.freed),
-            "cpu": time.process_time(),
-            "rss": psutil.Process().memory_info().rss,
+            "cpu": time.process_time() - self._cpu,
         }
-
-
-class SimulatedWorker(_Stamped, SessionAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """The real worker over simulated engines.
-
-    Args:
-        tokens: Of a response, on average; log-normal, among prompts and within each.
-        seconds: That such a response takes.
-    """
-
-    def __init__(self, tokens: int, seconds: float) -> None:
-        tq.init()
-        rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True, "n": SAMPLES}
-        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-        self.background_tasks: set[Any] = set()
-        self._attempts: dict[str, Any] = {}
-        self._coupled, self._seed, self._filter_metric = False, 0, None
-        self.distillation_enabled, self.processor, self.reward_loop_worker_handles = False, None, None
-        self._tokens, self._token_s = tokens, seconds / tokens
-        self._version, self._stopped = 0, False
-        self._running: set[asyncio.Future[None]] = set()
-        self._watch()
 
     # ---- the engines ----
 
+    _running: set[asyncio.Future[None]] = set()  # noqa: RUF012  one worker in a process
+
     async def stop(self) -> None:
+        """Abort what runs and what comes."""
         self._stopped = True
         for response in self._running:
             if not response.done():
@@ -140,12 +133,28 @@ class SimulatedWorker(_Stamped, SessionAgentLoopWorker.__ray_metadata__.modified
     # ---- the worker's ----
 
     async def attach(self, actor: Any) -> list[str]:
-        await super().attach(actor)
-        return list(self._attempts)
+        return await super().attach(_Counted(actor, self.counts))
 
     async def begin(self, starts: list[Start], step: int) -> None:
-        self._arrived(starts)
-        await super().begin(starts, step)
+        self.begun += [time.time()] * len(starts)
+        self.counts["begin_calls"] += 1
+        self.counts["begin_bytes"] += size(starts)
+        self.counts["starts"] += len(starts)
+        if not self._echo:
+            await super().begin(starts, step)
+            return
+        task = asyncio.ensure_future(self._end(starts))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
+
+    async def _end(self, starts: list[Start]) -> None:
+        now, told = time.time(), []
+        for start in starts:
+            record = _record(Session(), "0" * 32, sample_of(start.session)[1], now, self._tokens, 0)
+            told.append(Ended(start.session, "generated", self._tokens, 0, [record]))
+        self.freed += [now] * len(starts)
+        await asyncio.gather(*(self._reports.send(ended) for ended in told))
+        await asyncio.gather(*(self._reports.send(Ended(start.session, "finished")) for start in starts))
 
     async def _tell(self, session: Session, status: Any) -> None:
         self.freed.append(time.time())
@@ -177,10 +186,7 @@ class SimulatedWorker(_Stamped, SessionAgentLoopWorker.__ray_metadata__.modified
         made = min(left, int((time.time() - began) / self._token_s)) if aborted else left
         if made:
             session.records.append(_record(session, turn.prompt, number, began, made, version))
-        try:
-            session.extend(turn, [7] * made, [-0.5] * made, version, "abort" if aborted else "stop")
-        except Interrupted:
-            raise
+        session.extend(turn, [7] * made, [-0.5] * made, version, "abort" if aborted else "stop")
         told = {"min_global_steps": turn.first_version, "max_global_steps": turn.version, "global_steps": turn.version}
         return turn.tokens.tolist(), turn.log_probs.tolist(), told  # type: ignore[union-attr]
 
@@ -200,36 +206,6 @@ class SimulatedWorker(_Stamped, SessionAgentLoopWorker.__ray_metadata__.modified
         random = np.random.default_rng(zlib.crc32(uid.encode()))
         drawn = random.lognormal(0.0, 0.7) * random.lognormal(0.0, 0.4, number + 1)[number]
         return int(np.clip(drawn / np.exp(0.7**2 / 2 + 0.4**2 / 2) * self._tokens, 1, MOST_TOKENS))
-
-
-class EchoWorker(_Stamped):
-    """Whatever it is to start has ended at once; nothing goes through TransferQueue."""
-
-    def __init__(self, tokens: int, seconds: float) -> None:
-        self._tasks: set[Any] = set()
-        self._tokens = tokens
-        self._watch()
-
-    async def attempts(self) -> list[str]:
-        return []
-
-    async def abandon(self, sessions: list[str]) -> None:
-        pass
-
-    async def begin(self, starts: list[Start], step: int) -> None:
-        self._arrived(starts)
-        task = asyncio.ensure_future(self._end(starts))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end(self, starts: list[Start]) -> None:
-        now, told = time.time(), []
-        for start in starts:
-            record = _record(Session(), "0" * 32, sample_of(start.session)[1], now, self._tokens, 0)
-            told.append(Ended(start.session, "generated", self._tokens, 0, [record]))
-        self.freed += [now] * len(starts)
-        await asyncio.gather(*(self._reports.send(ended) for ended in told))
-        await asyncio.gather(*(self._reports.send(Ended(start.session, "finished")) for start in starts))
 
 
 def _record(session: Session, key: str, number: int, began: float, made: int, version: int) -> dict[str, Any]:
@@ -272,6 +248,14 @@ class ProbedCoordinator(coordinator.Coordinator):
         self._wire = count_wire()
         self._take_ms: list[float] = []
         self._profile: Any = None
+        self._gc_ms: list[float] = []
+        gc.callbacks.append(self._collected)
+
+    def _collected(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._gc_began = time.perf_counter()
+        elif about["generation"] == 2:
+            self._gc_ms.append((time.perf_counter() - self._gc_began) * 1e3)
 
     async def take(self) -> Any:
         reply = await super().take()
@@ -288,6 +272,7 @@ class ProbedCoordinator(coordinator.Coordinator):
             "pid": psutil.Process().pid,
             "wire": dict(self._wire),
             "take_ms": self._take_ms,
+            "gc_ms": self._gc_ms,
         }
 
     async def profile(self, path: str | None) -> None:
