@@ -207,8 +207,10 @@ def measure(
     state = json.dumps(driver.state())
     driver.close()
     trainer.tell("stop")
+    time.sleep(2.0)  # reports on their way reach TransferQueue
     for partition, keys in (tq.kv_list() or {}).items():
-        tq.kv_clear(keys=list(keys), partition_id=partition)
+        if keys:
+            tq.kv_clear(keys=list(keys), partition_id=partition)
 
     def each(count: float) -> float:
         return round(count / trained, 3)
