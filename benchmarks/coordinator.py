@@ -272,7 +272,7 @@ def main(
     about = {"benchmark": "coordinator", "machine": describe(), "commit": commit()}
     batch, slots = (32, 512) if quick else (512, 8192)
     if quick:
-        steps, seconds, tokens, workers = 2, 2.0, 200, 2
+        steps, seconds, workers = 2, 5.0, 2
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
     tq.init()
     crew = [ray.remote(num_cpus=0, max_concurrency=10_000)(SimulatedWorker).remote() for _ in range(workers)]
