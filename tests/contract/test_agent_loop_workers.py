@@ -1,9 +1,9 @@
 """Workers that die or hang under Ray: their part goes to others, and nobody waits for ever."""
 
 import asyncio
-import sys
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -17,7 +17,6 @@ from verl_rhyme.scheduling.attempts import Start
 from verl_rhyme.workers import crew as module
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
 from verl_rhyme.workers.crew import Crew
-
 
 pytestmark = pytest.mark.xdist_group("agent loop workers")  # of one cluster
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors the import

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import eviction, placement, scheduler, traces
+from benchmarks import eviction, placement, scheduler, simulated_fleet, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
@@ -111,3 +111,9 @@ def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     assert set(run.microseconds) == kinds
     assert len(run.microseconds["harvest"]) == 5
     assert run.scheduler.ledger.loaded == 32, "four updates consume what was loaded first"
+
+
+def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
+    worker = {"begun": np.array([0.1, 0.1, 1.3, 1.4, 6.0]), "freed": np.array([1.0, 1.2, 3.0])}
+    windows = [(0.0, 2.0), (5.0, 7.0)]
+    assert simulated_fleet.latencies([worker], 2, windows) == pytest.approx([0.3, 0.2])

@@ -7,7 +7,7 @@ coordinator (``workers/coordinator.py``) carries its messages.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class Rollout:
     def __init__(self, rules: Rules, filters: bool = False) -> None:
         self.scheduler = Scheduler(rules)
         self._filters = filters
-        self._stock: deque[tuple[str, int]] = deque()  # prompts that wait to be loaded, and how many samples of each
+        self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._batches_left: int | None = None
         self._told = _Told()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
@@ -121,8 +121,9 @@ class Rollout:
 
     def hand(self, prompts: Iterable[tuple[str, int]]) -> None:
         """Prompts for the stock: uid, and how many samples are wanted. One that is there already is not taken twice."""
-        known = {uid for uid, _ in self._stock}
-        self._stock += [(uid, n) for uid, n in prompts if uid not in known and uid not in self.scheduler.ledger]
+        for uid, samples in prompts:
+            if uid not in self.scheduler.ledger:
+                self._stock.setdefault(uid, samples)
 
     def wanted(self) -> int:
         """Prompts that are to be handed over now."""
@@ -161,7 +162,8 @@ class Rollout:
     def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
         """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
         for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
-            self.scheduler.load(*self._stock.popleft())
+            uid = next(iter(self._stock))
+            self.scheduler.load(uid, self._stock.pop(uid))
         rules, starts = self.rules, []
         for uid, number in self.scheduler.dispatch(limit, lot):
             prompt = self.scheduler.ledger.prompt(uid)
@@ -254,7 +256,7 @@ class Rollout:
 
     def needs_prompt(self, uid: str) -> bool:
         """Somebody may yet ask for this prompt's data."""
-        return uid in self.scheduler.ledger or any(uid == waiting for waiting, _ in self._stock)
+        return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, session: str) -> bool:
         """Somebody may yet go on from, or draft from, what this attempt left."""
@@ -274,7 +276,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
         kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
-        return {**self.scheduler.state_dict(), "stock": list(self._stock), "reports": sorted(kept)}
+        return {**self.scheduler.state_dict(), "stock": list(self._stock.items()), "reports": sorted(kept)}
 
     def restore(
         self, state: dict[str, Any], version: int, evidence: Mapping[str, Evidence], prompts: set[str]
@@ -291,7 +293,7 @@ class Rollout:
             Prompts whose data are gone, which others replace.
         """
         self.scheduler.load_state_dict(state)
-        self._stock = deque((uid, n) for uid, n in state.get("stock", []) if uid in prompts)
+        self._stock = {uid: n for uid, n in state.get("stock", []) if uid in prompts}
         gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
         for uid in gone:
             self.scheduler.drop(uid)

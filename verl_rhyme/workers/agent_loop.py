@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import traceback
 from collections import defaultdict
@@ -71,6 +72,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keep_audible()
+        gc.freeze()  # see Coordinator
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"

@@ -12,6 +12,7 @@ TransferQueue, where agent loop workers write before they tell, and in what they
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -109,6 +110,7 @@ class Coordinator:
     def __init__(self) -> None:
         keep_audible()
         tq.init()
+        gc.freeze()  # half a million imported objects, which the collector would stop all to look through
         self._opened: tuple[Setting, Rollout, Crew] | None = None
         self._early: list[Ended] = []
         self._dispatching = False

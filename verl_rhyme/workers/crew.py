@@ -39,6 +39,7 @@ class Crew:
         self._coordinator, self._patience_s, self._lost = coordinator, patience_s, lost
         self._about: dict[Any, set[str]] = {}  # worker -> names of the attempts that it was sent
         self._worker: dict[str, Any] = {}  # the other way round
+        self._unsure: set[str] = set()  # sent, and the worker has not said that it got them
         self._tasks: set[asyncio.Task[Any]] = set()
         self._joining = list(workers)
 
@@ -64,6 +65,7 @@ class Crew:
                 self._about[worker].add(start.session)
                 self._worker[start.session] = worker
         for worker, order in orders.items():
+            self._unsure.update(start.session for start in order)
             self._run(self._send(worker, order, step))
 
     def knows(self, session: str) -> bool:
@@ -115,11 +117,13 @@ class Crew:
             self._give_up(worker, error)
         except Exception as error:
             self._tell_lost([start.session for start in starts], f"a worker could not start them: {error}")
+        finally:
+            self._unsure.difference_update(start.session for start in starts)
 
     async def _watch(self, worker: Any) -> None:
         while worker in self._about:
             await asyncio.sleep(_ROLL_CALL_S)
-            asked = set(self._about.get(worker, ()))
+            asked = self._about.get(worker, set()) - self._unsure  # a question may overtake a start
             try:
                 found = await asyncio.wait_for(_answer(worker.attempts.remote()), self._patience_s)
             except (RayActorError, TimeoutError) as error:

@@ -31,6 +31,7 @@ class Reports:
         self._coordinator: Any = None
         self._rows: list[tuple[Ended, dict[str, Any] | None]] = []
         self._sending: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
 
     def attach(self, coordinator: Any) -> None:
         """``coordinator`` is told from now on."""
@@ -50,8 +51,12 @@ class Reports:
 
     async def _send(self) -> None:
         await asyncio.sleep(_DELAY_S)
-        self._sending = None
-        rows, self._rows = self._rows, []
+        async with self._turn:  # what ends while these two are busy goes together: one message at a time from here
+            self._sending = None
+            rows, self._rows = self._rows, []
+            await self._deliver(rows)
+
+    async def _deliver(self, rows: list[tuple[Ended, dict[str, Any] | None]]) -> None:
         if stored := [(ended, left) for ended, left in rows if left is not None]:
             report = {
                 "keys": [ended.session for ended, _ in stored],

@@ -1,0 +1,56 @@
+import asyncio
+
+from verl_rhyme.scheduling.attempts import Start
+from verl_rhyme.workers import crew as crews
+from verl_rhyme.workers.crew import Crew
+
+
+class _Method:
+    def __init__(self, call):
+        self.remote = lambda *arguments: asyncio.ensure_future(call(*arguments))
+
+
+class Worker:
+    """What is sent to it first may come last, as Ray allows for messages to an actor that is asynchronous."""
+
+    def __init__(self, slow_s):
+        self.slow_s, self.about = slow_s, []
+        self.attach, self.begin, self.attempts = map(_Method, (self._attach, self._begin, self._attempts))
+
+    async def _attach(self, _):
+        return []
+
+    async def _begin(self, starts, _):
+        await asyncio.sleep(self.slow_s)
+        self.about += [start.session for start in starts]
+
+    async def _attempts(self):
+        return list(self.about)
+
+
+def _lost(worker, forget=False):
+    """What a crew tells as lost of two attempts, over several roll calls."""
+    found = []
+
+    async def drive():
+        crew = Crew([worker], None, 5.0, lambda sessions, why: found.extend(sessions))
+        await crew.join()
+        crew.start([Start("a_0", None, 1), Start("a_1", None, 1)], 1)
+        await asyncio.sleep(0.1)
+        if forget:
+            worker.about.remove("a_1")
+        await asyncio.sleep(0.1)
+        crew.close()
+
+    asyncio.run(drive())
+    return found
+
+
+def test_a_question_that_overtakes_a_start_loses_nothing(monkeypatch):
+    monkeypatch.setattr(crews, "_ROLL_CALL_S", 0.01)
+    assert _lost(Worker(slow_s=0.08)) == []
+
+
+def test_what_a_worker_got_and_does_not_know_is_lost(monkeypatch):
+    monkeypatch.setattr(crews, "_ROLL_CALL_S", 0.01)
+    assert _lost(Worker(slow_s=0.0), forget=True) == ["a_1"]
