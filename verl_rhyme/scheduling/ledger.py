@@ -72,6 +72,8 @@ class Ledger:
         self._tally = Tally(unit)
         #: Prompts loaded since the beginning.
         self.loaded = 0
+        #: The least number of an attempt that is started: above those that were started before and may yet tell.
+        self.first_attempt = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -111,7 +113,8 @@ class Ledger:
 
     def start(self, uid: str, number: int, version: int | None = None) -> None:
         """``version``: what its new tokens are at least of, where it may run on over version changes."""
-        self._move(uid, number, ("pending",), "running").attempt += 1
+        sample = self._move(uid, number, ("pending",), "running")
+        sample.attempt = max(sample.attempt + 1, self.first_attempt)
         if version is not None:
             self.progress(uid, number, version)
 

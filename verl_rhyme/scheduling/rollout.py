@@ -17,6 +17,8 @@ from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, State, StepCount
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
+#: Numbers of attempts that each generation has for itself.
+_ATTEMPTS = 1 << 10
 #: A sample: uid of its prompt, number in the group.
 Name = tuple[str, int]
 #: What a server said of a request (``workers.request.RequestRecord``).
@@ -99,10 +101,13 @@ class Rollout:
     Args:
         rules: The scheduler's.
         filters: Drop groups whose trajectories all have one score (DAPO, arXiv:2503.14476, section 3.2).
+        generation: Another for each that takes up what the one before it had begun: no name is given twice.
     """
 
-    def __init__(self, rules: Rules, filters: bool = False) -> None:
+    def __init__(self, rules: Rules, filters: bool = False, generation: int = 0) -> None:
         self.scheduler = Scheduler(rules)
+        self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
+        self._generation = generation
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._batches_left: int | None = None
@@ -276,10 +281,20 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
         kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
-        return {**self.scheduler.state_dict(), "stock": list(self._stock.items()), "reports": sorted(kept)}
+        return {
+            **self.scheduler.state_dict(),
+            "stock": list(self._stock.items()),
+            "reports": sorted(kept),
+            "generation": self._generation,
+        }
 
     def restore(
-        self, state: dict[str, Any], version: int, evidence: Mapping[str, Evidence], prompts: set[str]
+        self,
+        state: dict[str, Any],
+        version: int,
+        evidence: Mapping[str, Evidence],
+        prompts: set[str],
+        handed: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
         """Take up what :meth:`state_dict` told, and what has happened since.
 
@@ -288,15 +303,23 @@ class Rollout:
             version: The policy's that is current now.
             evidence: By name, all attempts of which anything is known now.
             prompts: Those whose data are there.
+            handed: Prompts that were handed over since.
 
         Returns:
             Prompts whose data are gone, which others replace.
         """
         self.scheduler.load_state_dict(state)
-        self._stock = {uid: n for uid, n in state.get("stock", []) if uid in prompts}
         gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
         for uid in gone:
             self.scheduler.drop(uid)
+        stock = dict([*state.get("stock", []), *handed])
+        gone += [uid for uid in stock if uid not in prompts]
+        self._stock = {uid: n for uid, n in stock.items() if uid in prompts and uid not in self.scheduler.ledger}
+        begun = {Attempt.named(session).uid for session in evidence} & self._stock.keys()
+        for uid in list(self._stock):  # in the order in which they were loaded since
+            if begun:
+                self.scheduler.load(uid, self._stock.pop(uid))
+                begun.discard(uid)
         latest: dict[Name, Attempt] = {}
         for session in evidence:
             attempt = Attempt.named(session)

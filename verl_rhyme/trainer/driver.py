@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.coordinator import NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.coordinator import Before, NotOpen, Reply, Setting, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,22 @@ class Driver:
         self._handed: list[tuple[str, int]] = []  # prompts since then
         self._version = 0
         self._batches_left = 0
+        self._generation = 0
         #: How often the coordinator had to be opened again.
         self.reopened = 0
 
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
         """Begin; ``state`` is a checkpoint's, ``None`` without one."""
         self._workers, self._state, self._version = workers, state, version
-        arguments = self._setting, workers, state, version, True
-        self._state = ray.get(self._actor.open.remote(*arguments))
+        self._generation = 0 if state is None else state.get("generation", 0)
+        for _ in range(_REOPENINGS):
+            try:
+                self._state = ray.get(self._open(fresh=True))
+                return
+            except RayActorError as error:
+                logger.warning("the coordinator died at its start: %s", str(error).splitlines()[0])
+                time.sleep(_PAUSE_S)
+        raise _too_often()
 
     def publish(self, version: int, batches_left: int) -> None:
         """The engines run under the policy ``version`` from now on."""
@@ -108,17 +116,24 @@ class Driver:
                 logger.warning("the coordinator died and is opened again: %s", str(error).splitlines()[0])
                 self.reopened += 1
                 self._reopen()
-        raise RuntimeError(
-            f"the coordinator died {_REOPENINGS} times in a row, see its log; the same command goes on from the last "
-            "checkpoint"
-        )
+        raise _too_often()
 
     def _reopen(self) -> None:
         try:
-            ray.get(self._actor.open.remote(self._setting, self._workers, self._state, self._version, False))
-            if self._handed:
-                ray.get(self._actor.hand.remote(self._handed))
+            ray.get(self._open(fresh=False))
             ray.get(self._actor.publish.remote(self._version, self._batches_left))
             ray.get(self._actor.pause.remote())  # who waits for a batch lets it go on
         except (RayActorError, NotOpen):
             time.sleep(_PAUSE_S)
+
+    def _open(self, fresh: bool) -> Any:
+        self._generation += 1
+        before = Before(self._state, list(self._handed), self._version, self._generation)
+        return self._actor.open.remote(self._setting, self._workers, before, fresh)
+
+
+def _too_often() -> RuntimeError:
+    return RuntimeError(
+        f"the coordinator died {_REOPENINGS} times in a row, see its log; the same command goes on from the last "
+        "checkpoint"
+    )

@@ -119,10 +119,19 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             groups[sample_of(start.session)[0]].append(start)
         try:
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
+            if len(batch) < len(groups):  # what is not there is left out
+                raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
             kept = await _recall([start.kept for start in starts if start.kept is not None])
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, kept) for group in groups.values()])
             await self.generate_sequences(batch)
+        except ValueError as error:
+            if len(groups) > 1:  # one that is gone takes no other along
+                await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
+                return
+            for start in starts:
+                self._attempts.pop(start.session, None)
+                await self._reports.send(Ended(start.session, "failed", error=f"its prompt's data are gone: {error}"))
         except Exception as error:
             await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
             for start in starts:

@@ -81,6 +81,23 @@ class Setting:
     lost_after: float
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a coordinator takes up.
+
+    Attributes:
+        state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
+        handed: Prompts that were handed over since.
+        version: The current policy's.
+        generation: Above that of every coordinator before (:class:`Rollout`).
+    """
+
+    state: dict[str, Any] | None
+    handed: list[tuple[str, int]]
+    version: int
+    generation: int
+
+
 @dataclass
 class Reply:
     """An update batch, for the trainer.
@@ -121,16 +138,13 @@ class Coordinator:
 
     # ---- the trainer's ----
 
-    async def open(
-        self, setting: Setting, workers: list[Any], state: dict[str, Any] | None, version: int, fresh: bool
-    ) -> dict[str, Any]:
+    async def open(self, setting: Setting, workers: list[Any], before: Before, fresh: bool) -> dict[str, Any]:
         """Begin, or take up what was begun; nothing is started before :meth:`publish`.
 
         Args:
             setting: The run's.
             workers: The agent loop workers.
-            state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
-            version: The current policy's, for what is told meanwhile.
+            before: What was begun.
             fresh: Nothing is being trained: what TransferQueue holds for nobody may go at once.
 
         Returns:
@@ -138,16 +152,15 @@ class Coordinator:
         """
         if self._opened is not None:
             self._opened[2].close()
-        rollout = Rollout(setting.rules, setting.filters)
-        rollout.scheduler.version = version
+        rollout = Rollout(setting.rules, setting.filters, before.generation)
+        rollout.scheduler.version = before.version
         me = ray.get_runtime_context().current_actor
         crew = Crew(workers, me, setting.lost_after, self._lost)
         running = await crew.join()
         listing = await tq.async_kv_list() or {}
-        if state is not None:
-            evidence = await _evidence(listing, running)
-            gone = rollout.restore(state, version, evidence, set(listing.get(PROMPTS, ())))
-            for uid in gone:
+        if before.state is not None:
+            evidence, prompts = await _evidence(listing, running), set(listing.get(PROMPTS, ()))
+            for uid in rollout.restore(before.state, before.version, evidence, prompts, before.handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         crew.abandon([session for session in running if not rollout.needs_trajectories(session)])

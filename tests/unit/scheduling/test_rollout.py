@@ -204,10 +204,10 @@ def test_no_more_is_wanted_than_will_be_trained():
 # ---- taking up ----
 
 
-def reopened(made, evidence, version=0, prompts=("a",), state=None, mode="on_policy", **rules):
-    again = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules))
+def reopened(made, evidence, version=0, prompts=("a",), state=None, mode="on_policy", handed=(), generation=0, **rules):
+    again = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), generation=generation)
     state = json.loads(json.dumps(made.state_dict() if state is None else state))
-    gone = again.restore(state, version, evidence, set(prompts))
+    gone = again.restore(state, version, evidence, set(prompts), handed)
     return again, gone
 
 
@@ -274,8 +274,35 @@ def test_prompts_without_data_are_replaced():
     made = rollout(prompts=[("a", 2), ("b", 2)])
     made.hand([("c", 2), ("d", 2)])
     again, gone = reopened(made, {}, prompts=("a", "d"))
-    assert gone == ["b"]
+    assert gone == ["b", "c"]
     assert again.state_dict()["stock"] == [("d", 2)]
+
+
+def test_what_was_handed_over_and_begun_since_the_state_is_taken_up():
+    """The coordinator died before its first batch of the load: a whole step's rollout."""
+    made = rollout(prompts=[], start=False)
+    evidence = {"b_0": Evidence("interrupted", 3, 0), "b_1": Evidence(running=True)}
+    handed = [("a", 2), ("b", 2), ("c", 2)]
+    again, gone = reopened(made, evidence, prompts=("a", "b", "c"), handed=handed)
+    assert gone == []
+    assert (states(again, "a"), states(again, "b")) == (["pending"] * 2, ["pending", "running"])
+    assert again.state_dict()["stock"] == [("c", 2)]
+    again, gone = reopened(made, {}, prompts=("c",), handed=handed)
+    assert gone == ["a", "b"]
+    assert again.state_dict()["stock"] == [("c", 2)]
+
+
+def test_no_name_is_given_twice_though_nobody_knows_of_the_first():
+    """An attempt of which nothing is known may yet tell."""
+    made = rollout()
+    before = {attempt.session for attempt in made.attempts()}
+    again, _ = reopened(made, {}, generation=1)
+    first = {start.session for start in again.fill()}
+    tell(again, generated("a_0"))
+    assert states(again) == ["running", "running"]
+    third, _ = reopened(again, {}, generation=2)
+    assert len(before | first | {start.session for start in third.fill()}) == 6
+    assert third.state_dict()["generation"] == 2
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])

@@ -11,7 +11,7 @@ import pytest
 from training_world import MODES, simulate
 
 SLOW = os.environ.get("RHYME_SLOW") == "1"
-SCHEDULES = 1000 if SLOW else 8
+SCHEDULES = 1000 if SLOW else 4
 KILLS = 5
 
 
