@@ -45,6 +45,11 @@ class Evidence(NamedTuple):
     records: list[Record] = []  # noqa: RUF012  nobody changes it
     scores: list[float] = []  # noqa: RUF012
 
+    @property
+    def told(self) -> bool:
+        """It has left turns to go on from."""
+        return self.status in ("interrupted", "generated")
+
 
 @dataclass
 class Batch:
@@ -151,8 +156,6 @@ class Rollout:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
                 self._abandoned.append(under_way[sample].session)
-            if self.rules.continues:  # too stale to be gone on from; where nothing is, it is drafted from
-                self._told.kept.pop(sample, None)
         self._batches_left = batches_left
 
     # ---- attempts ----
@@ -309,6 +312,7 @@ class Rollout:
             Prompts whose data are gone, which others replace.
         """
         self.scheduler.load_state_dict(state)
+        self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
         gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
         for uid in gone:
             self.scheduler.drop(uid)
@@ -320,20 +324,22 @@ class Rollout:
             if begun:
                 self.scheduler.load(uid, self._stock.pop(uid))
                 begun.discard(uid)
+        self._failed += len(gone)
+        counted = set(state.get("reports", evidence))  # older states do not say whose
         latest: dict[Name, Attempt] = {}
-        for session in evidence:
-            attempt = Attempt.named(session)
-            if attempt.uid in self.scheduler.ledger and attempt.attempt >= latest.get(attempt.sample, attempt).attempt:
+        for attempt in sorted(map(Attempt.named, {*evidence, *counted})):
+            if attempt.uid not in self.scheduler.ledger:
+                continue
+            sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+            known = evidence.get(attempt.session, Evidence())
+            if known.told and (attempt.session in counted or attempt.attempt >= sample.attempt):
+                self._told.kept[attempt.sample] = attempt.attempt
+                self._told.records[attempt.sample] = _named(known.records, *attempt.sample)
+            if attempt.session in evidence:
                 latest[attempt.sample] = attempt
-        counted = state.get("reports", list(evidence))  # older states do not say whose
-        told = [Attempt.named(s) for s in counted if evidence.get(s, Evidence()).status in ("interrupted", "generated")]
-        self._told = _Told(kept={a.sample: a.attempt for a in sorted(told) if a.uid in self.scheduler.ledger})
         self.publish(version, self._batches_left)
-        for sample, attempt in latest.items():
-            self._restore(attempt, evidence[attempt.session])
-            if (before := self._told.kept.get(sample)) is not None:
-                told_before = evidence[Attempt(*sample, before).session]
-                self._told.records[sample] = _named(told_before.records, *sample)
+        for attempt in latest.values():
+            self._restore(attempt, evidence)
         if self._filters:
             self._recall_scores(evidence)
         return gone
@@ -345,15 +351,11 @@ class Rollout:
         for uid in [prompt.uid for prompt in self.scheduler.ledger]:
             self._filter(uid)
 
-    def _restore(self, attempt: Attempt, known: Evidence) -> None:
+    def _restore(self, attempt: Attempt, evidence: Mapping[str, Evidence]) -> None:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        if attempt.attempt < sample.attempt or sample.state == "trained":
+        known = evidence[attempt.session]
+        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.told or known.running):
             return
-        told = known.status in ("interrupted", "generated")
-        if sample.state != "pending" or not (told or known.running):
-            return
-        if told:
-            self._told.kept[attempt.sample] = attempt.attempt
         generated = known.status == "generated"
         state: State
         if generated and known.stored and (known.scores or not self._filters):
@@ -364,11 +366,13 @@ class Rollout:
             return  # its worker was lost before it could tell the reward: it starts again, from what it had said
         else:
             state = "pending"
+        running = known.running
+        if not known.told and (before := self._told.kept.get(attempt.sample)) is not None:  # what it goes on from
+            known = evidence[Attempt(*attempt.sample, before).session]
         if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
             return
-        if self.rules.continues:
-            self._told.kept.pop(attempt.sample, None)
-        if known.running:
+        self._waste(attempt.sample)
+        if running:
             self._abandoned.append(attempt.session)
 
     # ---- within ----
@@ -390,7 +394,10 @@ class Rollout:
         self._abandoned.append(told.session)  # it computes a reward that nobody waits for
 
     def _waste(self, sample: Name) -> None:
+        """What it has may not be trained any more."""
         self._wasted += self._told.records.pop(sample, [])
+        if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
+            self._told.kept.pop(sample, None)
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)

@@ -27,7 +27,7 @@ from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
-from verl_rhyme.workers.reports import Reports
+from verl_rhyme.workers.reports import NotReported, Reports
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
 logger = logging.getLogger(__name__)
@@ -181,6 +181,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             )
         except Interrupted:
             await self._tell(session, "interrupted")
+        except NotReported:
+            raise
         except Exception as error:
             logger.exception("%s failed; its prompt is replaced", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()

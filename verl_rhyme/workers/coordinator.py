@@ -25,6 +25,7 @@ import transfer_queue as tq
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.rollout import Evidence, Record, Rollout
 from verl_rhyme.scheduling.rules import Rules
@@ -68,9 +69,10 @@ class Setting:
         rules: The scheduler's.
         filters: Drop groups whose trajectories all have one score.
         limit: Samples that the engines are given at a time.
-        lot: How many are started together at least.
+        lot: How many are started together at least; fewer where the engines are given fewer.
         slots: Q of the bubble ratio.
         lost_after: Seconds without an answer after which an agent loop worker is given up.
+        room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
     """
 
     rules: Rules
@@ -79,6 +81,7 @@ class Setting:
     lot: int
     slots: int
     lost_after: float
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class Coordinator:
             for uid in rollout.restore(before.state, before.version, evidence, prompts, before.handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
+        self._capacity = Capacity(setting.limit, setting.room)
         crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
         if fresh:
             self._clean(listing, keep=set())
@@ -282,6 +286,8 @@ class Coordinator:
                 logger.warning("%s could not start, and starts again: %s", attempt.session, attempt.error)
             if attempt.status != "generated":
                 crew.ended(attempt.session)
+            for record in attempt.records[-1:]:  # of its own; those before are of what it went on from
+                self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             try:
                 rollout.ended(attempt)
             except Exception as error:
@@ -302,7 +308,9 @@ class Coordinator:
         if self._error is None:
             try:
                 if self._dispatching and len(crew):
-                    crew.start(rollout.fill(setting.limit, setting.lot), rollout.scheduler.version + 1)
+                    limit = self._capacity.limit
+                    lot = max(1, setting.lot * limit // setting.limit)
+                    crew.start(rollout.fill(limit, lot), rollout.scheduler.version + 1)
                 crew.abandon(rollout.take_abandoned())
             except Exception as error:
                 self._fail(error)

@@ -21,6 +21,10 @@ _TIMEOUT_S = 30.0
 _RETRIES_S = (0.5, 2.0, 8.0)
 
 
+class NotReported(RuntimeError):
+    """How an attempt ended could not be told: nothing is wrong with its sample, which starts again."""
+
+
 class Reports:
     """In one message where several end at about the same time, as they do at an abort.
 
@@ -43,6 +47,9 @@ class Reports:
         Args:
             ended: For the coordinator.
             left: Columns for TransferQueue; ``None``: none.
+
+        Raises:
+            NotReported: One of them does not take it.
         """
         self._rows.append((ended, left))
         if self._sending is None:
@@ -85,7 +92,7 @@ async def _insist(send: Any, whom: str, count: int) -> None:
             return
         except Exception as error:
             if retry_s is None:
-                raise
+                raise NotReported(f"{whom} does not take reports: {error!r}") from error
             logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
             await asyncio.sleep(retry_s)
 

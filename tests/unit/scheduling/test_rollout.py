@@ -201,6 +201,19 @@ def test_no_more_is_wanted_than_will_be_trained():
     assert made.wanted() == 0
 
 
+@pytest.mark.parametrize("end", [generated, interrupted])
+def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
+    """It would be told again, and too stale again, for ever."""
+    made = rollout("partial", through_training=True)
+    tell(made, end("a_0"))
+    made.publish(1, None)
+    again = [start.session for start in made.fill()]
+    made.publish(2, None)
+    tell(made, *(end(session, version=0) for session in again), end("a_1", version=0))
+    assert [start.kept for start in made.fill()] == [None] * 2
+    assert sum(row["response_tokens"] for row in made._wasted) > 0
+
+
 # ---- taking up ----
 
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from verl_rhyme.scheduling.attempts import Start, sample_of, session_key
 from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
+from verl_rhyme.workers.reports import NotReported
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
@@ -26,7 +27,7 @@ class Worker(_Worker):
 
     async def send(self, ended, left=None):
         if self.broken:
-            raise ConnectionError("gone")
+            raise NotReported("gone")
         assert (left is not None) == (ended.status in ("generated", "interrupted"))
         self.told.append(ended)
 
@@ -118,6 +119,21 @@ async def test_one_whose_report_fails_is_known_no_longer(caplog):
         await worker.start(first(0))
     assert await worker.attempts() == []
     assert "could not be reported" in caplog.text
+
+
+async def test_where_the_end_of_generation_cannot_be_told_the_sample_has_not_failed(monkeypatch):
+    """A coordinator that is long in coming back is no fault of the prompt."""
+
+    async def run(worker, params, session_id, prompt):
+        worker.broken = True
+        try:
+            await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=0, **prompt)
+        finally:
+            worker.broken = False
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert worker.told == []
 
 
 async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_the_sample():

@@ -83,7 +83,7 @@ async def test_a_report_that_comes_while_one_is_sent_is_not_lost(reports, queue)
 async def test_an_error_reaches_all_whom_it_concerns_and_nobody_later(reports, queue):
     queue.fail = 3
     results = await asyncio.gather(send(reports, "a_0"), send(reports, "a_1"), return_exceptions=True)
-    assert [type(result) for result in results] == [ConnectionError] * 2
+    assert [type(result) for result in results] == [module.NotReported] * 2
     assert queue.told == [], "what is not stored is not told"
     await send(reports, "a_0")
     assert queue.told == [{"a_0": "interrupted"}]
@@ -98,7 +98,7 @@ async def test_a_report_that_fails_is_sent_again_and_stored_once(reports, queue)
 async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
     queue.hang = True
-    with pytest.raises(TimeoutError):
+    with pytest.raises(module.NotReported, match=r"TransferQueue.*TimeoutError"):
         await send(reports, "a_0")
 
 

@@ -289,8 +289,8 @@ class World:
                 gone += 1  # some were trained before one failed
             else:
                 assert trained == SAMPLES, f"lost: prompt {row} has {trained} trained samples"
-        untold = self.gone_after(state)
-        assert gone >= self.gone >= gone - untold, f"{gone} prompts dropped, {self.gone} told"
+        untold = state["failed"] + sum(count for _, count in state["filtered"])  # since the last batch
+        assert gone == self.gone + untold, f"{gone} prompts dropped, {self.gone} told, {untold} to be told"
         needed = {*waiting, *left}
         for partition, keys in self.queue.partitions.items():
             for key in keys:
@@ -303,10 +303,6 @@ class World:
                 late = max(self.queue.written[partition, key], self.died_at.get("coordinator", 0.0)) >= self.taken_at
                 assert late or self.index[uid] in needed, f"{partition}: {key} is nobody's"
         self.driver.close()
-
-    def gone_after(self, state):
-        """Dropped since the last batch."""
-        return state["owed"]
 
 
 class Engine:

@@ -141,6 +141,11 @@ class RhymeHttpServer(vLLMHttpServer):
         if self.node_rank == 0:
             await self.engine.check_health()
 
+    async def cache_tokens(self) -> int:
+        """Tokens that fit into the engine's KV cache; 0 where vLLM does not say."""
+        cache = self.engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
+
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
         if self.node_rank == 0:
