@@ -289,6 +289,8 @@ class Rollout:
             "stock": list(self._stock.items()),
             "reports": sorted(kept),
             "generation": self._generation,
+            "failed": self._failed,
+            "filtered": list(self._filtered.items()),
         }
 
     def restore(
