@@ -47,8 +47,9 @@ from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.coordinator import TRAIN, Setting
+from verl_rhyme.workers.messages import Setting
 from verl_rhyme.workers.session import PROMPTS
+from verl_rhyme.workers.stored_attempts import TRAIN
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.coordinator import TRAIN, NotOpen, Setting
+from verl_rhyme.workers.messages import NotOpen, Setting
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
+from verl_rhyme.workers.stored_attempts import TRAIN
 
 
 @ray.remote(num_cpus=0)

@@ -9,94 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, Harvest, State, StepCounts
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
+from verl_rhyme.scheduling.told import Batch, Evidence, Hopeless, Name, Record, Told
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
-#: A sample: uid of its prompt, number in the group.
-Name = tuple[str, int]
-#: What a server said of a request (``workers.request.RequestRecord``).
-Record = dict[str, Any]
-
-
-class Evidence(NamedTuple):
-    """What is known of an attempt after its coordinator was lost.
-
-    Attributes:
-        status: What it told last (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
-        tokens, first_version: As it told (:class:`~verl_rhyme.scheduling.attempts.Ended`).
-        running: An agent loop worker is about it.
-        stored: All its trajectories are stored.
-        records: As it told.
-        scores: As it told, where groups are filtered by them.
-    """
-
-    status: str | None = None
-    tokens: int = 0
-    first_version: int | None = None
-    running: bool = False
-    stored: bool = False
-    records: list[Record] = []  # noqa: RUF012  nobody changes it
-    scores: list[float] = []  # noqa: RUF012
-
-    @property
-    def told(self) -> bool:
-        """It has left turns to go on from."""
-        return self.status in ("interrupted", "generated")
-
-
-@dataclass
-class Batch:
-    """An update batch, and what came to pass since the last one.
-
-    Attributes:
-        harvest: The samples.
-        sessions: Name of each one's attempt: its trajectories' keys begin with it.
-        version: The policy version it trains.
-        trained: Request records of these samples, with ``uid`` and ``sample``.
-        ran: Those of the attempts that ended since the last batch.
-        wasted: Those of attempts whose tokens will not be trained.
-        counts: The scheduler's.
-        left: Finished samples that are not in it.
-        failed: Prompts that were dropped since the last batch because a sample failed.
-        filtered: By their common score, how many groups were dropped since the last batch.
-    """
-
-    harvest: Harvest
-    sessions: list[str]
-    version: int
-    trained: list[Record]
-    ran: list[Record]
-    wasted: list[Record]
-    counts: StepCounts
-    left: int
-    failed: int
-    filtered: dict[float, int]
-
-
-@dataclass
-class _Told:
-    """By samples, of those that are not trained yet."""
-
-    kept: dict[Name, int] = field(default_factory=dict)  # the attempt that ended last and has left its turns
-    records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
-    scores: dict[Name, list[float]] = field(default_factory=dict)
-
-    def forget(self, sample: Name) -> list[Record]:
-        """Its records."""
-        self.kept.pop(sample, None)
-        self.scores.pop(sample, None)
-        return self.records.pop(sample, [])
-
-
-class Hopeless(RuntimeError):
-    """Prompt after prompt fails, and none comes to its end."""
 
 
 class Rollout:
@@ -116,7 +38,7 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._batches_left: int | None = None
-        self._told = _Told()
+        self._told = Told()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
         self._wasted: list[Record] = []

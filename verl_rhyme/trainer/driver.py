@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.coordinator import Before, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
 
 logger = logging.getLogger(__name__)
 

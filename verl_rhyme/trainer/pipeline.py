@@ -34,8 +34,9 @@ from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology
 from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.coordinator import TRAIN, Reply, Setting
+from verl_rhyme.workers.messages import Reply, Setting
 from verl_rhyme.workers.session import PROMPTS
+from verl_rhyme.workers.stored_attempts import TRAIN
 
 logger = logging.getLogger(__name__)
 

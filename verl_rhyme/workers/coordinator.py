@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import ray
 import transfer_queue as tq
@@ -27,100 +25,20 @@ from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.ledger import State
-from verl_rhyme.scheduling.rollout import Evidence, Record, Rollout
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
+from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
+from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
 
 logger = logging.getLogger(__name__)
 
-TRAIN = "train"
 #: Seconds after which it is told, again and again, what a batch still waits for.
 _PATIENCE_S = 60.0
 #: Seconds after which the trainer is asked to look after the replicas, again and again.
 _LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
-
-
-class NotOpen(RuntimeError):
-    """The coordinator was started anew and knows nothing yet."""
-
-
-class Wants(NamedTuple):
-    """What the trainer is to supply.
-
-    Attributes:
-        prompts: To hand over.
-        workers: All agent loop workers are gone: others are to be made.
-        replicas: A look whether they all live: the wait is long.
-    """
-
-    prompts: int = 0
-    workers: bool = False
-    replicas: bool = False
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What does not change in a run.
-
-    Attributes:
-        rules: The scheduler's.
-        filters: Drop groups whose trajectories all have one score.
-        limit: Samples that the engines are given at a time.
-        lot: How many are started together at least; fewer where the engines are given fewer.
-        slots: Q of the bubble ratio.
-        lost_after: Seconds without an answer after which an agent loop worker is given up.
-        room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
-    """
-
-    rules: Rules
-    filters: bool
-    limit: int
-    lot: int
-    slots: int
-    lost_after: float
-    room: int | None = None
-
-
-@dataclass(frozen=True)
-class Before:
-    """What a coordinator takes up.
-
-    Attributes:
-        state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
-        handed: Prompts that were handed over since.
-        version: The current policy's.
-        generation: Above that of every coordinator before (:class:`Rollout`).
-    """
-
-    state: dict[str, Any] | None
-    handed: list[tuple[str, int]]
-    version: int
-    generation: int
-
-
-@dataclass
-class Reply:
-    """An update batch, for the trainer.
-
-    Attributes:
-        keys, tags: Of its trajectories in TransferQueue's ``train``, shortest first.
-        metrics: Of the step.
-        filtered: By their common score, how many groups were dropped since the last batch.
-        failed: Prompts that were dropped since, because a sample failed.
-        wasted: Request records of attempts whose tokens will not be trained.
-        state: What the coordinator can be opened with again.
-    """
-
-    keys: list[str]
-    tags: list[dict[str, Any]]
-    metrics: dict[str, float]
-    filtered: dict[float, int]
-    failed: int
-    wasted: list[Record]
-    state: dict[str, Any]
 
 
 class Coordinator:
@@ -162,8 +80,8 @@ class Coordinator:
         running = await crew.join()
         listing = await tq.async_kv_list() or {}
         if before.state is not None:
-            evidence, prompts = await _evidence(listing, running), set(listing.get(PROMPTS, ()))
-            for uid in rollout.restore(before.state, before.version, evidence, prompts, before.handed):
+            known, prompts = await evidence(listing, running), set(listing.get(PROMPTS, ()))
+            for uid in rollout.restore(before.state, before.version, known, prompts, before.handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room)
@@ -251,7 +169,7 @@ class Coordinator:
             return None
         batch, state = rollout.take(), rollout.state_dict()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
-        stored = _trajectories(listing.get(TRAIN, {}))
+        stored = trajectories(listing.get(TRAIN, {}))
         keys = [key for session in batch.sessions for key in stored[session]]
         self._clean(listing, keep=set(keys))
         self._go()
@@ -372,66 +290,7 @@ class Coordinator:
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
-        self._cleaning = asyncio.ensure_future(_clear(gone, self._cleaning))
-
-
-async def _clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
-    if before is not None:
-        await before
-    for partition, keys in gone.items():
-        if keys:
-            try:
-                await tq.async_kv_clear(keys=keys, partition_id=partition)
-            except Exception:
-                logger.warning("could not clear %d keys of %s", len(keys), partition, exc_info=True)
-
-
-async def _evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
-    told = {k: tag for k, tag in listing.get(SESSIONS, {}).items() if tag.get("status") in ("interrupted", "generated")}
-    stored = _trajectories(listing.get(TRAIN, {}))
-    records = await _records(list(told))
-    return {
-        session: Evidence(
-            status=told.get(session, {}).get("status"),
-            tokens=told.get(session, {}).get("tokens", 0),
-            first_version=told.get(session, {}).get("first_version"),
-            running=session in running,
-            stored=session in stored,
-            records=records.get(session, []),
-            scores=told.get(session, {}).get("scores", []),
-        )
-        for session in {*told, *running}
-    }
-
-
-async def _records(sessions: list[str]) -> dict[str, list[Record]]:
-    """Of those whose data are there; one that is not, because it is being cleared, takes no other's along."""
-    if not sessions:
-        return {}
-    try:
-        data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["records"])
-        rows = [list(getattr(row, "data", row)) for row in data["records"]]
-        return dict(zip(sessions, rows, strict=True))  # what is not there is left out of the answer
-    except Exception:
-        if len(sessions) == 1:
-            return {}
-        half = len(sessions) // 2
-        return {**await _records(sessions[:half]), **await _records(sessions[half:])}
-
-
-def _trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Keys of each attempt's trajectories, where all of them are stored; an agent loop may give several."""
-    found: dict[str, list[str]] = defaultdict(list)
-    unfinished: Counter[str] = Counter()
-    for key, tag in tags.items():
-        session = key.rpartition("_")[0]
-        found[session].append(key)
-        unfinished[session] += tag.get("status") != "success"  # a key is shown before its data and its tag are there
-    return {
-        session: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
-        for session, keys in found.items()
-        if not unfinished[session]
-    }
+        self._cleaning = asyncio.ensure_future(clear(gone, self._cleaning))
 
 
 def start(name: str | None = None) -> Any:

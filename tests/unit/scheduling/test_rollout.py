@@ -5,8 +5,9 @@ import json
 import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of, session_key
-from verl_rhyme.scheduling.rollout import Evidence, Hopeless, Rollout
+from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.told import Evidence, Hopeless
 
 
 def rollout(mode="on_policy", prompts=(("a", 2),), filters=False, start=True, **rules):

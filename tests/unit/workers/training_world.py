@@ -24,10 +24,12 @@ from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers import agent_loop, coordinator, crew, reports
+from verl_rhyme.workers import agent_loop, coordinator, crew, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
-from verl_rhyme.workers.coordinator import TRAIN, Coordinator, Setting
+from verl_rhyme.workers.coordinator import Coordinator
+from verl_rhyme.workers.messages import Setting
 from verl_rhyme.workers.session import PROMPTS, STARTS, current
+from verl_rhyme.workers.stored_attempts import TRAIN
 
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
@@ -526,6 +528,7 @@ def install(world, monkeypatch):
     ray = SimpleNamespace(get=cluster.get, kill=cluster.kill, get_runtime_context=cluster.get_runtime_context)
     monkeypatch.setattr(reports, "tq", tq)
     monkeypatch.setattr(coordinator, "tq", tq)
+    monkeypatch.setattr(stored_attempts, "tq", tq)
     monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(async_kv_batch_get=tensors))
     monkeypatch.setattr(reports, "list_of_dict_to_tensordict", lambda rows: rows)
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)

@@ -1,0 +1,89 @@
+"""What trainer and coordinator tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.told import Record
+
+
+class NotOpen(RuntimeError):
+    """The coordinator was started anew and knows nothing yet."""
+
+
+class Wants(NamedTuple):
+    """What the trainer is to supply.
+
+    Attributes:
+        prompts: To hand over.
+        workers: All agent loop workers are gone: others are to be made.
+        replicas: A look whether they all live: the wait is long.
+    """
+
+    prompts: int = 0
+    workers: bool = False
+    replicas: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not change in a run.
+
+    Attributes:
+        rules: The scheduler's.
+        filters: Drop groups whose trajectories all have one score.
+        limit: Samples that the engines are given at a time.
+        lot: How many are started together at least; fewer where the engines are given fewer.
+        slots: Q of the bubble ratio.
+        lost_after: Seconds without an answer after which an agent loop worker is given up.
+        room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
+    """
+
+    rules: Rules
+    filters: bool
+    limit: int
+    lot: int
+    slots: int
+    lost_after: float
+    room: int | None = None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a coordinator takes up.
+
+    Attributes:
+        state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
+        handed: Prompts that were handed over since.
+        version: The current policy's.
+        generation: Above that of every coordinator before (:class:`Rollout`).
+    """
+
+    state: dict[str, Any] | None
+    handed: list[tuple[str, int]]
+    version: int
+    generation: int
+
+
+@dataclass
+class Reply:
+    """An update batch, for the trainer.
+
+    Attributes:
+        keys, tags: Of its trajectories in TransferQueue's ``train``, shortest first.
+        metrics: Of the step.
+        filtered: By their common score, how many groups were dropped since the last batch.
+        failed: Prompts that were dropped since, because a sample failed.
+        wasted: Request records of attempts whose tokens will not be trained.
+        state: What the coordinator can be opened with again.
+    """
+
+    keys: list[str]
+    tags: list[dict[str, Any]]
+    metrics: dict[str, float]
+    filtered: dict[float, int]
+    failed: int
+    wasted: list[Record]
+    state: dict[str, Any]
