@@ -31,7 +31,7 @@ def test_it_is_the_first_token_whose_cumulative_weight_exceeds_the_uniform(vocab
     assert (at - mass < u + 1e-6).all()
 
 
-def test_the_law():
+def test_the_output_distribution():
     weights = np.array([0, 5, 1, 0, 0.5, 3, 1e-12, 0], dtype=np.float32)
     n = 50_000
     u = uniforms(keys(n), np.arange(n))
@@ -41,7 +41,7 @@ def test_the_law():
     assert stats.chisquare(counts[possible], weights[possible] / weights[possible].sum() * n).pvalue > 1e-4
 
 
-def test_rows_without_a_law_give_a_token():
+def test_rows_without_a_distribution_give_a_token():
     weights = np.zeros((3, 2000), dtype=np.float32)
     weights[1] = np.nan
     weights[2, 1999] = 1

@@ -1,4 +1,4 @@
-"""Which token each row of a batch's logits draws: the noise of its request, the law its request asks for.
+"""Which token each row of a batch's logits draws: by whose noise, and from the distribution that its request asks for.
 
 The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, to meet the
 same noise when it is generated anew (``docs/coupling.md``); one with a ``seed`` is keyed by it; any other by its id.
@@ -137,16 +137,16 @@ class Drawer:
 
     def _draw_some(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> Drawn:
         raw = logits.float().contiguous()
-        law = self._law(raw, rows, metadata, requests)
-        base = raw if self._mode.startswith("raw") else law
+        target = self._target(raw, rows, metadata, requests)
+        base = raw if self._mode.startswith("raw") else target
         wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
-        quick = wanted == 0 and base is law and not as_logits
+        quick = wanted == 0 and base is target and not as_logits
         if draw.has_kernel(logits.device):
-            tokens, logprobs = draw.by_kernel(law, rows, scaled=True, raw=False)
+            tokens, logprobs = draw.by_kernel(target, rows, scaled=True, raw=False)
         else:
-            if self._scratch.numel() < law.numel():
-                self._scratch = torch.empty(law.numel())
-            tokens, logprobs = draw.by_inversion(law, rows, self._scratch, want_logprobs=quick)
+            if self._scratch.numel() < target.numel():
+                self._scratch = torch.empty(target.numel())
+            tokens, logprobs = draw.by_inversion(target, rows, self._scratch, want_logprobs=quick)
         if wanted is None:
             return Drawn(tokens, None)
         if quick:
@@ -160,25 +160,25 @@ class Drawer:
         values = torch.cat([table.gather(1, tokens[:, None]), values], dim=1)
         return Drawn(tokens, LogprobsTensors(ids, values, ranks(base, tokens)))
 
-    def _law(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
+    def _target(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
         """Logits (float32 [n, V]) with everything applied that a request can ask for; the argument stays as it is."""
-        law = logits
+        target = logits
         if _positional(metadata):
-            law = self._processed(law.clone(), rows, metadata, requests)
+            target = self._processed(target.clone(), rows, metadata, requests)
         if (divisors := rows.divisors) is not None:
-            law = law / torch.from_numpy(divisors).to(law.device, non_blocking=True)[:, None]
+            target = target / torch.from_numpy(divisors).to(target.device, non_blocking=True)[:, None]
         if not _masked(metadata):
-            return law.contiguous()
-        if law is logits:
-            law = law.clone()
-        request = torch.from_numpy(rows.request).to(law.device, non_blocking=True)
+            return target.contiguous()
+        if target is logits:
+            target = target.clone()
+        request = torch.from_numpy(rows.request).to(target.device, non_blocking=True)
         for processor in metadata.logitsprocs.argmax_invariant:
             if processor.min_p_count:
                 each = copy.copy(processor)
                 each.min_p = processor.min_p[request]
-                law = each.apply(law)
+                target = each.apply(target)
         k, p = (None if column is None else column[request] for column in (metadata.top_k, metadata.top_p))
-        return apply_top_k_top_p(law, k, p)
+        return apply_top_k_top_p(target, k, p)
 
     def _processed(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
         """What depends on the tokens before: whole requests only, from their first drafted position on."""

@@ -187,5 +187,5 @@ def _warm_up(runner: Any) -> None:
 
             draw_kernel.ranks(logits, draw.by_kernel(logits, rows, scaled=False, raw=False)[0])
         else:
-            law = logits.float()
-            ranks(law, draw.by_inversion(law, rows, torch.empty(law.numel()), want_logprobs=True)[0])
+            target = logits.float()
+            ranks(target, draw.by_inversion(target, rows, torch.empty(target.numel()), want_logprobs=True)[0])
