@@ -106,11 +106,36 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _setup(self) -> None:
         super()._setup()
+        if (router := self._router()) is not None:
+            for address, tokens in self._cache_tokens(self._serving()).items():
+                if tokens:
+                    router.report_capacity.remote(address, tokens)
         if self._event_log is not None:
             rollout = self.config.actor_rollout_ref.rollout
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
             step = self.global_steps + 1  # this start's first
             self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, slots=self.fillable_slots)
+
+    # ---- our router, if it is asked for: what it cannot see of requests ----
+
+    def _serving(self) -> Any:
+        """verl's manager of the engines that generate for training."""
+        return getattr(self, "standalone_server_manager", None) or self.llm_server_manager
+
+    def _router(self) -> Any:
+        """Our router; ``None`` where verl's own serves."""
+        return None if self._rhyme.placement.policy is None else self._serving().global_load_balancer
+
+    def _cache_tokens(self, servers: Any) -> dict[str, int]:
+        """Tokens that fit into each replica's KV cache, by its address; 0 where the engine does not say."""
+        first = [replica.servers[0] for replica in servers.get_replicas()]
+        return dict(zip(servers.server_addresses, ray.get([s.cache_tokens.remote() for s in first]), strict=True))
+
+    @_hook
+    def _submit_batch_to_rollout(self, batch: Any) -> int:
+        if (router := self._router()) is not None:
+            router.expect.remote(len(batch) * self.config.actor_rollout_ref.rollout.n)
+        return super()._submit_batch_to_rollout(batch)
 
     @_hook
     def get_llm_client(self) -> Any:

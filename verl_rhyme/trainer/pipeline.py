@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
@@ -119,6 +118,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             slots=self.fillable_slots,
             lost_after=self._rhyme.sorting.lost_after,
             room=self._cache_room(),
+            router=self._router(),
         )
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
@@ -127,11 +127,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""
-        servers = [replica.servers[0] for replica in self.topology.servers().get_replicas()]
-        tokens = ray.get([server.cache_tokens.remote() for server in servers])
-        if not all(tokens):
-            return None
-        return int(self._rhyme.sorting.oversubscription * sum(tokens))
+        tokens = self._cache_tokens(self.topology.servers()).values()
+        return int(self._rhyme.sorting.oversubscription * sum(tokens)) if all(tokens) else None
+
+    def _serving(self) -> Any:
+        return self.topology.servers()
 
     def on_train_begin(self) -> None:
         pass  # no warm-up: the coordinator has begun

@@ -228,7 +228,10 @@ class Coordinator:
                 if self._dispatching and len(crew):
                     limit = self._capacity.limit
                     lot = max(1, setting.lot * limit // setting.limit)
-                    crew.start(rollout.fill(limit, lot), rollout.scheduler.version + 1)
+                    starts = rollout.fill(limit, lot)
+                    if starts and setting.router is not None:
+                        setting.router.expect.remote(len(starts))
+                    crew.start(starts, rollout.scheduler.version + 1)
                 crew.abandon(rollout.take_abandoned())
             except Exception as error:
                 self._fail(error)

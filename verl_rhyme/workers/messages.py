@@ -39,6 +39,7 @@ class Setting:
         slots: Q of the bubble ratio.
         lost_after: Seconds without an answer after which an agent loop worker is given up.
         room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
+        router: A ``PlacementRouter`` that is told how many requests are about to come; ``None``: verl's.
     """
 
     rules: Rules
@@ -48,6 +49,7 @@ class Setting:
     slots: int
     lost_after: float
     room: int | None = None
+    router: Any = None
 
 
 @dataclass(frozen=True)
