@@ -60,7 +60,7 @@ class Engines:
 
 
 def test_a_killed_coordinator_comes_back_and_nothing_is_trained_twice():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)  # the queue takes some
     try:
         tq.init()
         uids = (f"p{number}" for number in range(100))
