@@ -363,7 +363,7 @@ def test_verl_builds_its_replay_buffer_from_it(recipe, mode):
     trainer.config, trainer.trainer_mode = composed(recipe, "off", "megatron"), mode
     buffer = trainer._build_replay_buffer()
     assert type(buffer).__name__ == ("ReplayBuffer" if mode == "sync" else "ReplayBufferAsync")
-    assert trainer._filters == (recipe == "qwen32b_dapo")
+    assert buffer.filter_groups_metric == ("acc" if recipe == "qwen32b_dapo" else None)
     assert buffer.max_off_policy_threshold == 8
 
 
