@@ -115,6 +115,9 @@ def use(path):
         try:
             sys.stdout = sys.stderr = told.open("w", buffering=1)
             logging.basicConfig(stream=sys.stdout, force=True)
+            ours = logging.getLogger("verl_rhyme")  # another test of this process may have given it its own way
+            ours.handlers.clear()
+            ours.propagate = True
             run(path)
             status = 0
         except BaseException:
