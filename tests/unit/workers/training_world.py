@@ -293,18 +293,22 @@ class World:
                 assert trained == SAMPLES, f"lost: prompt {row} has {trained} trained samples"
         untold = state["failed"] + sum(count for _, count in state["filtered"])  # since the last batch
         assert gone == self.gone + untold, f"{gone} prompts dropped, {self.gone} told, {untold} to be told"
-        needed = {*waiting, *left}
+        self.check_queue({*waiting, *left}, untold)
+
+    def check_queue(self, needed, untold):
+        """Nothing is left behind, but for what the next batch would have cleared."""
+        dropped = set()  # since the last batch
         for partition, keys in self.queue.partitions.items():
             for key in keys:
-                uid = (
-                    key
-                    if partition == PROMPTS
-                    else Attempt.named(key.rpartition("_")[0] if partition == TRAIN else key).uid
-                )
-                # What was written since the last batch, or was to be cleared by one that died, goes with the next.
+                session = key.rpartition("_")[0] if partition == TRAIN else key
+                row = self.index[key if partition == PROMPTS else Attempt.named(session).uid]
+                # What was written since the last batch, or was to be cleared by one that died.
                 late = max(self.queue.written[partition, key], self.died_at.get("coordinator", 0.0)) >= self.taken_at
-                assert late or self.index[uid] in needed, f"{partition}: {key} is nobody's"
-        self.driver.close()
+                if self.bad(row) or (self.filters and self.flat(row)):
+                    dropped |= {row} if not late and row not in needed else set()
+                else:
+                    assert late or row in needed, f"{partition}: {key} is nobody's"
+        assert len(dropped) <= untold, f"of {dropped} {untold} were dropped since the last batch"
 
 
 class Engine:
