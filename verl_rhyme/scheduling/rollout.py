@@ -219,6 +219,7 @@ class Rollout:
         self,
         state: dict[str, Any],
         version: int,
+        batches_left: int,
         evidence: Mapping[str, Evidence],
         prompts: set[str],
         handed: Iterable[tuple[str, int]] = (),
@@ -227,7 +228,7 @@ class Rollout:
 
         Args:
             state: Of an earlier moment.
-            version: The policy's that is current now.
+            version, batches_left: As to :meth:`publish`.
             evidence: By name, all attempts of which anything is known now.
             prompts: Those whose data are there.
             handed: Prompts that were handed over since.
@@ -255,13 +256,15 @@ class Rollout:
             if attempt.uid not in self.scheduler.ledger:
                 continue
             sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+            if sample.state == "trained":  # nobody goes on from it
+                continue
             known = evidence.get(attempt.session, Evidence())
             if known.told and (attempt.session in counted or attempt.attempt >= sample.attempt):
                 self._told.kept[attempt.sample] = attempt.attempt
                 self._told.records[attempt.sample] = _named(known.records, *attempt.sample)
             if attempt.session in evidence:
                 latest[attempt.sample] = attempt
-        self.publish(version, self._batches_left)
+        self.publish(version, batches_left)
         for attempt in latest.values():
             self._restore(attempt, evidence)
         if self._filters:

@@ -120,15 +120,13 @@ class Driver:
 
     def _reopen(self) -> None:
         try:
-            ray.get(self._open(fresh=False))
-            ray.get(self._actor.publish.remote(self._version, self._batches_left))
-            ray.get(self._actor.pause.remote())  # who waits for a batch lets it go on
+            ray.get(self._open(fresh=False))  # who waits for a batch, or publishes, lets it start samples again
         except (RayActorError, NotOpen):
             time.sleep(_PAUSE_S)
 
     def _open(self, fresh: bool) -> Any:
         self._generation += 1
-        before = Before(self._state, list(self._handed), self._version, self._generation)
+        before = Before(self._state, list(self._handed), self._version, self._batches_left, self._generation)
         return self._actor.open.remote(self._setting, self._workers, before, fresh)
 
 

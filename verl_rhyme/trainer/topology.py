@@ -50,13 +50,32 @@ class Topology(Protocol):
         ...
 
 
-class Colocated:
+class _OnVerl:
+    """Engines that one of verl's checkpoint managers syncs, stops and resumes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def _engines(self) -> Any:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
+        self._engines.abort_replicas(reject_request=True)
+
+    def resume(self) -> None:
+        self._engines.resume_generation_replicas()
+
+
+class Colocated(_OnVerl):
     """Engines and actor take turns on the same devices: stop, sleep, train, sync, on."""
 
     through_training = False
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    @property
+    def _engines(self) -> Any:
+        return self._trainer.checkpoint_manager
 
     def servers(self) -> Any:
         return self._trainer.llm_server_manager
@@ -64,15 +83,8 @@ class Colocated:
     def stops(self, rules: Rules) -> bool:
         return True
 
-    def stop(self) -> None:
-        # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
-        self._trainer.checkpoint_manager.abort_replicas(reject_request=True)
-
-    def resume(self) -> None:
-        self._trainer.checkpoint_manager.resume_generation_replicas()
-
     def give_way(self) -> None:
-        self._trainer.checkpoint_manager.sleep_replicas()
+        self._engines.sleep_replicas()
 
     def mend(self, version: int) -> int:
         gone = dead(self.servers().get_replicas())
@@ -86,7 +98,7 @@ class Colocated:
         return 0
 
 
-class Separate:
+class Separate(_OnVerl):
     """Engines have devices of their own, and go on while the actor trains; the weight sync interrupts what runs.
 
     On-policy they have nothing to do then, unless ``draft_ahead`` lets them make what can only be drafts.
@@ -94,20 +106,15 @@ class Separate:
 
     through_training = True
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    @property
+    def _engines(self) -> Any:
+        return self._trainer.standalone_checkpoint_manager
 
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
 
     def stops(self, rules: Rules) -> bool:
         return rules.max_staleness == 0 and not rules.draft_ahead
-
-    def stop(self) -> None:
-        self._trainer.standalone_checkpoint_manager.abort_replicas(reject_request=True)
-
-    def resume(self) -> None:
-        self._trainer.standalone_checkpoint_manager.resume_generation_replicas()
 
     def give_way(self) -> None:
         pass
@@ -117,4 +124,4 @@ class Separate:
 
     @functools.cached_property
     def _spares(self) -> Spares:
-        return Spares(self.servers(), self._trainer.standalone_checkpoint_manager)
+        return Spares(self.servers(), self._engines)

@@ -81,7 +81,8 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}
         if before.state is not None:
             known, prompts = await evidence(listing, running), set(listing.get(PROMPTS, ()))
-            for uid in rollout.restore(before.state, before.version, known, prompts, before.handed):
+            now = before.version, before.batches_left
+            for uid in rollout.restore(before.state, *now, known, prompts, before.handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room)

@@ -112,7 +112,7 @@ class Crew:
 
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
-            await asyncio.wait_for(_answer(worker.begin.remote(starts, step)), self._patience_s)
+            await asyncio.wait_for(worker.begin.remote(starts, step), self._patience_s)
         except (RayActorError, TimeoutError) as error:
             self._give_up(worker, error)
         except Exception as error:
@@ -125,7 +125,7 @@ class Crew:
             await asyncio.sleep(_ROLL_CALL_S)
             asked = self._about.get(worker, set()) - self._unsure  # a question may overtake a start
             try:
-                found = await asyncio.wait_for(_answer(worker.attempts.remote()), self._patience_s)
+                found = await asyncio.wait_for(worker.attempts.remote(), self._patience_s)
             except (RayActorError, TimeoutError) as error:
                 self._give_up(worker, error)
                 return
@@ -146,11 +146,6 @@ class Crew:
         for session in sessions:
             self.ended(session)
         self._lost(sessions, why)
-
-
-async def _answer(reference: Any) -> Any:
-    """Ray's references are awaitable, but no coroutines, which ``asyncio.wait_for`` wants."""
-    return await reference
 
 
 def _first_line(error: BaseException) -> str:

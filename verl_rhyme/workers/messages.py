@@ -59,13 +59,14 @@ class Before:
     Attributes:
         state: Of a checkpoint, or of the last batch; ``None``: nothing that is in TransferQueue counts.
         handed: Prompts that were handed over since.
-        version: The current policy's.
+        version, batches_left: Of the current policy, and update batches until training ends.
         generation: Above that of every coordinator before (:class:`Rollout`).
     """
 
     state: dict[str, Any] | None
     handed: list[tuple[str, int]]
     version: int
+    batches_left: int
     generation: int
 
 

@@ -88,14 +88,10 @@ def _tag(ended: Ended) -> dict[str, Any]:
 async def _insist(send: Any, whom: str, count: int) -> None:
     for retry_s in (*_RETRIES_S, None):
         try:
-            await asyncio.wait_for(_answer(send()), _TIMEOUT_S)
+            await asyncio.wait_for(send(), _TIMEOUT_S)
             return
         except Exception as error:
             if retry_s is None:
                 raise NotReported(f"{whom} does not take reports: {error!r}") from error
             logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
             await asyncio.sleep(retry_s)
-
-
-async def _answer(sent: Any) -> Any:
-    return await sent

@@ -221,7 +221,7 @@ def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
 def reopened(made, evidence, version=0, prompts=("a",), state=None, mode="on_policy", handed=(), generation=0, **rules):
     again = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), generation=generation)
     state = json.loads(json.dumps(made.state_dict() if state is None else state))
-    gone = again.restore(state, version, evidence, set(prompts), handed)
+    gone = again.restore(state, version, 9, evidence, set(prompts), handed)
     return again, gone
 
 
@@ -359,7 +359,7 @@ def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
     evidence = {"a_0": known("a_0", 0.0), "a_1": known("a_1", 0.0), "b_0": known("b_0", 1.0)}
     evidence["b_1"] = known("b_1", running=True)  # about to tell its score
     again = Rollout(made.rules, filters=True)
-    again.restore(state, 0, evidence, {"a", "b"})
+    again.restore(state, 0, 9, evidence, {"a", "b"})
     assert [prompt.uid for prompt in again.scheduler.ledger] == ["b"]
     assert states(again, "b") == ["finished", "generated"]
     tell(again, finished("b_1", 0.0))
@@ -371,6 +371,20 @@ def test_a_group_is_not_filtered_by_the_scores_of_some():
     tell(made, generated("a_0"), finished("a_0", 0.0), generated("a_1"))
     state = {**made.state_dict(), "reports": []}
     again = Rollout(made.rules, filters=True)
-    again.restore(state, 0, {"a_1": Evidence("generated", 5, 0, running=True)}, {"a"})
+    again.restore(state, 0, 9, {"a_1": Evidence("generated", 5, 0, running=True)}, {"a"})
     tell(again, finished("a_1", 0.0))
     assert states(again) == ["finished", "finished"]
+
+
+def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
+    """Single trajectories: its prompt stays in the ledger for the others."""
+    made = Rollout(named("on_policy", batch_prompts=1, batch_samples=1, unit="trajectory"))
+    made.publish(0, 9)
+    made.hand([("a", 2)])
+    made.fill()
+    tell(made, generated("a_0"), finished("a_0"))
+    made.take()
+    again = Rollout(made.rules, generation=1)
+    again.restore(made.state_dict(), 0, 8, {"a_0": Evidence("generated", 5, 0, stored=True)}, {"a"})
+    assert states(again) == ["trained", "pending"]
+    assert not again.needs_turns("a_0")

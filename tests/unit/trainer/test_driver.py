@@ -1,0 +1,64 @@
+"""What the driver tells a coordinator that was started anew."""
+
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError
+
+from verl_rhyme.trainer import driver as module
+from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.workers.messages import Wants
+
+
+class Coordinator:
+    """Dies at the calls whose numbers are in ``dies``."""
+
+    def __init__(self, dies=()):
+        self.dies, self.asked = set(dies), []
+
+    def __getattr__(self, method):
+        def remote(*arguments):
+            self.asked.append((method, arguments))
+            if len(self.asked) in self.dies:
+                return RayActorError()
+            return {"state": {"generation": 7}, "open": {"generation": 7}, "publish": Wants(3)}.get(method)
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def get(answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(module.ray, "get", get)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+
+    def make(dies):
+        actor = Coordinator(dies)
+        monkeypatch.setattr(module.coordinator, "start", lambda: actor)
+        return Driver(None, lambda count: [(f"p{i}", 2) for i in range(count)], list), actor
+
+    return make
+
+
+def test_it_is_opened_again_with_all_that_was_told_and_starts_nothing(driver):
+    """While the actor trains the engines sleep: whoever publishes, or waits for a batch, lets it start samples."""
+    made, actor = driver(dies={4})
+    made.open(["w"], None, version=2)
+    made.publish(2, 5)
+    made.pause()
+    assert [method for method, _ in actor.asked] == ["open", "publish", "hand", "pause", "open", "pause"]
+    before = actor.asked[4][1][2]
+    assert (before.version, before.batches_left, before.generation) == (2, 5, 2)
+    assert before.handed == [("p0", 2), ("p1", 2), ("p2", 2)]
+    assert made.reopened == 1
+
+
+def test_one_that_dies_again_and_again_ends_the_run(driver):
+    made, _ = driver(dies=range(2, 100))
+    made.open([], None, version=0)
+    with pytest.raises(RuntimeError, match=r"8 times in a row.* the same command goes on from the last checkpoint"):
+        made.state()
