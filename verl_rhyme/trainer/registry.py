@@ -5,6 +5,7 @@ Under verl's names, because verl gives any mode but ``sync`` the asynchronous se
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from omegaconf import DictConfig
@@ -52,9 +53,13 @@ class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
 
     pipeline = RhymePipelineSeparate
 
+    @functools.cached_property
+    def _topology(self) -> Separate:
+        return Separate(self)
+
     def on_step_end(self) -> None:
         if self._rhyme is not None:
-            Separate(self).mend(self.global_steps)
+            self._topology.mend(self.global_steps)
         super().on_step_end()
 
 
