@@ -83,7 +83,7 @@ def test_each_sample_is_trained_once_whatever_dies(tmp_path, mode, topology, kin
     slow = bool(os.environ.get("RHYME_SLOW"))
     epochs = 4 if slow else 1
     kills = dict.fromkeys(kinds, 0)
-    bound = "max_staleness=1"
+    bound = "max_staleness=2"  # with 1, what may be begun while the actor trains is soon done
     options = [f"actor_rollout_ref.rollout.custom.rhyme.sorting.{bound}"] if mode == "partial" else []
     for attempt in range(12):
         process = start(tmp_path, *options, epochs=epochs, SORTED_MODE=mode, MODE=topology)
@@ -108,4 +108,4 @@ def test_each_sample_is_trained_once_whatever_dies(tmp_path, mode, topology, kin
     if topology == "separate_async" and mode == "partial":
         assert runs_while_the_actor_trains(tmp_path) > 0
     for _, metrics in whole_run.steps_of(tmp_path):
-        assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= (mode == "partial")
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= (2 if mode == "partial" else 0)
