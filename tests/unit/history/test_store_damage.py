@@ -114,7 +114,8 @@ def use(path):
         status = 1
         try:
             sys.stdout = sys.stderr = told.open("w", buffering=1)
-            logging.basicConfig(stream=sys.stdout, force=True)
+            # another test of this process may have raised the level, as ray.init does
+            logging.basicConfig(level=logging.WARNING, stream=sys.stdout, force=True)
             ours = logging.getLogger("verl_rhyme")  # another test of this process may have given it its own way
             ours.handlers.clear()
             ours.propagate = True
