@@ -44,20 +44,28 @@ def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
 
 
 def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is protected, what is due, then the shortest."""
+    """The update batch, were it taken of what is in these states: what is due, what waited long enough, the shortest.
+
+    What waited fills what is due where it is old enough, so that as few as can be are passed by once more for the
+    others' sake.
+    """
     bundles = sorted(_bundles(rules, ledger, *states), key=_length)
-    stages = {i: 0 for i, bundle in enumerate(bundles) if _protected(rules, version, *bundle)}
+    waited = {
+        i for i, (prompt, _) in enumerate(bundles) if rules.max_wait is not None and prompt.waited >= rules.max_wait
+    }
+    last_stage = rules.max_staleness
+    stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
         due -= sum(len(bundles[i][1]) for i in there if i in stages)
-        for i in there:
+        for i in sorted(there, key=lambda i: i not in waited):
             if due > 0 and i not in stages:
                 stages[i] = stage
                 due -= len(bundles[i][1])
 
     def precedence(i: int) -> tuple[int, int]:
-        stage = stages.get(i, rules.max_staleness + 1)
-        return stage, i if stage else bundles[i][0].number
+        stage = stages.get(i, last_stage if i in waited else last_stage + 1)
+        return stage, i if stage and i not in waited else bundles[i][0].number
 
     taken: list[tuple[Prompt, int]] = []
     for prompt, numbers in (bundles[i] for i in sorted(range(len(bundles)), key=precedence)):
@@ -83,16 +91,6 @@ def _length(bundle: _Bundle) -> tuple[float, int]:
 def _oldest(prompt: Prompt, numbers: list[int]) -> int:
     versions = (prompt.samples[number].oldest_version for number in numbers)
     return min(version for version in versions if version is not None)
-
-
-def _protected(rules: Rules, version: int, prompt: Prompt, numbers: list[int]) -> bool:
-    """The next harvest must not pass it by: it waited long enough, or would be too stale at the next update.
-
-    On-policy all would be.
-    """
-    if rules.max_wait is not None and prompt.waited >= rules.max_wait:
-        return True
-    return rules.max_staleness > 0 and _oldest(prompt, numbers) <= version - rules.max_staleness
 
 
 def _due(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """The rules of a rollout: what is loaded, when a batch is harvested, what becomes of what runs, how stale it gets.
 
-A mode is a name for a set of rules (:data:`MODES`). Scheduler, buffer and workers ask the rules and know no mode.
+A mode is a name for a set of rules (:data:`MODES`). Scheduler, coordinator and workers ask the rules and know no mode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MODES: dict[str, dict[str, Any]] = {
 class Rules:
     """What the scheduler goes by.
 
-    Prompts are loaded in groups of batches, and no others before all of a group are trained, except in place of
-    prompts that were dropped.
+    Prompts are loaded some batches at a time (a load), and no others before all of a load are trained, except in place
+    of prompts that were dropped.
 
     Attributes:
         batch_prompts: Prompts of an update batch.
@@ -38,8 +38,8 @@ class Rules:
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
         harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
-        max_wait: Updates that may pass a prompt by; then the next harvest waits for it. ``None``: no bound but that of
-            the group.
+        max_wait: Updates that may pass a prompt by; then the next harvest waits for it, and trains it unless what would
+            get too stale fills the batch. ``None``: no bound but that of the load.
         redraft: ``regenerate``: the text of what was cut short becomes the draft.
         stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
             update batch's rewards.
