@@ -118,7 +118,7 @@ def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) ->
         "shift_standard_error": round(float(np.std(shifts, ddof=1) / np.sqrt(rounds)), 4),
         "shift_of_first_update": round(float(np.mean(firsts)), 4),
         "shift_of_last_update": round(float(np.mean(lasts)), 4),
-        "made_in_vain": round(float(np.mean(shares)), 4),
+        "wasted_share": round(float(np.mean(shares)), 4),
     }
 
 

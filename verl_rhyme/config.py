@@ -218,8 +218,8 @@ class SortingConfig:
             verl's trainer modes as they are.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
-        oversubscription: Samples that the engines are given at a time, as a multiple of their request slots: above 1,
-            so that a slot that falls free is taken at once.
+        oversubscription: Samples that the engines are given at a time, as a multiple of their request slots, and of
+            what their KV caches hold: above 1, so that a slot that falls free is taken at once.
         unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.

@@ -221,9 +221,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
+        self._recorder.log_untrained(self._reply.wasted, step=global_steps, epoch=self._epoch())
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(self._reply.metrics)
-        self._recorder.log_untrained(self._reply.wasted, step=global_steps, epoch=self._epoch())
 
     # ---- checkpoints ----
 

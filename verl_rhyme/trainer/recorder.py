@@ -50,6 +50,7 @@ class Recorder:
         self._pending: list[Future] = []
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
+        self._draft_errors, self._draft_seconds = 0.0, 0.0  # of requests whose samples were not trained
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
@@ -68,8 +69,9 @@ class Recorder:
         self._guarded(self._log_validation, batch, step, epoch)
 
     def log_untrained(self, records: list[dict[str, Any]], step: int, epoch: int) -> None:
-        """Request records, with ``uid``, of attempts whose tokens nobody will train: event log only."""
-        if self._events is not None and records:
+        """Request records, with ``uid``, of attempts whose tokens nobody will train: the event log has them, and of the
+        metrics what their drafts cost."""
+        if records:
             rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
@@ -94,6 +96,10 @@ class Recorder:
             if told := self._alarm.observe(metrics):
                 logger.warning(told)
             metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
+        if names.SPEC_ERRORS in metrics or self._draft_errors:
+            metrics[names.SPEC_ERRORS] = metrics.get(names.SPEC_ERRORS, 0.0) + self._draft_errors
+            metrics[names.SPEC_DRAFT_S] = metrics.get(names.SPEC_DRAFT_S, 0.0) + self._draft_seconds
+        self._draft_errors, self._draft_seconds = 0.0, 0.0
         return metrics
 
     def close(self) -> None:
@@ -162,8 +168,11 @@ class Recorder:
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
     def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
+        rows = self._counts.fill(rows)
+        self._draft_errors += sum(row.get("draft_errors", 0) for row in rows)
+        self._draft_seconds += sum(row.get("draft_seconds", 0.0) for row in rows)
         if self._events is not None:
-            self._events.append_requests(step, epoch, _columns(self._counts.fill(rows)))
+            self._events.append_requests(step, epoch, _columns(rows))
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
