@@ -179,7 +179,15 @@ class Manager(SessionAgentLoopManager):
         self.agent_loop_workers = [Worker.remote()]
 
 
-@pytest.mark.parametrize("moods", [("well", "dies", "well"), ("dies",), ("hangs", "well"), ("well", "starts late")])
+@pytest.mark.parametrize(
+    "moods",
+    [
+        ("well", "dies", "well"),
+        pytest.param(("dies",), marks=pytest.mark.slow),
+        pytest.param(("hangs", "well"), marks=pytest.mark.slow),
+        pytest.param(("well", "starts late"), marks=pytest.mark.slow),
+    ],
+)
 def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
     manager = Manager(moods, patience_s=2.0 if "hangs" in moods else 30.0)
     manager.generate_sequences(TensorDict({"number": torch.arange(7)}, batch_size=7))

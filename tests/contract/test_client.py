@@ -27,6 +27,8 @@ from verl_rhyme.workers.session import Session, current, enter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
+pytestmark = pytest.mark.xdist_group("client")  # of one cluster
+
 N = 4
 PROMPT = [3, 1, 4, 1, 5]
 PLACED = router(policy="sticky_group")
@@ -244,25 +246,25 @@ async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
     assert sorted(client._strangers) == ["a", "c", "d"]
 
 
-class Mortal(Server):
-    """Dies with its first request, or its engine does."""
+class Mortal:
+    """Dies with its first request, or its engine does, or it lives and fails."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
         self.how = how
 
     async def generate(self, **kwargs: Any) -> TokenOutput:
         if self.how == "process":
             ray.actor.exit_actor()
-        if self.how == "engine":
-            raise EngineDeadError()
-        if self.how == "bug":
-            raise ValueError("no such option")
-        return await super().generate(**kwargs)
+        raise EngineDeadError() if self.how == "engine" else ValueError("no such option")
 
 
-def balanced(*hows: str) -> tuple[Any, dict[str, Any]]:
-    servers = {how: ray.remote(num_cpus=0)(Mortal).remote(how) for how in hows}
+@pytest.fixture(scope="module")
+def well(cluster: None) -> Any:
+    return ray.remote(num_cpus=0)(Server).remote()
+
+
+def balanced(*hows: str, **more: Any) -> tuple[Any, dict[str, Any]]:
+    servers = {how: ray.remote(num_cpus=0)(Mortal).remote(how) for how in hows} | more
     return _create_global_sticky_inflight(servers, load_balancer_cls=GlobalRequestLoadBalancer), servers
 
 
@@ -276,24 +278,24 @@ async def samples(client: Any) -> list[list[Any]]:
     return await asyncio.gather(*(asyncio.create_task(sample(client, number)) for number in range(N)))
 
 
-@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
-@pytest.mark.parametrize("how", ["process", "engine"])
-async def test_requests_of_a_dead_replica_go_to_another(cluster: None, theirs: type, how: str) -> None:
-    balancer, _ = balanced(how, "well")
+@pytest.mark.parametrize("theirs", [LLMServerClient, pytest.param(FullyAsyncLLMServerClient, marks=pytest.mark.slow)])
+async def test_requests_of_dead_replicas_go_to_another(well: Any, theirs: type) -> None:
+    """One process is gone, of the other the engine."""
+    balancer, _ = balanced("process", "engine", well=well)
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
     assert [len(records) for records in await samples(client)] == [1] * N
     assert await balancer.get_all_servers.remote() == ["well"]
     assert await balancer.get_total_inflight.remote() == 0
 
 
-async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(cluster: None) -> None:
+async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(well: Any) -> None:
     balancer, _ = balanced("process")
     with pytest.raises(RuntimeError, match="No available servers"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
     patient = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
     running = asyncio.create_task(samples(patient))
     assert not (await asyncio.wait({running}, timeout=2))[0]
-    await balancer.add_servers.remote({"well": ray.remote(num_cpus=0)(Mortal).remote("well")})
+    await balancer.add_servers.remote({"well": well})
     assert len(await running) == N
 
 

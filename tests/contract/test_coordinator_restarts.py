@@ -3,6 +3,7 @@ TransferQueue)."""
 
 import contextlib
 
+import pytest
 import ray
 import torch
 import transfer_queue as tq
@@ -59,6 +60,7 @@ class Engines:
     resume = stop
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_comes_back_and_nothing_is_trained_twice():
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)  # the queue takes some
     try:

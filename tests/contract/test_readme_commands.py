@@ -95,6 +95,7 @@ def tree(folder):
 
 @pytest.mark.timeout(10_000 if SLOW else 600)
 @pytest.mark.xdist_group("readme")
+@pytest.mark.slow
 def test_they_work_one_after_another(checkout):
     seen = {}
     for command in COMMANDS:
@@ -126,6 +127,7 @@ def test_they_work_one_after_another(checkout):
 
 @pytest.mark.skipif(SLOW, reason="begins where the stand-in ended")
 @pytest.mark.xdist_group("readme")
+@pytest.mark.slow
 def test_again_further_and_elsewhere(checkout):
     first = next(command for command in COMMANDS if "run_tiny_cpu" in command)
     folder = checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
