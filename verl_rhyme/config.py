@@ -223,7 +223,6 @@ class SortingConfig:
         unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
-        max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
         max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
@@ -241,7 +240,6 @@ class SortingConfig:
     oversubscription: float = 2.0
     unit: str | None = None
     harvest_tokens: int | None = None
-    max_wait: int | None = None
     max_staleness: int = 1
     order: float | None = None
     redraft: bool = True
@@ -254,9 +252,8 @@ class SortingConfig:
         _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
         _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
         _require(self.oversubscription >= 1, "sorting.oversubscription", self.oversubscription, "at least 1")
-        for name in ("harvest_tokens", "max_wait"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"sorting.{name}", value, "null or at least 1")
+        tokens = self.harvest_tokens
+        _require(tokens is None or tokens >= 1, "sorting.harvest_tokens", tokens, "null or at least 1")
         _require(
             self.max_staleness >= (1 if self.mode == "partial" else 0),
             "sorting.max_staleness",

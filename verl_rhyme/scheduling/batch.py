@@ -35,40 +35,24 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
 def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
     """Something that must not be passed by is not generated yet; or (``rewarded``) it is not finished."""
     tally = ledger.tally
-    for state in ("running", "generated") if rewarded else ("running",):
-        first = next(tally.prompts(state), None)  # none has waited longer
-        if rules.max_wait is not None and first is not None and first.waited >= rules.max_wait:
-            return True
     there = tally.rewarded if rewarded else tally.trainable
     return any(_until(there, last) < due for last, due in _due(rules, version, tally.held))
 
 
 def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is due, what waited long enough, the shortest.
-
-    What waited fills what is due where it is old enough, so that as few as can be are passed by once more for the
-    others' sake.
-    """
+    """The update batch, were it taken of what is in these states: what is due, then the shortest."""
     bundles = sorted(_bundles(rules, ledger, *states), key=_length)
-    waited = {
-        i for i, (prompt, _) in enumerate(bundles) if rules.max_wait is not None and prompt.waited >= rules.max_wait
-    }
-    last_stage = rules.max_staleness
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
         due -= sum(len(bundles[i][1]) for i in there if i in stages)
-        for i in sorted(there, key=lambda i: i not in waited):
+        for i in there:
             if due > 0 and i not in stages:
                 stages[i] = stage
                 due -= len(bundles[i][1])
-
-    def precedence(i: int) -> tuple[int, int]:
-        stage = stages.get(i, last_stage if i in waited else last_stage + 1)
-        return stage, i if stage and i not in waited else bundles[i][0].number
-
     taken: list[tuple[Prompt, int]] = []
-    for prompt, numbers in (bundles[i] for i in sorted(range(len(bundles)), key=precedence)):
+    for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, len(bundles)), i)):
+        prompt, numbers = bundles[i]
         if len(taken) + len(numbers) <= rules.batch_samples or not taken:
             taken += [(prompt, number) for number in numbers]
     return taken

@@ -38,8 +38,6 @@ class Rules:
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
         harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
-        max_wait: Updates that may pass a prompt by; then the next harvest waits for it, and trains it unless what would
-            get too stale fills the batch. ``None``: no bound but that of the load.
         redraft: ``regenerate``: the text of what was cut short becomes the draft.
         stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
             update batch's rewards.
@@ -59,7 +57,6 @@ class Rules:
     max_staleness: int = 0
     unit: Unit = "group"
     harvest_tokens: int | None = None
-    max_wait: int | None = None
     redraft: bool = True
     stop_wait: float = 30.0
     through_training: bool = False

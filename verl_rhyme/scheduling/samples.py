@@ -37,6 +37,11 @@ class Sample:
         """Policy version of its oldest token, the ones in the making included; ``None`` where nobody knows of any."""
         return self.first_version if self.running_version is None else self.running_version
 
+    @property
+    def kept_tokens(self) -> int:
+        """Those of its tokens that may yet be trained; the others are at most a draft, and were counted as wasted."""
+        return 0 if self.first_version is None else self.tokens
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -59,5 +64,6 @@ class Prompt:
         return all(sample.state in states for sample in self.samples)
 
     @property
-    def tokens(self) -> int:
-        return sum(sample.tokens for sample in self.samples)
+    def untrained_tokens(self) -> int:
+        """Those that may yet be trained."""
+        return sum(sample.kept_tokens for sample in self.samples if sample.state != "trained")

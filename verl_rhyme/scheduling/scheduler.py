@@ -160,7 +160,7 @@ class Scheduler:
             return
         sample = self.ledger.prompt(uid).samples[number]
         if not self.rules.continues and sample.first_version is not None:
-            self.step.wasted_tokens += sample.tokens
+            self.step.wasted_tokens += sample.kept_tokens
             self.ledger.forget(uid, number)
         self.ledger.abandon(uid, number)
         self.step.abandoned += 1
@@ -168,7 +168,7 @@ class Scheduler:
     def drop(self, uid: str) -> None:
         """A prompt is lost or was filtered: another may be loaded in its place."""
         if uid in self.ledger:
-            self.step.wasted_tokens += self.ledger.prompt(uid).tokens
+            self.step.wasted_tokens += self.ledger.prompt(uid).untrained_tokens
             self.step.dropped += 1
             self.ledger.drop(uid)
             self._owed += 1
@@ -286,8 +286,8 @@ class Scheduler:
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
         for prompt, number, sample in self.ledger.samples("pending"):
             if sample.first_version is not None and sample.first_version < self._oldest_trained:
+                self.step.wasted_tokens += sample.kept_tokens
                 self.ledger.forget(prompt.uid, number)
-                self.step.wasted_tokens += sample.tokens
                 stale.append((prompt.uid, number))
         return stale
 
@@ -358,9 +358,9 @@ class Scheduler:
         sample = self.ledger.prompt(uid).samples[number]
         if sample.oldest_version is None or sample.oldest_version >= self._oldest_trained:
             return False
-        self.ledger.regenerate(uid, number)
         self.step.stale += 1
-        self.step.wasted_tokens += sample.tokens
+        self.step.wasted_tokens += sample.kept_tokens
+        self.ledger.regenerate(uid, number)
         return True
 
 

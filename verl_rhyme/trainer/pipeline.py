@@ -81,7 +81,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             group_batches=sorting.group_batches,
             unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
             harvest_tokens=sorting.harvest_tokens,
-            max_wait=sorting.max_wait,
             max_staleness=sorting.max_staleness,
             redraft=sorting.redraft and self._rhyme.drafting.enable,
             stop_wait=sorting.stop_wait,

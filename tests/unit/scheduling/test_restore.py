@@ -26,7 +26,6 @@ rules_of = st.builds(
     draft_ahead=st.booleans(),
     group_batches=st.integers(1, 4),
     unit=st.sampled_from(["group", "trajectory"]),
-    max_wait=st.sampled_from([None, 1]),
 )
 
 

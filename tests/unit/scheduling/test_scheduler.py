@@ -14,14 +14,13 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 SAMPLES, LONGEST = 3, 40
 
 rules_of = st.builds(
-    lambda batch, groups, mode, unit, threshold, wait, staleness: named(
+    lambda batch, groups, mode, unit, threshold, staleness: named(
         mode,
         batch_prompts=batch,
         batch_samples=batch * SAMPLES,
         group_batches=groups,
         unit=unit,
         harvest_tokens=threshold,
-        max_wait=wait,
         max_staleness=staleness,
     ),
     batch=st.integers(1, 4),
@@ -29,7 +28,6 @@ rules_of = st.builds(
     mode=st.sampled_from(["on_policy", "partial"]),
     unit=st.sampled_from(["group", "trajectory"]),
     threshold=st.sampled_from([None, None, 60]),
-    wait=st.sampled_from([None, 1, 2]),
     staleness=st.integers(1, 3),
 )
 
@@ -225,8 +223,6 @@ def test_waiting_is_bounded(rules, seed):
     longest = max(max(batch.waited) for batch in world.batches)
     if rules.harvest_tokens is None:
         assert longest <= rules.group_batches - 1  # full batches only: a group is consumed in so many
-    elif rules.max_wait is not None:
-        assert longest <= rules.max_wait + rules.group_batches
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -332,18 +328,28 @@ def test_no_prompt_is_loaded_before_all_are_consumed():
     assert built.loadable(batches_left=0) == 0
 
 
-def test_a_prompt_that_waited_long_enough_is_waited_for():
-    built = scheduler(max_wait=1)
-    finish(built, "p1", 5, 5)
-    built.harvest()
-    for uid in ("p0", "p2"):
-        built.interrupt(uid, 0, 7, 0), built.interrupt(uid, 1, 0, None)
+def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice():
+    built = scheduler(unit="trajectory")
+    finish(built, "p1", 5, 6)
+    assert built.harvest().lengths == [5, 6]
+    built.interrupt("p0", 0, 100, 0), built.interrupt("p0", 1, 30, 0)
+    assert built.step.wasted_tokens == 130
     built.begin(1)
     built.dispatch()
-    finish(built, "p2", 3, 3, version=1)
-    assert not built.enough()  # p0 has waited as long
-    finish(built, "p0", 40, 40, version=1)
-    assert built.harvest().samples == [("p0", 0), ("p0", 1)]  # first, though longer
+    built.fail("p0")
+    assert built.step.wasted_tokens == 0, "they were counted when they were cut short"
+    built.generate("p2", 0, 7, 1), built.finish("p2", 0), built.generate("p2", 1, 9, 1)
+    built.fail("p2")
+    assert built.step.wasted_tokens == 16
+
+
+def test_a_trained_sample_of_a_prompt_that_fails_later_is_not_wasted():
+    built = scheduler(unit="trajectory")
+    built.generate("p0", 0, 500, 0), built.finish("p0", 0)
+    built.generate("p1", 0, 600, 0), built.finish("p1", 0)
+    assert built.harvest().lengths == [500, 600]
+    built.fail("p0")
+    assert built.step.wasted_tokens == 0
 
 
 def test_a_dropped_prompt_is_replaced_and_its_late_samples_are_nobodys():

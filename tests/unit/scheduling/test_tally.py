@@ -31,7 +31,6 @@ rules_of = st.builds(
     group_batches=st.integers(1, 4),
     unit=st.sampled_from(["group", "trajectory"]),
     harvest_tokens=st.sampled_from([None, 60]),
-    max_wait=st.sampled_from([None, 1, 2]),
 )
 
 
@@ -72,9 +71,6 @@ class Plain:
 
     def awaits(self, rewarded):
         rules, there = self.rules, ("finished",) if rewarded else ("finished", "generated")
-        for prompt, _, _ in self.samples(*(ON_THEIR_WAY if rewarded else ("running",))):
-            if rules.max_wait is not None and prompt.waited >= rules.max_wait:
-                return True
         for batches in range(rules.max_staleness):  # that follow on this one before they are too stale
             last = self.version - rules.max_staleness + batches
             if rules.unit == "group":
@@ -180,7 +176,7 @@ def lines_of_an_event(samples, **rules):
     "rules",
     [
         {},
-        {"unit": "trajectory", "max_wait": 1},
+        {"unit": "trajectory"},
         {"on_interrupt": "continue", "max_staleness": 2},
         {"on_interrupt": "keep_running", "max_staleness": 3},
     ],

@@ -23,7 +23,6 @@ rules_of = st.builds(
     group_batches=st.integers(1, 4),
     unit=st.sampled_from(["group", "trajectory"]),
     harvest_tokens=st.sampled_from([None, None, 60]),
-    max_wait=st.sampled_from([None, 1, 2]),
     max_staleness=st.integers(1, 3),
 )
 

@@ -94,7 +94,6 @@ class World:
             batch_samples=BATCH * SAMPLES,
             group_batches=self.random.choice([1, 2, 4]),
             unit=unit,
-            max_wait=self.random.choice([None, 1]),
             redraft=self.random.random() < 0.8,
             stop_wait=self.random.choice([5.0, 30.0]),
             through_training=self.separate,
