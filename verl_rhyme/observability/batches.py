@@ -8,12 +8,37 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.told import Batch
 
 
-def batch_metrics(batch: Batch, slots: int) -> dict[str, float]:
+class Occupancy:
+    """The bubble ratio of a rollout that goes on while the actor trains: there is no moment at which all that ran has
+    ended and told when it began. So the samples that are started and not ended are counted, as they change.
+
+    Args:
+        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+        now: Seconds, by any clock.
+    """
+
+    def __init__(self, slots: int, now: float) -> None:
+        self._slots, self._since, self._now, self._running, self._busy = slots, now, now, 0, 0.0
+
+    def at(self, now: float, running: int) -> None:
+        """So many samples run from now on."""
+        self._busy += (now - self._now) * min(self._running, self._slots)
+        self._now, self._running = now, running
+
+    def take(self) -> float:
+        """The ratio from the last call until the latest :meth:`at`."""
+        span, busy = self._now - self._since, self._busy
+        self._since, self._busy = self._now, 0.0
+        return 1.0 - busy / (self._slots * span) if span > 0 else 0.0
+
+
+def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict[str, float]:
     """``training/sorted/*`` and the bubble ratio (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
 
     Args:
         batch: As it was taken.
         slots: Q of the bubble ratio.
+        bubble: Where it cannot be told from what ended (:class:`Occupancy`).
     """
     harvest, counts = batch.harvest, batch.counts
     ages = [batch.version - record["policy_version_end"] for record in batch.trained]
@@ -32,7 +57,9 @@ def batch_metrics(batch: Batch, slots: int) -> dict[str, float]:
         names.SORTED_TRAINED: sum(harvest.lengths),
         names.SORTED_LEFT: batch.left,
     }
-    if batch.ran:
+    if bubble is not None:
+        metrics[names.BUBBLE_RATIO] = bubble
+    elif batch.ran:
         started, finished = (np.array([r[name] for r in batch.ran]) for name in ("started_at", "finished_at"))
         metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
     return {name: float(value) for name, value in metrics.items()}

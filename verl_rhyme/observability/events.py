@@ -140,7 +140,8 @@ class EventLog:
         Args:
             step: The first step of this start of the run.
             arm: What the run is from this step on; earlier starts keep theirs, see :func:`arms_of`.
-            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``); later ones replace earlier ones.
+            **info: ``engine``, ``slots`` (Q of ``metrics.bubble_ratio``), ``rollout`` (its stage); later ones replace
+                earlier ones.
         """
         before = read_info(self.folder)
         arms = [[first, name] for first, name in arms_of(before) if first < step]

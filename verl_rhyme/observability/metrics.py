@@ -16,6 +16,8 @@ REWARD_MEAN = "critic/score/mean"
 REWARD_MEAN_AFTER_KL = "critic/rewards/mean"
 TIMING = "timing_s/"
 GEN_S = "timing_s/gen"
+#: Of a step in which rollout does not only last as long as the trainer waits for it; else see GEN_S.
+ROLLOUT_S = "rollout/seconds"
 STEP_S = "timing_s/step"
 HISTORY_UPDATE_S = "timing_s/history_update"
 GEN_MS_PER_TOKEN = "timing_per_token_ms/gen"
@@ -206,6 +208,12 @@ def response_tokens(metrics: Mapping[str, Any]) -> float | None:
     if total is not None and prompt is not None and response is not None and prompt + response > 0:
         return float(round(total * response / (prompt + response)))
     return finite(metrics, TRAINED_TOKENS)
+
+
+def rollout_s(metrics: Mapping[str, Any]) -> float | None:
+    """Seconds of a step in which rollout ran: all of it where it goes on while the actor trains."""
+    seconds = finite(metrics, ROLLOUT_S)
+    return finite(metrics, GEN_S) if seconds is None else seconds
 
 
 def finite(metrics: Mapping[str, Any], name: str) -> float | None:

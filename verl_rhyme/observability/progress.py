@@ -53,7 +53,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     reward = value(metrics.REWARD_MEAN_AFTER_KL) if reward is None else reward
     if reward is not None:
         parts.append(f"reward {reward:.2f}")
-    tokens, seconds = metrics.response_tokens(data), value(metrics.GEN_S)
+    tokens, seconds = metrics.response_tokens(data), metrics.rollout_s(data)
     bubble = None
     if tokens is not None and seconds:
         count = f"{tokens:,.0f}".replace(",", " ")

@@ -75,7 +75,7 @@ def summarize(
     info = events.read_info(events_path)
     by_step = steps.merge(
         steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
-        steps.from_events(events_path, info.get("slots")),
+        steps.from_events(events_path, info.get("slots"), info.get("rollout", "gen")),
     )
     if not by_step:
         raise ReportError(
@@ -170,7 +170,7 @@ def _marked_arm(run: Path) -> str | None:
 
 
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rollout_s = _total([metrics.finite(row, metrics.GEN_S) for row in rows])
+    rollout_s = _total([metrics.rollout_s(row) for row in rows])
     tokens = [metrics.response_tokens(row) for row in rows]
     trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
     drafted, accepted, verified = (

@@ -70,12 +70,13 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
     return steps
 
 
-def from_events(folder: str | os.PathLike[str], slots: int | None) -> Steps:
+def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str = "gen") -> Steps:
     """The same metrics computed from the event log.
 
     Args:
         folder: Of the :class:`~verl_rhyme.observability.events.EventLog`.
         slots: See :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+        rollout: The stage that lasts as long as a step's rollout.
     """
     steps: Steps = {}
     stages = events.to_numpy(events.read_stages(folder))
@@ -90,7 +91,9 @@ def from_events(folder: str | os.PathLike[str], slots: int | None) -> Steps:
     for step in np.unique(requests["step"]):
         rows = {name: values[requests["step"] == step] for name, values in requests.items()}
         data = steps.setdefault(int(step), {metrics.EPOCH: int(rows["epoch"][0])})
-        rollout_s = metrics.finite(data, metrics.GEN_S)
+        rollout_s = metrics.finite(data, metrics.TIMING + rollout)
+        if rollout_s is not None:
+            data[metrics.ROLLOUT_S] = rollout_s
         data |= metrics.step_metrics(rows, slots, rollout_s or 0.0)
         if rollout_s is None:
             data.pop(metrics.USEFUL_TOKENS_PER_S, None)

@@ -103,8 +103,11 @@ class Rollout:
             starts.append(Start(session, kept, prompt.number + 1, rules.continues))
         return starts
 
-    def ended(self, told: Ended) -> None:
+    def ended(self, told: Ended) -> list[Record]:
         """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.
+
+        Returns:
+            Of its requests those that nobody has told before: an attempt tells those that it goes on from, too.
 
         Raises:
             Hopeless: See there.
@@ -113,7 +116,7 @@ class Rollout:
         uid, number, attempt = Attempt.named(told.session)
         sample = self._on_its_way(Attempt(uid, number, attempt))
         if sample is None:
-            return
+            return []
         if told.status == "failed":
             self._fail(uid, f"sample {number} of prompt {uid}: {told.error}")
         elif told.status == "lost":
@@ -126,13 +129,16 @@ class Rollout:
         elif sample.state == "running":
             before = {record["id"] for record in self._told.records.get((uid, number), ())}
             records = _named(told.records, uid, number)
-            self._ran += [record for record in records if record["id"] not in before]
+            new = [record for record in records if record["id"] not in before]
+            self._ran += new
             self._told.records[uid, number] = records
             self._told.kept[uid, number] = attempt
             if told.status == "generated":
                 self._generated(told, uid, number)
             elif not self.scheduler.interrupt(uid, number, told.tokens, told.first_version):
                 self._waste((uid, number))
+            return new
+        return []
 
     def lost(self, sessions: Iterable[str]) -> list[str]:
         """Nobody knows of these attempts any more: those of them that were waited for, which start again."""

@@ -113,6 +113,11 @@ class Rules:
         return self.runs_on or (self.through_training and self.continues)
 
     @property
+    def starts_through_training(self) -> bool:
+        """Samples start and run at all times, also between a harvest and the next version."""
+        return self.runs_on or (self.through_training and (self.max_staleness > 0 or self.draft_ahead))
+
+    @property
     def continues(self) -> bool:
         """What was cut short, by a version change or otherwise, goes on where it stood."""
         return self.on_interrupt != "regenerate"

@@ -89,7 +89,7 @@ class Scheduler:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
             lot: Start none before so many may be started: each start is a message.
         """
-        room = None if limit is None else limit - self.ledger.tally.samples["running"]
+        room = None if limit is None else limit - self.running
         if room is not None and room < lot:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
@@ -97,6 +97,11 @@ class Scheduler:
             # What does not span versions is all of the version it tells when it was stopped.
             self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
         return started
+
+    @property
+    def running(self) -> int:
+        """Samples that are started, and have not told that they ended."""
+        return self.ledger.tally.samples["running"]
 
     # ---- events ----
 
@@ -221,7 +226,7 @@ class Scheduler:
         """
         if stopped_s >= self.rules.stop_wait:
             return True
-        if self.rules.stops and self.ledger.tally.samples["running"]:
+        if self.rules.stops and self.running:
             return False
         if not self.enough():  # no reward makes it so
             return True

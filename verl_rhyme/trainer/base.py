@@ -14,13 +14,14 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme import config_tree
 from verl_rhyme.config import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.metrics import fillable_slots
+from verl_rhyme.observability.metrics import ROLLOUT_S, fillable_slots
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
@@ -97,7 +98,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self._recorder = Recorder(
             self._history,
             self._event_log,
-            lambda: self.fillable_slots,
+            lambda: self._bubble_slots,
             DraftCounts(self._rollout_servers),
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
@@ -114,7 +115,8 @@ class RhymeTrainerMixin(PPOTrainer):
             rollout = self.config.actor_rollout_ref.rollout
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
             step = self.global_steps + 1  # this start's first
-            self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, slots=self.fillable_slots)
+            about = {"slots": self._bubble_slots, "rollout": self._rollout_stage}
+            self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, **about)
 
     # ---- our router, if it is asked for: what it cannot see of requests ----
 
@@ -145,6 +147,18 @@ class RhymeTrainerMixin(PPOTrainer):
     def fillable_slots(self) -> int:
         """Q of the bubble ratio, for metrics, event log and report alike (:func:`~metrics.fillable_slots`)."""
         return fillable_slots(self._request_slots(), self._samples_in_flight())
+
+    @property
+    def _bubble_slots(self) -> int | None:
+        """``None`` in verl's asynchronous modes: of requests that run there, only those that are trained tell of
+        themselves."""
+        theirs = isinstance(self, PPOTrainerColocateAsync | PPOTrainerSeparateAsync)
+        return None if theirs and not self._rhyme.sorting.mode else self.fillable_slots
+
+    @property
+    def _rollout_stage(self) -> str:
+        """Of verl's stages of a step, the one that lasts as long as its rollout."""
+        return "step" if isinstance(self, PPOTrainerSeparateAsync) else "gen"
 
     def _samples_in_flight(self) -> int:
         """The most samples that are started and not yet finished at a time."""
@@ -187,7 +201,8 @@ class RhymeTrainerMixin(PPOTrainer):
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
-        recorded = self._recorder.take_metrics(rollout_s=timing_raw.get("gen", 0.0))
+        rollout_s = timing_raw.get(self._rollout_stage, 0.0)
+        recorded = {ROLLOUT_S: rollout_s, **self._recorder.take_metrics(rollout_s)}
         timing_raw["history_update"] = recorded.pop("timing_s/history_update", 0.0)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(recorded)

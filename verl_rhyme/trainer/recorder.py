@@ -39,7 +39,7 @@ class Recorder:
         self,
         history: HistoryService,
         events: EventLog | None,
-        slots: Callable[[], int],
+        slots: Callable[[], int | None],
         counts: DraftCounts,
         logprobs: bool = True,
         log_responses: bool = False,

@@ -21,7 +21,7 @@ import ray
 import transfer_queue as tq
 
 from verl_rhyme.observability.audible import keep_audible
-from verl_rhyme.observability.batches import batch_metrics
+from verl_rhyme.observability.batches import Occupancy, batch_metrics
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.ledger import State
@@ -86,6 +86,7 @@ class Coordinator:
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room)
+        self._occupancy = Occupancy(setting.slots, asyncio.get_running_loop().time())
         crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
         if fresh:
             self._clean(listing, keep=set())
@@ -154,11 +155,14 @@ class Coordinator:
         """
         setting, rollout, crew = self._open
         clock = asyncio.get_running_loop().time
-        began = told = clock()
-        while not rollout.scheduler.settled(clock() - began):
+        began = told = looked = clock()
+        while not rollout.scheduler.settled(looked - began):
             self._raise()
             told = self._complain(told, "attempts to end after the abort")
+            # Where thousands wait for their rewards a look takes milliseconds: at most a fifth of the time goes to it.
+            await asyncio.sleep(4 * (clock() - looked))
             await self._change(_TICK_S)
+            looked = clock()
         self._raise()
         if given_up := rollout.give_up():
             logger.warning(
@@ -168,6 +172,8 @@ class Coordinator:
         crew.abandon(rollout.take_abandoned())
         if not rollout.scheduler.ready():
             return None
+        self._occupancy.at(clock(), rollout.scheduler.running)
+        bubble = self._occupancy.take() if setting.rules.starts_through_training else None
         batch, state = rollout.take(), rollout.state_dict()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
@@ -177,7 +183,7 @@ class Coordinator:
         return Reply(
             keys=keys,
             tags=[listing[TRAIN][key] for key in keys],
-            metrics=batch_metrics(batch, setting.slots),
+            metrics=batch_metrics(batch, setting.slots, bubble),
             filtered=batch.filtered,
             failed=batch.failed,
             wasted=batch.wasted,
@@ -205,10 +211,9 @@ class Coordinator:
                 logger.warning("%s could not start, and starts again: %s", attempt.session, attempt.error)
             if attempt.status != "generated":
                 crew.ended(attempt.session)
-            for record in attempt.records[-1:]:  # of its own; those before are of what it went on from
-                self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             try:
-                rollout.ended(attempt)
+                for record in rollout.ended(attempt):
+                    self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
         self._go()
@@ -236,6 +241,7 @@ class Coordinator:
                 crew.abandon(rollout.take_abandoned())
             except Exception as error:
                 self._fail(error)
+        self._occupancy.at(asyncio.get_running_loop().time(), rollout.scheduler.running)
         for change in self._changes:
             if not change.done():
                 change.set_result(None)
