@@ -1,4 +1,4 @@
-"""Attempts at a sample: their names, how one is to start, and what it tells when it ends.
+"""Attempts at a sample: their names, how one is to start, and what it reports when it ends.
 
 These travel between the coordinator and the agent loop workers.
 """
@@ -60,20 +60,21 @@ class Start:
 
     Attributes:
         session: Name of the attempt (:attr:`Attempt.session`).
-        kept: Name of the attempt that has left turns to begin with; ``None`` without any.
+        predecessor: Name of the attempt that left turns: this one goes on from them or drafts from them; ``None``
+            without any.
         priority: Its place in the engine's queue, lowest first; validation has 0.
-        partial: It goes on from these turns, rather than draft from them (``Rules.continues``).
+        partial: It goes on from these turns, rather than drafts from them (``Rules.continues``).
     """
 
     session: str
-    kept: str | None
+    predecessor: str | None
     priority: int
     partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What an attempt tells of its end.
+    """How an attempt ended, as it reports.
 
     Attributes:
         session: Its name.

@@ -1,4 +1,4 @@
-"""A run's rollout, but for its messages: prompts in stock, attempts and what they told, and what a batch is made of.
+"""A run's rollout, but for its messages: prompts in stock, attempts and their reports, and what a batch is made of.
 
 Around the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions: who is started under
 which name and from whose text, whose word counts, what an ended attempt leaves to others. A pure state machine too; the
@@ -13,9 +13,9 @@ from typing import Any
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
+from verl_rhyme.scheduling.remembered import Batch, Evidence, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
-from verl_rhyme.scheduling.told import Batch, Evidence, Hopeless, Name, Record, Told
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
@@ -38,7 +38,7 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._batches_left: int | None = None
-        self._told = Told()
+        self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
         self._wasted: list[Record] = []
@@ -73,7 +73,7 @@ class Rollout:
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
         stale = self.scheduler.begin(version)
-        self.scheduler.step = before + self.scheduler.step  # told with the next batch
+        self.scheduler.step = before + self.scheduler.step  # reported with the next batch
         for sample in stale:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
@@ -97,41 +97,41 @@ class Rollout:
         rules, starts = self.rules, []
         for uid, number in self.scheduler.dispatch(limit, lot):
             prompt = self.scheduler.ledger.prompt(uid)
-            before = self._told.kept.get((uid, number)) if rules.continues or rules.redraft else None
-            kept = None if before is None else Attempt(uid, number, before).session
+            before = self._remembered.attempt.get((uid, number)) if rules.continues or rules.redraft else None
+            predecessor = None if before is None else Attempt(uid, number, before).session
             session = Attempt(uid, number, prompt.samples[number].attempt).session
-            starts.append(Start(session, kept, prompt.number + 1, rules.continues))
+            starts.append(Start(session, predecessor, prompt.number + 1, rules.continues))
         return starts
 
-    def ended(self, told: Ended) -> None:
+    def ended(self, report: Ended) -> None:
         """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.
 
         Raises:
             Hopeless: See there.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
-        uid, number, attempt = Attempt.named(told.session)
+        uid, number, attempt = Attempt.named(report.session)
         sample = self._on_its_way(Attempt(uid, number, attempt))
         if sample is None:
             return
-        if told.status == "failed":
-            self._fail(uid, f"sample {number} of prompt {uid}: {told.error}")
-        elif told.status == "lost":
+        if report.status == "failed":
+            self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
+        elif report.status == "lost":
             self.scheduler.abandon(uid, number)
-        elif told.status == "finished":
+        elif report.status == "finished":
             if sample.state == "generated":
-                self._told.scores[uid, number] = told.scores
+                self._remembered.scores[uid, number] = report.scores
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._told.records.get((uid, number), ())}
-            records = _named(told.records, uid, number)
+            before = {record["id"] for record in self._remembered.records.get((uid, number), ())}
+            records = _named(report.records, uid, number)
             self._ran += [record for record in records if record["id"] not in before]
-            self._told.records[uid, number] = records
-            self._told.kept[uid, number] = attempt
-            if told.status == "generated":
-                self._generated(told, uid, number)
-            elif not self.scheduler.interrupt(uid, number, told.tokens, told.first_version):
+            self._remembered.records[uid, number] = records
+            self._remembered.attempt[uid, number] = attempt
+            if report.status == "generated":
+                self._generated(report, uid, number)
+            elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
                 self._waste((uid, number))
 
     def lost(self, sessions: Iterable[str]) -> list[str]:
@@ -142,7 +142,7 @@ class Rollout:
         return lost
 
     def give_up(self) -> list[str]:
-        """The engines stand still: whoever has not told how it ended is busy elsewhere, and starts again."""
+        """The engines stand still: whoever has not reported how it ended is busy elsewhere, and starts again."""
         running = {a.sample: a.session for a in self.attempts()}
         given_up = [running[sample] for sample in self.scheduler.give_up()]
         self._abandoned += given_up
@@ -163,7 +163,7 @@ class Rollout:
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        trained = [record for sample in harvest.samples for record in self._told.forget(sample)]
+        trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         if self._batches_left is not None:
             self._batches_left -= 1
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
@@ -191,7 +191,7 @@ class Rollout:
     def needs_turns(self, session: str) -> bool:
         """Somebody may yet go on from, or draft from, what this attempt left."""
         uid, number, attempt = Attempt.named(session)
-        return self._told.kept.get((uid, number)) == attempt or self.needs_trajectories(session)
+        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(session)
 
     def needs_trajectories(self, session: str) -> bool:
         """What this attempt stored, or will store, may yet be trained."""
@@ -205,11 +205,11 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
-        kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
+        names = [Attempt(*sample, attempt).session for sample, attempt in self._remembered.attempt.items()]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(kept),
+            "reports": sorted(names),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self._filtered.items()),
@@ -224,7 +224,7 @@ class Rollout:
         prompts: set[str],
         handed: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
-        """Take up what :meth:`state_dict` told, and what has happened since.
+        """Take up what :meth:`state_dict` gave, and what has happened since.
 
         Args:
             state: Of an earlier moment.
@@ -259,9 +259,9 @@ class Rollout:
             if sample.state == "trained":  # nobody goes on from it
                 continue
             known = evidence.get(attempt.session, Evidence())
-            if known.told and (attempt.session in counted or attempt.attempt >= sample.attempt):
-                self._told.kept[attempt.sample] = attempt.attempt
-                self._told.records[attempt.sample] = _named(known.records, *attempt.sample)
+            if known.has_turns and (attempt.session in counted or attempt.attempt >= sample.attempt):
+                self._remembered.attempt[attempt.sample] = attempt.attempt
+                self._remembered.records[attempt.sample] = _named(known.records, *attempt.sample)
             if attempt.session in evidence:
                 latest[attempt.sample] = attempt
         self.publish(version, batches_left)
@@ -274,14 +274,14 @@ class Rollout:
     def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:
         for prompt, number, sample in self.scheduler.ledger.samples("finished"):
             known = evidence.get(Attempt(prompt.uid, number, sample.attempt).session, Evidence())
-            self._told.scores[prompt.uid, number] = known.scores
+            self._remembered.scores[prompt.uid, number] = known.scores
         for uid in [prompt.uid for prompt in self.scheduler.ledger]:
             self._filter(uid)
 
     def _restore(self, attempt: Attempt, evidence: Mapping[str, Evidence]) -> None:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         known = evidence[attempt.session]
-        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.told or known.running):
+        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.has_turns or known.running):
             return
         generated = known.status == "generated"
         state: State
@@ -294,7 +294,8 @@ class Rollout:
         else:
             state = "pending"
         running = known.running
-        if not known.told and (before := self._told.kept.get(attempt.sample)) is not None:  # what it goes on from
+        before = self._remembered.attempt.get(attempt.sample)
+        if not known.has_turns and before is not None:  # what it goes on from
             known = evidence[Attempt(*attempt.sample, before).session]
         if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
             return
@@ -311,20 +312,20 @@ class Rollout:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         return sample if sample.attempt == attempt.attempt and sample.state in ON_THEIR_WAY else None
 
-    def _generated(self, told: Ended, uid: str, number: int) -> None:
-        if self.scheduler.generate(uid, number, told.tokens, told.first_version):
+    def _generated(self, report: Ended, uid: str, number: int) -> None:
+        if self.scheduler.generate(uid, number, report.tokens, report.first_version):
             return
         if self.rules.stops:
-            assert told.first_version is not None
-            raise _lagging(self.scheduler.version - told.first_version, self.rules)
+            assert report.first_version is not None
+            raise _lagging(self.scheduler.version - report.first_version, self.rules)
         self._waste((uid, number))
-        self._abandoned.append(told.session)  # it computes a reward that nobody waits for
+        self._abandoned.append(report.session)  # it computes a reward that nobody waits for
 
     def _waste(self, sample: Name) -> None:
         """What it has may not be trained any more."""
-        self._wasted += self._told.records.pop(sample, [])
+        self._wasted += self._remembered.records.pop(sample, [])
         if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
-            self._told.kept.pop(sample, None)
+            self._remembered.attempt.pop(sample, None)
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
@@ -341,16 +342,16 @@ class Rollout:
         prompt = self.scheduler.ledger.prompt(uid)
         if not self._filters or not prompt.complete("finished"):
             return
-        told = [self._told.scores.get((uid, n)) for n in range(len(prompt.samples))]
-        scores = [score for of_sample in told for score in of_sample or ()]
-        if all(told) and len(scores) > 1 and min(scores) == max(scores):
+        by_sample = [self._remembered.scores.get((uid, n)) for n in range(len(prompt.samples))]
+        scores = [score for of_sample in by_sample for score in of_sample or ()]
+        if all(by_sample) and len(scores) > 1 and min(scores) == max(scores):
             self._filtered[scores[0]] += 1
             self._drop(uid)
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
-            self._wasted += self._told.forget((uid, number))
+            self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).session)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)

@@ -147,12 +147,12 @@ class Scheduler:
             return False
         self.step.interrupted += 1
         oldest = first_version if tokens else None
-        kept = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
-        if not kept:
+        goes_on = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
+        if not goes_on:
             self.step.wasted_tokens += tokens
             oldest = None
         self.ledger.interrupt(uid, number, tokens, oldest)
-        return kept
+        return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
         """An attempt is lost: nobody knows of it any more, and it has not told how it ended."""
@@ -336,12 +336,12 @@ class Scheduler:
             first_version = self.version
         if state in ("pending", "running") and not (self.rules.continues and tokens):
             first_version = None
-        kept = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        goes_on = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
         self.ledger.restore(
-            uid, number, attempt, state, tokens, None if state == "pending" and not kept else first_version
+            uid, number, attempt, state, tokens, None if state == "pending" and not goes_on else first_version
         )
         if state == "pending":
-            return kept
+            return goes_on
         if state == "running" and self.rules.spans_versions:
             self.ledger.progress(uid, number, self.version)
         return not self._regenerate_stale(uid, number)

@@ -113,7 +113,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     # ---- an attempt ----
 
     async def _begin(self, starts: list[Start], step: int) -> None:
-        """Prompts and kept turns come in one message each; from there on it is verl's way to :meth:`_run_prompt`."""
+        """Prompts, and turns that attempts before left, come in one message each; the rest is verl's way to
+        :meth:`_run_prompt`."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
             groups[sample_of(start.session)[0]].append(start)
@@ -121,9 +122,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # what is not there is left out
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
-            kept = await _recall([start.kept for start in starts if start.kept is not None])
+            left = await _recall([start.predecessor for start in starts if start.predecessor is not None])
             tu.assign_non_tensor_data(batch, "global_steps", step)
-            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, kept) for group in groups.values()])
+            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
         except ValueError as error:
             if len(groups) > 1:  # one that is gone takes no other along
@@ -151,7 +152,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         starts = [start for start in order.starts if start.session in self._attempts]  # not abandoned meanwhile
         tasks = []
         for start in starts:
-            session = self._session(start, order.kept.get(start.kept), len(starts))
+            session = self._session(start, order.left.get(start.predecessor), len(starts))
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
             self._attempts[start.session] = task
@@ -161,12 +162,12 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             if isinstance(result, Exception):
                 logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
 
-    def _session(self, start: Start, kept: Kept | None, group: int) -> Session:
+    def _session(self, start: Start, left: Left | None, group: int) -> Session:
         uid, number = sample_of(start.session)
         session = Session(start.partial, start.priority, start.session, sample=number, group=group)
-        if kept is not None:
-            session.kept = kept.turns
-            session.records = kept.records if session.partial else []
+        if left is not None:
+            session.kept = left.turns
+            session.records = left.records if session.partial else []
         if self._coupled:
             session.noise = f"{key_of(self._seed, uid, number):016x}"
         return session
@@ -188,8 +189,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            told = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
-            await self._reports.send(told)
+            report = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
+            await self._reports.send(report)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:
@@ -224,7 +225,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
 
 
-class Kept(NamedTuple):
+class Left(NamedTuple):
     """What an attempt left to the next."""
 
     turns: list[Turn]
@@ -236,10 +237,10 @@ class _Order:
     """Samples of a prompt to start, and what earlier attempts left, by name."""
 
     starts: list[Start]
-    kept: dict[str | None, Kept]
+    left: dict[str | None, Left]
 
 
-async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
+async def _recall(sessions: list[str]) -> dict[str | None, Left]:
     """By name, what these attempts left; what is not there is left out, and those samples begin anew."""
     if not sessions:
         return {}
@@ -247,7 +248,7 @@ async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
         data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["turns", "records"])
         columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
         return {
-            session: Kept([Turn.from_dict(turn) for turn in turns], list(records))
+            session: Left([Turn.from_dict(turn) for turn in turns], list(records))
             for session, turns, records in zip(sessions, *columns, strict=True)  # it leaves out what is not there
         }
     except Exception:
@@ -255,7 +256,7 @@ async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
             logger.warning("what %s said is not there: the sample begins anew", sessions[0], exc_info=True)
             return {}
         one_by_one = [await _recall([session]) for session in sessions]
-        return {session: kept for found in one_by_one for session, kept in found.items()}
+        return {session: left for found in one_by_one for session, left in found.items()}
 
 
 def _score(trajectory: Any, metric: str) -> float:

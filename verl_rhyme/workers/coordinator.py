@@ -33,7 +33,7 @@ from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajector
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which it is told, again and again, what a batch still waits for.
+#: Seconds after which it is logged, again and again, what a batch still waits for.
 _PATIENCE_S = 60.0
 #: Seconds after which the trainer is asked to look after the replicas, again and again.
 _LOOK_S = 20.0
@@ -53,7 +53,7 @@ class Coordinator:
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
-        self._told: float | None = None  # when it was told last what a batch waits for
+        self._complained_at: float | None = None  # when it was last logged what a batch waits for
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -131,17 +131,17 @@ class Coordinator:
         """
         rollout, clock = self._open[1], asyncio.get_running_loop().time
         began = clock()
-        self._told = self._told or began
+        self._complained_at = self._complained_at or began
         self._dispatching = True
         self._go()
         while True:
             self._raise()
             if rollout.scheduler.enough(rewarded):
-                self._dispatching, self._told = not stopping, None
+                self._dispatching, self._complained_at = not stopping, None
                 return None
             if any(wants := self._wants()):
                 return wants
-            self._told = self._complain(self._told, "an update batch")
+            self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             if clock() - began > _LOOK_S:
                 return Wants(replicas=True)
@@ -154,10 +154,10 @@ class Coordinator:
         """
         setting, rollout, crew = self._open
         clock = asyncio.get_running_loop().time
-        began = told = clock()
+        began = complained_at = clock()
         while not rollout.scheduler.settled(clock() - began):
             self._raise()
-            told = self._complain(told, "attempts to end after the abort")
+            complained_at = self._complain(complained_at, "attempts to end after the abort")
             await self._change(_TICK_S)
         self._raise()
         if given_up := rollout.give_up():
@@ -194,21 +194,21 @@ class Coordinator:
 
     # ---- the agent loop workers' ----
 
-    async def ended(self, told: list[Ended]) -> None:
+    async def ended(self, reports: list[Ended]) -> None:
         """How attempts ended, in the order in which they did."""
         if self._opened is None:
-            self._early += told
+            self._early += reports
             return
         _, rollout, crew = self._opened
-        for attempt in told:
-            if attempt.status == "lost":
-                logger.warning("%s could not start, and starts again: %s", attempt.session, attempt.error)
-            if attempt.status != "generated":
-                crew.ended(attempt.session)
-            for record in attempt.records[-1:]:  # of its own; those before are of what it went on from
+        for report in reports:
+            if report.status == "lost":
+                logger.warning("%s could not start, and starts again: %s", report.session, report.error)
+            if report.status != "generated":
+                crew.ended(report.session)
+            for record in report.records[-1:]:  # of its own; those before are of what it went on from
                 self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             try:
-                rollout.ended(attempt)
+                rollout.ended(report)
             except Exception as error:
                 self._fail(error)
         self._go()
@@ -267,10 +267,10 @@ class Coordinator:
         await asyncio.wait({change}, timeout=timeout)
         self._changes.discard(change)
 
-    def _complain(self, told: float, what: str) -> float:
+    def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
-        if now - told < _PATIENCE_S:
-            return told
+        if now - complained_at < _PATIENCE_S:
+            return complained_at
         ledger = self._open[1].scheduler.ledger
         counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
         logger.warning("waiting for %s; samples by state: %s", what, counts)

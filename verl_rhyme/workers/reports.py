@@ -74,8 +74,8 @@ class Reports:
         if scored := [ended for ended, _ in rows if ended.scores]:
             tags = {"keys": [ended.session for ended in scored], "tags": [_tag(ended) for ended in scored]}
             await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **tags), "TransferQueue", len(scored))
-        told = [ended for ended, _ in rows]
-        await _insist(lambda: self._coordinator.ended.remote(told), "the coordinator", len(told))
+        reports = [ended for ended, _ in rows]
+        await _insist(lambda: self._coordinator.ended.remote(reports), "the coordinator", len(reports))
 
 
 def _tag(ended: Ended) -> dict[str, Any]:

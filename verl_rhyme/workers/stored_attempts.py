@@ -1,4 +1,4 @@
-"""Attempts as TransferQueue has them: what they told, and the trajectories they stored."""
+"""Attempts as TransferQueue has them: what they reported, and the trajectories they stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import transfer_queue as tq
 
-from verl_rhyme.scheduling.told import Evidence, Record
+from verl_rhyme.scheduling.remembered import Evidence, Record
 from verl_rhyme.workers.session import SESSIONS
 
 logger = logging.getLogger(__name__)
@@ -32,20 +32,21 @@ async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -
 
 async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
     """By name, what is known of all attempts: as the queue has it, and those that are ``running``."""
-    told = {k: tag for k, tag in listing.get(SESSIONS, {}).items() if tag.get("status") in ("interrupted", "generated")}
+    tags = listing.get(SESSIONS, {})
+    reported = {name: tag for name, tag in tags.items() if tag.get("status") in ("interrupted", "generated")}
     stored = trajectories(listing.get(TRAIN, {}))
-    records = await _records(list(told))
+    records = await _records(list(reported))
     return {
         session: Evidence(
-            status=told.get(session, {}).get("status"),
-            tokens=told.get(session, {}).get("tokens", 0),
-            first_version=told.get(session, {}).get("first_version"),
+            status=reported.get(session, {}).get("status"),
+            tokens=reported.get(session, {}).get("tokens", 0),
+            first_version=reported.get(session, {}).get("first_version"),
             running=session in running,
             stored=session in stored,
             records=records.get(session, []),
-            scores=told.get(session, {}).get("scores", []),
+            scores=reported.get(session, {}).get("scores", []),
         )
-        for session in {*told, *running}
+        for session in {*reported, *running}
     }
 
 

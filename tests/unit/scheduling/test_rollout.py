@@ -5,9 +5,9 @@ import json
 import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of, session_key
+from verl_rhyme.scheduling.remembered import Evidence, Hopeless
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import named
-from verl_rhyme.scheduling.told import Evidence, Hopeless
 
 
 def rollout(mode="on_policy", prompts=(("a", 2),), filters=False, start=True, **rules):
@@ -78,14 +78,14 @@ def test_what_an_earlier_attempt_tells_changes_nothing():
     assert made.lost(["a_0"]) == []
 
 
-@pytest.mark.parametrize(("mode", "redraft", "kept"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
-def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, kept):
+@pytest.mark.parametrize(("mode", "redraft", "predecessor"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
+def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, predecessor):
     made = rollout(mode, redraft=redraft)
     tell(made, interrupted("a_0"))
     assert states(made) == ["pending", "running"]
     assert made.scheduler.step.wasted_tokens == 3
     [start] = made.fill()
-    assert (start.kept, start.partial) == (kept, False)
+    assert (start.predecessor, start.partial) == (predecessor, False)
     assert made.needs_turns("a_0")
 
 
@@ -93,7 +93,7 @@ def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
     made = rollout("partial")
     tell(made, interrupted("a_0"))
     [start] = made.fill()
-    assert (start.kept, start.partial) == ("a_0", True)
+    assert (start.predecessor, start.partial) == ("a_0", True)
     again = start.session
     both = [record("a_0", 3), record(again, 4)]
     tell(made, Ended(again, "generated", 7, 0, both), finished(again), generated("a_1"), finished("a_1"))
@@ -108,7 +108,7 @@ def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_sa
     tell(made, generated("a_0"))
     assert made.lost(["a_0"]) == ["a_0"]
     [start] = made.fill()
-    assert start.kept == "a_0"
+    assert start.predecessor == "a_0"
     assert made.needs_turns("a_0")
 
 
@@ -129,7 +129,7 @@ def test_what_got_too_stale_is_wasted_and_its_attempt_is_to_end():
     assert states(made) == ["pending", "pending"]
     assert made.take_abandoned() == ["a_0"]  # it waits for its reward
     assert made.scheduler.step.wasted_tokens == 7
-    assert {start.kept for start in made.fill()} == {"a_0", "a_1"}
+    assert {start.predecessor for start in made.fill()} == {"a_0", "a_1"}
     for start in [session_key("a", n, 1) for n in (0, 1)]:
         tell(made, generated(start, version=1), finished(start))
     batch = made.take()
@@ -211,7 +211,7 @@ def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
     again = [start.session for start in made.fill()]
     made.publish(2, None)
     tell(made, *(end(session, version=0) for session in again), end("a_1", version=0))
-    assert [start.kept for start in made.fill()] == [None] * 2
+    assert [start.predecessor for start in made.fill()] == [None] * 2
     assert sum(row["response_tokens"] for row in made._wasted) > 0
 
 
@@ -240,7 +240,7 @@ def test_what_happened_since_the_state_was_saved_is_taken_up(mode):
     )
     assert gone == []
     assert states(again) == ["finished", "generated", "pending", "running"]
-    assert [start.kept for start in again.fill()] == ["a_2"]
+    assert [start.predecessor for start in again.fill()] == ["a_2"]
     assert again.needs_trajectories("a_0")
     tell(again, finished("a_1"), generated("a_3"), finished("a_3"))
     assert states(again)[1] == states(again)[3] == "finished"
@@ -264,7 +264,7 @@ def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
     evidence = {"a_0": Evidence("interrupted", 3, 0), "a_1": Evidence("interrupted", 2, 0)}
     again, _ = reopened(made, evidence, mode="partial")
     assert states(again) == ["pending", "pending"]
-    assert {start.session: start.kept for start in again.fill()} == {
+    assert {start.session: start.predecessor for start in again.fill()} == {
         session_key("a", 0, attempt=2): "a_0",
         session_key("a", 1, attempt=1): "a_1",
     }
@@ -274,14 +274,14 @@ def test_a_response_without_its_reward_starts_again_from_what_it_had_said():
     made = rollout()
     again, _ = reopened(made, {"a_0": Evidence("generated", 5, 0)})
     assert states(again) == ["pending", "pending"]
-    assert [start.kept for start in again.fill()] == ["a_0", None]
+    assert [start.predecessor for start in again.fill()] == ["a_0", None]
 
 
 def test_a_report_that_counted_and_is_gone_is_not_gone_on_from():
     made = rollout()
     tell(made, generated("a_0"))
     again, _ = reopened(made, {})
-    assert [start.kept for start in again.fill()] == [None, None]
+    assert [start.predecessor for start in again.fill()] == [None, None]
 
 
 def test_prompts_without_data_are_replaced():
@@ -326,7 +326,7 @@ def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
     again, _ = reopened(made, evidence, version=2, mode=mode)
     assert states(again) == ["pending", "pending"]
     assert again.take_abandoned() == ["a_1"]
-    assert [start.kept for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
+    assert [start.predecessor for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
 
 
 @pytest.mark.parametrize("named_", [{}, {"attempt": 0}])
@@ -343,7 +343,7 @@ def test_a_state_of_an_earlier_version_is_read(named_):
     told = again.state_dict()
     assert (told["version"], told["owed"], told["reports"]) == (2, 1, ["a_0", "a_1"])
     [start] = again.fill()
-    assert (start.kept, start.partial) == ("a_1", True)
+    assert (start.predecessor, start.partial) == ("a_1", True)
     prompt = again.scheduler.ledger.prompt("a")
     assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
 

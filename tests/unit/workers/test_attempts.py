@@ -72,8 +72,8 @@ def queue(monkeypatch):
     return SimpleNamespace(left=left, asked=asked)
 
 
-def first(number, kept=None):
-    return Start(session_key("a", number), kept, 0, partial=True)
+def first(number, predecessor=None):
+    return Start(session_key("a", number), predecessor, 0, partial=True)
 
 
 async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
