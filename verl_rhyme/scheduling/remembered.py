@@ -45,7 +45,7 @@ class Batch:
 
     Attributes:
         harvest: The samples.
-        sessions: Name of each one's attempt: its trajectories' keys begin with it.
+        attempts: Name of each one's attempt: its trajectories' keys begin with it.
         version: The policy version it trains.
         trained: Request records of these samples, with ``uid`` and ``sample``.
         ran: Those of the attempts that ended since the last batch.
@@ -57,7 +57,7 @@ class Batch:
     """
 
     harvest: Harvest
-    sessions: list[str]
+    attempts: list[str]
     version: int
     trained: list[Record]
     ran: list[Record]

@@ -77,7 +77,7 @@ class Rollout:
         for sample in stale:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
-                self._abandoned.append(under_way[sample].session)
+                self._abandoned.append(under_way[sample].name)
         self._batches_left = batches_left
 
     # ---- attempts ----
@@ -98,9 +98,9 @@ class Rollout:
         for uid, number in self.scheduler.dispatch(limit, lot):
             prompt = self.scheduler.ledger.prompt(uid)
             before = self._remembered.attempt.get((uid, number)) if rules.continues or rules.redraft else None
-            predecessor = None if before is None else Attempt(uid, number, before).session
-            session = Attempt(uid, number, prompt.samples[number].attempt).session
-            starts.append(Start(session, predecessor, prompt.number + 1, rules.continues))
+            predecessor = None if before is None else Attempt(uid, number, before).name
+            name = Attempt(uid, number, prompt.samples[number].attempt).name
+            starts.append(Start(name, predecessor, prompt.number + 1, rules.continues))
         return starts
 
     def ended(self, report: Ended) -> None:
@@ -110,7 +110,7 @@ class Rollout:
             Hopeless: See there.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
-        uid, number, attempt = Attempt.named(report.session)
+        uid, number, attempt = Attempt.named(report.name)
         sample = self._on_its_way(Attempt(uid, number, attempt))
         if sample is None:
             return
@@ -134,16 +134,16 @@ class Rollout:
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
                 self._waste((uid, number))
 
-    def lost(self, sessions: Iterable[str]) -> list[str]:
+    def lost(self, names: Iterable[str]) -> list[str]:
         """Nobody knows of these attempts any more: those of them that were waited for, which start again."""
-        lost = [session for session in sessions if self._on_its_way(Attempt.named(session)) is not None]
-        for session in lost:
-            self.scheduler.abandon(*Attempt.named(session).sample)
+        lost = [name for name in names if self._on_its_way(Attempt.named(name)) is not None]
+        for name in lost:
+            self.scheduler.abandon(*Attempt.named(name).sample)
         return lost
 
     def give_up(self) -> list[str]:
         """The engines stand still: whoever has not reported how it ended is busy elsewhere, and starts again."""
-        running = {a.sample: a.session for a in self.attempts()}
+        running = {a.sample: a.name for a in self.attempts()}
         given_up = [running[sample] for sample in self.scheduler.give_up()]
         self._abandoned += given_up
         return given_up
@@ -169,7 +169,7 @@ class Rollout:
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             harvest=harvest,
-            sessions=[Attempt(*sample, finished[sample]).session for sample in harvest.samples],
+            attempts=[Attempt(*sample, finished[sample]).name for sample in harvest.samples],
             version=version,
             trained=trained,
             ran=self._ran,
@@ -188,14 +188,14 @@ class Rollout:
         """Somebody may yet ask for this prompt's data."""
         return uid in self.scheduler.ledger or uid in self._stock
 
-    def needs_turns(self, session: str) -> bool:
+    def needs_turns(self, name: str) -> bool:
         """Somebody may yet go on from, or draft from, what this attempt left."""
-        uid, number, attempt = Attempt.named(session)
-        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(session)
+        uid, number, attempt = Attempt.named(name)
+        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(name)
 
-    def needs_trajectories(self, session: str) -> bool:
+    def needs_trajectories(self, name: str) -> bool:
         """What this attempt stored, or will store, may yet be trained."""
-        attempt = Attempt.named(session)
+        attempt = Attempt.named(name)
         if attempt.uid not in self.scheduler.ledger:
             return False
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
@@ -205,7 +205,7 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
-        names = [Attempt(*sample, attempt).session for sample, attempt in self._remembered.attempt.items()]
+        names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
@@ -244,7 +244,7 @@ class Rollout:
         stock = dict([*state.get("stock", []), *handed])
         gone += [uid for uid in stock if uid not in prompts]
         self._stock = {uid: n for uid, n in stock.items() if uid in prompts and uid not in self.scheduler.ledger}
-        begun = {Attempt.named(session).uid for session in evidence} & self._stock.keys()
+        begun = {Attempt.named(name).uid for name in evidence} & self._stock.keys()
         for uid in list(self._stock):  # in the order in which they were loaded since
             if begun:
                 self.scheduler.load(uid, self._stock.pop(uid))
@@ -258,11 +258,11 @@ class Rollout:
             sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "trained":  # nobody goes on from it
                 continue
-            known = evidence.get(attempt.session, Evidence())
-            if known.has_turns and (attempt.session in counted or attempt.attempt >= sample.attempt):
+            known = evidence.get(attempt.name, Evidence())
+            if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
                 self._remembered.attempt[attempt.sample] = attempt.attempt
                 self._remembered.records[attempt.sample] = _named(known.records, *attempt.sample)
-            if attempt.session in evidence:
+            if attempt.name in evidence:
                 latest[attempt.sample] = attempt
         self.publish(version, batches_left)
         for attempt in latest.values():
@@ -273,14 +273,14 @@ class Rollout:
 
     def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:
         for prompt, number, sample in self.scheduler.ledger.samples("finished"):
-            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).session, Evidence())
+            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
             self._remembered.scores[prompt.uid, number] = known.scores
         for uid in [prompt.uid for prompt in self.scheduler.ledger]:
             self._filter(uid)
 
     def _restore(self, attempt: Attempt, evidence: Mapping[str, Evidence]) -> None:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        known = evidence[attempt.session]
+        known = evidence[attempt.name]
         if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.has_turns or known.running):
             return
         generated = known.status == "generated"
@@ -296,12 +296,12 @@ class Rollout:
         running = known.running
         before = self._remembered.attempt.get(attempt.sample)
         if not known.has_turns and before is not None:  # what it goes on from
-            known = evidence[Attempt(*attempt.sample, before).session]
+            known = evidence[Attempt(*attempt.sample, before).name]
         if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
             return
         self._waste(attempt.sample)
         if running:
-            self._abandoned.append(attempt.session)
+            self._abandoned.append(attempt.name)
 
     # ---- within ----
 
@@ -319,7 +319,7 @@ class Rollout:
             assert report.first_version is not None
             raise _lagging(self.scheduler.version - report.first_version, self.rules)
         self._waste((uid, number))
-        self._abandoned.append(report.session)  # it computes a reward that nobody waits for
+        self._abandoned.append(report.name)  # it computes a reward that nobody waits for
 
     def _waste(self, sample: Name) -> None:
         """What it has may not be trained any more."""
@@ -353,7 +353,7 @@ class Rollout:
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
             self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:
-                self._abandoned.append(Attempt(uid, number, sample.attempt).session)
+                self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)
 
 

@@ -86,12 +86,12 @@ class Coordinator:
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room)
-        crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
+        crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
             self._clean(listing, keep=set())
         early, self._early = self._early, []
         await self.ended(early)
-        self._lost([a.session for a in rollout.attempts() if not crew.knows(a.session)], "their worker died meanwhile")
+        self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
         return rollout.state_dict()
 
     async def add_workers(self, workers: list[Any]) -> None:
@@ -171,7 +171,7 @@ class Coordinator:
         batch, state = rollout.take(), rollout.state_dict()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
-        keys = [key for session in batch.sessions for key in stored[session]]
+        keys = [key for name in batch.attempts for key in stored[name]]
         self._clean(listing, keep=set(keys))
         self._go()
         return Reply(
@@ -202,9 +202,9 @@ class Coordinator:
         _, rollout, crew = self._opened
         for report in reports:
             if report.status == "lost":
-                logger.warning("%s could not start, and starts again: %s", report.session, report.error)
+                logger.warning("%s could not start, and starts again: %s", report.name, report.error)
             if report.status != "generated":
-                crew.ended(report.session)
+                crew.ended(report.name)
             for record in report.records[-1:]:  # of its own; those before are of what it went on from
                 self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             try:
@@ -241,10 +241,10 @@ class Coordinator:
                 change.set_result(None)
         self._changes.clear()
 
-    def _lost(self, sessions: list[str], why: str) -> None:
+    def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
             return
-        if lost := self._opened[1].lost(sessions):
+        if lost := self._opened[1].lost(names):
             logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
         self._go()
 
@@ -283,12 +283,12 @@ class Coordinator:
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
                 return rollout.needs_prompt(key)
-            session = key.rpartition("_")[0] if partition == TRAIN else key
+            name = key.rpartition("_")[0] if partition == TRAIN else key
             try:
-                Attempt.named(session)
+                Attempt.named(name)
             except ValueError:  # another trainer mode's
                 return False
-            return rollout.needs_trajectories(session) if partition == TRAIN else rollout.needs_turns(session)
+            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]

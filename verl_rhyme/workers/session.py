@@ -90,12 +90,12 @@ class Conversation:
 
 @dataclass
 class Session:
-    """An attempt at a sample.
+    """One attempt at a sample, as the agent loop's task carries it.
 
     Attributes:
         partial: Continue what is kept, rather than draft from it.
         priority: Of its requests, lowest first.
-        name: See :func:`session_key`; empty for a sample that none of our trainers dispatched.
+        name: ``Attempt.name``; empty for a sample that none of our trainers dispatched.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of one that was dispatched.

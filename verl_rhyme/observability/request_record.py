@@ -1,4 +1,4 @@
-"""One attempt of a request, as the rollout server saw it."""
+"""One request, as the rollout server saw it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RequestRecord:
     id: str
     prompt_key: str  # hex
     sample: int
-    attempt: int
+    attempt: int  # number of the request in its conversation
     replica: int
     node: str
     queued_at: float
