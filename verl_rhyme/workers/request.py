@@ -17,7 +17,7 @@ from typing import Any
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.placement import Request
 
-__all__ = ["COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
+__all__ = ["DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
 
 #: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
@@ -27,7 +27,7 @@ PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last")
 ENGINE = ("id", "key", "noise", "previous")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
-COUNTS = {
+DRAFT_COUNTS = {
     "drafted": "drafted_tokens",
     "accepted": "accepted_tokens",
     "verify_steps": "verify_steps",
