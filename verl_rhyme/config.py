@@ -223,7 +223,8 @@ class SortingConfig:
         unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
-        max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: the group's bound.
+        max_wait: Updates that may pass a prompt by before the next one waits for it; ``None``: no bound but that of the
+            load (``group_batches`` - 1).
         max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.

@@ -37,7 +37,7 @@ class Harvest:
 
 @dataclass
 class StepCounts:
-    """What became of tokens since the last the scheduler's ``begin``.
+    """What became of tokens since the scheduler's last ``begin``.
 
     Attributes:
         loaded, dropped: Prompts.

@@ -1,5 +1,5 @@
-"""verl's agent loop manager and worker: each task says which sample it works on, a session
-(:mod:`verl_rhyme.workers.session`), and for trainers that interrupt samples it reports how an attempt ended."""
+"""verl's agent loop manager and worker: each task says what it works on, a session
+(:mod:`verl_rhyme.workers.session`); of attempts that the coordinator starts it reports how they ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         gc.freeze()  # see Coordinator
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
-        assert rhyme is not None, "the trainer that dispatches samples runs with rhyme only"
+        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._coupled = rhyme.sampling.coupled
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
@@ -282,7 +282,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = SessionAgentLoopWorker
         rhyme = config_tree.from_rollout(self.rollout_config)
-        assert rhyme is not None, "the trainer that dispatches samples runs with rhyme only"
+        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
         self._ready: list[Any] = []  # workers that have started
 

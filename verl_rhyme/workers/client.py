@@ -87,7 +87,7 @@ class _Requests(LLMServerClient):
             try:
                 acquired = await super()._acquire_server(request_id, **extra)
             except RuntimeError as error:
-                # All have died; a trainer that starts samples itself starts replicas as well, or ends.
+                # All have died; where samples are interruptible the trainer starts others, or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -111,7 +111,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
 
     1. the prompt: its key is that of the conversation's first turn; the records of all its requests go back with
        the output;
-    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and one ends the attempt;
+    2. the turn, where samples are interrupted: it may have begun before an interruption, and one ends the attempt;
     3. verl's resume loop, where the client resumes aborted requests itself;
     4. the request, to one server: what it is goes along, the server's record of it is kept.
 
@@ -121,7 +121,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         config: verl's, whole.
         load_balancer_handle: verl's.
         resumes: As verl's ``FullyAsyncLLMServerClient``.
-        interruptible: For a trainer that interrupts and starts samples itself.
+        interruptible: A coordinator starts the samples, and weight updates interrupt them.
         kwargs: verl's.
     """
 
@@ -214,7 +214,7 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
     Args:
         client: verl's; one of its ``FullyAsyncLLMServerClient`` resumes aborted requests as before, also within a turn
             of an interruptible one.
-        interruptible: For a trainer that interrupts and starts samples itself.
+        interruptible: A coordinator starts the samples, and weight updates interrupt them.
 
     Raises:
         TypeError: A client class of neither verl nor this package.
