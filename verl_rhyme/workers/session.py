@@ -1,12 +1,12 @@
 """What a task works on: one attempt at a sample; what earlier ones left to it, and what it leaves to the next.
 
 The agent loop worker says it, in a variable of the task's context; the client reads it and keeps there what it learns,
-so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its requests. An
-attempt that the coordinator started has a name as well, and its turns are kept:
+so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its requests.
+An attempt that the coordinator started has a name as well, and its turns are kept:
 
 An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the coordinator decides
-when the next one starts. A partial one replays the turns that were complete and continues the last where it was cut; else it
-begins anew, and the turns of the attempt before are what its drafts are made from.
+when the next one starts. A partial one replays the turns that were complete and continues the last where it was cut;
+else it begins anew, and the turns of the attempt before are what its drafts are made from.
 """
 
 from __future__ import annotations
