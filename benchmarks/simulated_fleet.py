@@ -22,7 +22,7 @@ import zmq.asyncio
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Ended, Start, sample_of
 from verl_rhyme.workers import coordinator
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
@@ -150,11 +150,11 @@ class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  
     async def _end(self, starts: list[Start]) -> None:
         now, told = time.time(), []
         for start in starts:
-            record = _record(Session(), "0" * 32, sample_of(start.session)[1], now, self._tokens, 0)
-            told.append(Ended(start.session, "generated", self._tokens, 0, [record]))
+            record = _record(Session(), "0" * 32, sample_of(start.name)[1], now, self._tokens, 0)
+            told.append(Ended(start.name, "generated", self._tokens, 0, [record]))
         self.freed += [now] * len(starts)
         await asyncio.gather(*(self._reports.send(ended) for ended in told))
-        await asyncio.gather(*(self._reports.send(Ended(start.session, "finished")) for start in starts))
+        await asyncio.gather(*(self._reports.send(Ended(start.name, "finished")) for start in starts))
 
     async def _tell(self, session: Session, status: Any) -> None:
         self.freed.append(time.time())

@@ -25,7 +25,7 @@ AUTOMATIC_HISTORY_BYTES = 64 << 30
 AUTOMATIC_HISTORY_SHARE = 0.5
 
 #: Values of ``drafting.policy``.
-POLICIES = ("adaptive", "paper")
+DRAFTERS = ("adaptive", "paper")
 
 #: Values of ``sampling.verify``.
 VERIFIERS = ("ours", "vllm")
@@ -169,7 +169,7 @@ class DraftingConfig:
             "null or at least 0",
         )
         _require(self.logits_memory >= 1 << 20, "drafting.logits_memory", self.logits_memory, "at least 1 MiB")
-        _require(self.policy in POLICIES, "drafting.policy", self.policy, " or ".join(POLICIES))
+        _require(self.policy in DRAFTERS, "drafting.policy", self.policy, " or ".join(DRAFTERS))
         _require(0 < self.floor < 1, "drafting.floor", self.floor, "above 0 and below 1")
         _require(1 <= self.tail_weight <= 100, "drafting.tail_weight", self.tail_weight, "from 1 to 100")
         _require(

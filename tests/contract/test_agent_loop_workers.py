@@ -58,7 +58,7 @@ class Worker:
         if self.mood == "hangs":
             time.sleep(60)
         if self.mood != "forgets":
-            self.about += [start.session for start in starts]
+            self.about += [start.name for start in starts]
 
     async def attempts(self):
         return list(self.about)

@@ -36,7 +36,7 @@ class Worker:
         pass
 
     async def begin(self, starts, step):
-        names = [start.session for start in starts]
+        names = [start.name for start in starts]
         rows = TensorDict({"index": torch.zeros(len(names))}, batch_size=len(names))
         left = TensorDict({"records": torch.zeros(len(names), 0)}, batch_size=len(names))
         tags = [{"status": "generated", "tokens": 3, "first_version": step - 1}] * len(names)

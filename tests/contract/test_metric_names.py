@@ -18,7 +18,7 @@ from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
 from verl_rhyme.trainer import pipeline, recorder
-from verl_rhyme.workers.history_service import COUNTS
+from verl_rhyme.workers.history_service import STORE_COUNTS
 
 ROOT = Path(__file__).parents[2]
 #: Ours in a table are spelt in full, or as the last part of the name before: `waiting/mean`, `max`.
@@ -103,7 +103,7 @@ def emitted(folder: Path) -> set[str]:
     sources = [Path(module.__file__).read_text() for module in (recorder, pipeline, batches)]
     named = {getattr(m, name) for source in sources for name in re.findall(r"\bnames\.([A-Z]\w+)", source)}
     store = HistoryStore(folder / "history", "", 1 << 20, 1)
-    kept = {f"{m.HISTORY}/{name}" for name in (*COUNTS, *store.stats())}
+    kept = {f"{m.HISTORY}/{name}" for name in (*STORE_COUNTS, *store.stats())}
     store.close()
     return set(step) | (named - {m.HISTORY}) | kept | {m.STALENESS_MAX}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from verl_rhyme.scheduling.attempts import session_key
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.workers.session import current
 
 #: A tool takes so long that a step that waits for it fails the test.
@@ -25,7 +25,7 @@ class UnreliableLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params, **kwargs):
         uid, sample, index = kwargs["uid"], kwargs["session_id"], int(kwargs["index"])
         session = current()
-        first_attempt = session is not None and session.name == session_key(uid, sample)
+        first_attempt = session is not None and session.name == Attempt(uid, sample).name
         if canned(index, sample):
             prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
             return AgentLoopOutput(

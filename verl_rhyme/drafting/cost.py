@@ -20,7 +20,8 @@ from numba import njit
 _FEATURES = 4
 #: Steps between two fits.
 REFIT_EVERY = 32
-#: Every so many steps more is granted than pays, up to a token a row, so that the cost of drafting stays known.
+#: Every so many steps more is granted than pays, so that the cost of drafting stays known: up to a token a row, or up
+#: to the longest draft where that is more.
 EXPLORE_EVERY = 128
 
 

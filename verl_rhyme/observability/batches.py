@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.told import Batch
+from verl_rhyme.scheduling.remembered import Batch
 
 
 class Occupancy:

@@ -1,4 +1,4 @@
-"""The event log: one row per request attempt and one per stage of a step, and, where asked for, one per response with
+"""The event log: one row per request and one per stage of a step, and, where asked for, one per response with
 its tokens; Arrow files in the run folder.
 
 Each flush is one small file, written under another name and then renamed: a run killed at any moment leaves earlier
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.observability.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def _type(field: dataclasses.Field) -> pa.DataType:
     return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type)]
 
 
-#: One row per attempt of a request: the server's :class:`RequestRecord`, and what became of the response. Times are
+#: One row per request: the server's :class:`RequestRecord`, and what became of the response. Times are
 #: seconds since the Unix epoch; ``*_at`` is null where it never happened. ``step`` is the one that trained the response
 #: (or validated it), ``epoch`` counts from 0 as verl's does.
 REQUESTS = pa.schema(
@@ -108,12 +108,12 @@ class EventLog:
             self._warn(error)
 
     def append_requests(self, step: int, epoch: int, columns: Mapping[str, Any]) -> None:
-        """Log request attempts of one step: may be called several times for a step.
+        """Log requests of one step: may be called several times for a step.
 
         Args:
             step: Trainer step, from 1.
             epoch: From 0, as verl counts.
-            columns: Name of :data:`REQUESTS` to a sequence or array of shape [attempts], or to one value for all
+            columns: Name of :data:`REQUESTS` to a sequence or array of shape [requests], or to one value for all
                 rows. Missing columns are null. ``prompt_key`` takes 16 bytes or 32 hex digits.
 
         Raises:
@@ -187,7 +187,7 @@ class EventLog:
 
 
 def read_requests(folder: str | os.PathLike[str]) -> pa.Table:
-    """All request attempts of a run in the order of their steps, schema :data:`REQUESTS`.
+    """All requests of a run in the order of their steps, schema :data:`REQUESTS`.
 
     An unreadable file is left out with a warning; a missing folder is an empty table.
     """

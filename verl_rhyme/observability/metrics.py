@@ -144,7 +144,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
 
     Args:
         requests: Columns of the event log (:data:`verl_rhyme.observability.events.REQUESTS`), each of shape
-            [attempts]. Validation requests are left out; what a missing column would tell is left out too.
+            [requests]. Validation requests are left out; what a missing column would tell is left out too.
         slots: See :func:`bubble_ratio`; ``None`` where unknown: no bubble ratio then.
         rollout_s: Seconds the step's rollout took (verl's ``timing_s/gen``).
 

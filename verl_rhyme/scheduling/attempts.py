@@ -1,4 +1,4 @@
-"""Attempts at a sample: their names, how one is to start, and what it tells when it ends.
+"""Attempts at a sample: their names, how one is to start, and what it reports when it ends.
 
 These travel between the coordinator and the agent loop workers.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 #: reward raised; ``lost``: it could not start.
 Status = Literal["generated", "finished", "interrupted", "failed", "lost"]
 
-#: Of a session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
+#: Of verl's session number (an int, as verl wants it in a trajectory's key) the part that is the sample's number.
 _SAMPLES = 1 << 16
 
 
@@ -29,7 +29,7 @@ class Attempt(NamedTuple):
         return self.uid, self.number
 
     @property
-    def session(self) -> str:
+    def name(self) -> str:
         """Its name: what verl puts before the index of its trajectories.
 
         Each attempt has its own, so that what an abandoned one still writes is under a name that nobody reads.
@@ -37,21 +37,16 @@ class Attempt(NamedTuple):
         return f"{self.uid}_{self.attempt * _SAMPLES + self.number}"
 
     @classmethod
-    def named(cls, session: str) -> Attempt:
-        """Inverse of :attr:`session`."""
-        uid, _, number = session.rpartition("_")
+    def named(cls, name: str) -> Attempt:
+        """Inverse of :attr:`name`."""
+        uid, _, number = name.rpartition("_")
         attempt, sample = divmod(int(number), _SAMPLES)
         return cls(uid, sample, attempt)
 
 
-def session_key(uid: str, number: int, attempt: int = 0) -> str:
-    """See :attr:`Attempt.session`."""
-    return Attempt(uid, number, attempt).session
-
-
-def sample_of(session: str) -> tuple[str, int]:
-    """(uid, number in its group) of a :func:`session_key`."""
-    return Attempt.named(session).sample
+def sample_of(name: str) -> tuple[str, int]:
+    """(uid, number in its group) of an :attr:`Attempt.name`."""
+    return Attempt.named(name).sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +54,25 @@ class Start:
     """A sample to start.
 
     Attributes:
-        session: Name of the attempt (:attr:`Attempt.session`).
-        kept: Name of the attempt that has left turns to begin with; ``None`` without any.
+        name: Of the attempt (:attr:`Attempt.name`).
+        predecessor: Name of the attempt that left turns: this one goes on from them or drafts from them; ``None``
+            without any.
         priority: Its place in the engine's queue, lowest first; validation has 0.
-        partial: It goes on from these turns, rather than draft from them (``Rules.continues``).
+        partial: It goes on from these turns, rather than drafts from them (``Rules.continues``).
     """
 
-    session: str
-    kept: str | None
+    name: str
+    predecessor: str | None
     priority: int
     partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What an attempt tells of its end.
+    """How an attempt ended, as it reports.
 
     Attributes:
-        session: Its name.
+        name: Of the attempt (:attr:`Attempt.name`).
         status: See :data:`Status`.
         tokens: Response tokens it has, with those it went on from.
         first_version: Policy version of the oldest of them; ``None`` without any.
@@ -85,7 +81,7 @@ class Ended:
         error: ``failed``, ``lost``: why.
     """
 
-    session: str
+    name: str
     status: Status
     tokens: int = 0
     first_version: int | None = None

@@ -37,7 +37,7 @@ class Harvest:
 
 @dataclass
 class StepCounts:
-    """What became of tokens since the last the scheduler's ``begin``.
+    """What became of tokens since the scheduler's last ``begin``.
 
     Attributes:
         loaded, dropped: Prompts.
@@ -121,8 +121,8 @@ class Ledger:
     def progress(self, uid: str, number: int, version: int) -> None:
         """The oldest token of a running attempt is of ``version``, or of what it goes on from."""
         sample = self._move(uid, number, ("running",), "running")
-        kept = version if sample.first_version is None else sample.first_version
-        sample.running_version = min(kept, version)
+        before = version if sample.first_version is None else sample.first_version
+        sample.running_version = min(before, version)
 
     def generate(self, uid: str, number: int, tokens: int, first_version: int) -> None:
         """A response came to its end: it has ``tokens``, the oldest of them from ``first_version``."""

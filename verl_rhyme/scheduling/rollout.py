@@ -1,4 +1,4 @@
-"""A run's rollout, but for its messages: prompts in stock, attempts and what they told, and what a batch is made of.
+"""A run's rollout, but for its messages: prompts in stock, attempts and their reports, and what a batch is made of.
 
 Around the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions: who is started under
 which name and from whose text, whose word counts, what an ended attempt leaves to others. A pure state machine too; the
@@ -13,9 +13,9 @@ from typing import Any
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
+from verl_rhyme.scheduling.remembered import Batch, Evidence, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
-from verl_rhyme.scheduling.told import Batch, Evidence, Hopeless, Name, Record, Told
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
@@ -38,7 +38,7 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._batches_left: int | None = None
-        self._told = Told()
+        self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
         self._wasted: list[Record] = []
@@ -73,11 +73,11 @@ class Rollout:
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
         stale = self.scheduler.begin(version)
-        self.scheduler.step = before + self.scheduler.step  # told with the next batch
+        self.scheduler.step = before + self.scheduler.step  # reported with the next batch
         for sample in stale:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
-                self._abandoned.append(under_way[sample].session)
+                self._abandoned.append(under_way[sample].name)
         self._batches_left = batches_left
 
     # ---- attempts ----
@@ -97,13 +97,13 @@ class Rollout:
         rules, starts = self.rules, []
         for uid, number in self.scheduler.dispatch(limit, lot):
             prompt = self.scheduler.ledger.prompt(uid)
-            before = self._told.kept.get((uid, number)) if rules.continues or rules.redraft else None
-            kept = None if before is None else Attempt(uid, number, before).session
-            session = Attempt(uid, number, prompt.samples[number].attempt).session
-            starts.append(Start(session, kept, prompt.number + 1, rules.continues))
+            before = self._remembered.attempt.get((uid, number)) if rules.continues or rules.redraft else None
+            predecessor = None if before is None else Attempt(uid, number, before).name
+            name = Attempt(uid, number, prompt.samples[number].attempt).name
+            starts.append(Start(name, predecessor, prompt.number + 1, rules.continues))
         return starts
 
-    def ended(self, told: Ended) -> list[Record]:
+    def ended(self, report: Ended) -> list[Record]:
         """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.
 
         Returns:
@@ -113,43 +113,43 @@ class Rollout:
             Hopeless: See there.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
-        uid, number, attempt = Attempt.named(told.session)
+        uid, number, attempt = Attempt.named(report.name)
         sample = self._on_its_way(Attempt(uid, number, attempt))
         if sample is None:
             return []
-        if told.status == "failed":
-            self._fail(uid, f"sample {number} of prompt {uid}: {told.error}")
-        elif told.status == "lost":
+        if report.status == "failed":
+            self._fail(uid, f"sample {number} of prompt {uid}: {report.error}")
+        elif report.status == "lost":
             self.scheduler.abandon(uid, number)
-        elif told.status == "finished":
+        elif report.status == "finished":
             if sample.state == "generated":
-                self._told.scores[uid, number] = told.scores
+                self._remembered.scores[uid, number] = report.scores
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._told.records.get((uid, number), ())}
-            records = _named(told.records, uid, number)
+            before = {record["id"] for record in self._remembered.records.get((uid, number), ())}
+            records = _named(report.records, uid, number)
             new = [record for record in records if record["id"] not in before]
             self._ran += new
-            self._told.records[uid, number] = records
-            self._told.kept[uid, number] = attempt
-            if told.status == "generated":
-                self._generated(told, uid, number)
-            elif not self.scheduler.interrupt(uid, number, told.tokens, told.first_version):
+            self._remembered.records[uid, number] = records
+            self._remembered.attempt[uid, number] = attempt
+            if report.status == "generated":
+                self._generated(report, uid, number)
+            elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
                 self._waste((uid, number))
             return new
         return []
 
-    def lost(self, sessions: Iterable[str]) -> list[str]:
+    def lost(self, names: Iterable[str]) -> list[str]:
         """Nobody knows of these attempts any more: those of them that were waited for, which start again."""
-        lost = [session for session in sessions if self._on_its_way(Attempt.named(session)) is not None]
-        for session in lost:
-            self.scheduler.abandon(*Attempt.named(session).sample)
+        lost = [name for name in names if self._on_its_way(Attempt.named(name)) is not None]
+        for name in lost:
+            self.scheduler.abandon(*Attempt.named(name).sample)
         return lost
 
     def give_up(self) -> list[str]:
-        """The engines stand still: whoever has not told how it ended is busy elsewhere, and starts again."""
-        running = {a.sample: a.session for a in self.attempts()}
+        """The engines stand still: whoever has not reported how it ended is busy elsewhere, and starts again."""
+        running = {a.sample: a.name for a in self.attempts()}
         given_up = [running[sample] for sample in self.scheduler.give_up()]
         self._abandoned += given_up
         return given_up
@@ -169,13 +169,13 @@ class Rollout:
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
-        trained = [record for sample in harvest.samples for record in self._told.forget(sample)]
+        trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         if self._batches_left is not None:
             self._batches_left -= 1
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             harvest=harvest,
-            sessions=[Attempt(*sample, finished[sample]).session for sample in harvest.samples],
+            attempts=[Attempt(*sample, finished[sample]).name for sample in harvest.samples],
             version=version,
             trained=trained,
             ran=self._ran,
@@ -194,14 +194,14 @@ class Rollout:
         """Somebody may yet ask for this prompt's data."""
         return uid in self.scheduler.ledger or uid in self._stock
 
-    def needs_turns(self, session: str) -> bool:
+    def needs_turns(self, name: str) -> bool:
         """Somebody may yet go on from, or draft from, what this attempt left."""
-        uid, number, attempt = Attempt.named(session)
-        return self._told.kept.get((uid, number)) == attempt or self.needs_trajectories(session)
+        uid, number, attempt = Attempt.named(name)
+        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(name)
 
-    def needs_trajectories(self, session: str) -> bool:
+    def needs_trajectories(self, name: str) -> bool:
         """What this attempt stored, or will store, may yet be trained."""
-        attempt = Attempt.named(session)
+        attempt = Attempt.named(name)
         if attempt.uid not in self.scheduler.ledger:
             return False
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
@@ -211,11 +211,11 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
-        kept = [Attempt(*sample, attempt).session for sample, attempt in self._told.kept.items()]
+        names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
-            "reports": sorted(kept),
+            "reports": sorted(names),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self._filtered.items()),
@@ -230,7 +230,7 @@ class Rollout:
         prompts: set[str],
         handed: Iterable[tuple[str, int]] = (),
     ) -> list[str]:
-        """Take up what :meth:`state_dict` told, and what has happened since.
+        """Take up what :meth:`state_dict` gave, and what has happened since.
 
         Args:
             state: Of an earlier moment.
@@ -250,7 +250,7 @@ class Rollout:
         stock = dict([*state.get("stock", []), *handed])
         gone += [uid for uid in stock if uid not in prompts]
         self._stock = {uid: n for uid, n in stock.items() if uid in prompts and uid not in self.scheduler.ledger}
-        begun = {Attempt.named(session).uid for session in evidence} & self._stock.keys()
+        begun = {Attempt.named(name).uid for name in evidence} & self._stock.keys()
         for uid in list(self._stock):  # in the order in which they were loaded since
             if begun:
                 self.scheduler.load(uid, self._stock.pop(uid))
@@ -264,11 +264,11 @@ class Rollout:
             sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
             if sample.state == "trained":  # nobody goes on from it
                 continue
-            known = evidence.get(attempt.session, Evidence())
-            if known.told and (attempt.session in counted or attempt.attempt >= sample.attempt):
-                self._told.kept[attempt.sample] = attempt.attempt
-                self._told.records[attempt.sample] = _named(known.records, *attempt.sample)
-            if attempt.session in evidence:
+            known = evidence.get(attempt.name, Evidence())
+            if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
+                self._remembered.attempt[attempt.sample] = attempt.attempt
+                self._remembered.records[attempt.sample] = _named(known.records, *attempt.sample)
+            if attempt.name in evidence:
                 latest[attempt.sample] = attempt
         self.publish(version, batches_left)
         for attempt in latest.values():
@@ -279,15 +279,15 @@ class Rollout:
 
     def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:
         for prompt, number, sample in self.scheduler.ledger.samples("finished"):
-            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).session, Evidence())
-            self._told.scores[prompt.uid, number] = known.scores
+            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
+            self._remembered.scores[prompt.uid, number] = known.scores
         for uid in [prompt.uid for prompt in self.scheduler.ledger]:
             self._filter(uid)
 
     def _restore(self, attempt: Attempt, evidence: Mapping[str, Evidence]) -> None:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        known = evidence[attempt.session]
-        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.told or known.running):
+        known = evidence[attempt.name]
+        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.has_turns or known.running):
             return
         generated = known.status == "generated"
         state: State
@@ -300,13 +300,14 @@ class Rollout:
         else:
             state = "pending"
         running = known.running
-        if not known.told and (before := self._told.kept.get(attempt.sample)) is not None:  # what it goes on from
-            known = evidence[Attempt(*attempt.sample, before).session]
+        before = self._remembered.attempt.get(attempt.sample)
+        if not known.has_turns and before is not None:  # what it goes on from
+            known = evidence[Attempt(*attempt.sample, before).name]
         if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
             return
         self._waste(attempt.sample)
         if running:
-            self._abandoned.append(attempt.session)
+            self._abandoned.append(attempt.name)
 
     # ---- within ----
 
@@ -317,20 +318,20 @@ class Rollout:
         sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
         return sample if sample.attempt == attempt.attempt and sample.state in ON_THEIR_WAY else None
 
-    def _generated(self, told: Ended, uid: str, number: int) -> None:
-        if self.scheduler.generate(uid, number, told.tokens, told.first_version):
+    def _generated(self, report: Ended, uid: str, number: int) -> None:
+        if self.scheduler.generate(uid, number, report.tokens, report.first_version):
             return
         if self.rules.stops:
-            assert told.first_version is not None
-            raise _lagging(self.scheduler.version - told.first_version, self.rules)
+            assert report.first_version is not None
+            raise _lagging(self.scheduler.version - report.first_version, self.rules)
         self._waste((uid, number))
-        self._abandoned.append(told.session)  # it computes a reward that nobody waits for
+        self._abandoned.append(report.name)  # it computes a reward that nobody waits for
 
     def _waste(self, sample: Name) -> None:
         """What it has may not be trained any more."""
-        self._wasted += self._told.records.pop(sample, [])
+        self._wasted += self._remembered.records.pop(sample, [])
         if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
-            self._told.kept.pop(sample, None)
+            self._remembered.attempt.pop(sample, None)
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
@@ -347,18 +348,18 @@ class Rollout:
         prompt = self.scheduler.ledger.prompt(uid)
         if not self._filters or not prompt.complete("finished"):
             return
-        told = [self._told.scores.get((uid, n)) for n in range(len(prompt.samples))]
-        scores = [score for of_sample in told for score in of_sample or ()]
-        if all(told) and len(scores) > 1 and min(scores) == max(scores):
+        by_sample = [self._remembered.scores.get((uid, n)) for n in range(len(prompt.samples))]
+        scores = [score for of_sample in by_sample for score in of_sample or ()]
+        if all(by_sample) and len(scores) > 1 and min(scores) == max(scores):
             self._filtered[scores[0]] += 1
             self._drop(uid)
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
-            self._wasted += self._told.forget((uid, number))
+            self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:
-                self._abandoned.append(Attempt(uid, number, sample.attempt).session)
+                self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)
 
 

@@ -64,7 +64,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts or self.group_batches < 1:
-            raise ValueError(f"an update batch needs prompts, a sample of each, and a group at least one batch: {self}")
+            raise ValueError(f"an update batch needs prompts, a sample of each, and a load at least one batch: {self}")
         for name, kind in (("on_interrupt", OnInterrupt), ("unit", Unit)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")

@@ -1,9 +1,9 @@
 """The length-aware scheduler: what to load, what to run, when to harvest, what to train on (SortedRL, section 3).
 
-Prompts are loaded in groups of several update batches, all of whose samples are given to the engine at once, more than
-it has slots for; short answers finish first. As soon as an update batch is finished it is harvested, sorted by length.
-No new prompt is loaded before all of the group are trained, so that every prompt has its turn and long ones are only
-later, never lost.
+Prompts are loaded several update batches at a time, a load. Their samples are given to the engine in the order of
+loading, some more than it has slots for; short answers finish first. As soon as an update batch is finished it is
+harvested, sorted by length. No new prompt is loaded before all of the load are trained, so that every prompt has its
+turn and long ones are only later, never lost.
 
 What still runs at a harvest is interrupted and generated anew (``regenerate``), interrupted and goes on where it stood
 (``continue``: every token keeps the version and the log-probability it was made with), or runs on while the policy is
@@ -66,7 +66,7 @@ class Scheduler:
     # ---- loading ----
 
     def loadable(self, batches_left: int | None = None) -> int:
-        """Prompts that may be loaded now: a whole group when all are consumed, else those owed for dropped ones.
+        """Prompts that may be loaded now: a whole load when all are consumed, else those owed for dropped ones.
 
         Args:
             batches_left: Update batches until training ends: no more are loaded than will be trained.
@@ -152,12 +152,12 @@ class Scheduler:
             return False
         self.step.interrupted += 1
         oldest = first_version if tokens else None
-        kept = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
-        if not kept:
+        goes_on = self.rules.continues and (oldest is None or oldest >= self._oldest_trained)
+        if not goes_on:
             self.step.wasted_tokens += tokens
             oldest = None
         self.ledger.interrupt(uid, number, tokens, oldest)
-        return kept
+        return goes_on
 
     def abandon(self, uid: str, number: int) -> None:
         """An attempt is lost: nobody knows of it any more, and it has not told how it ended."""
@@ -188,7 +188,7 @@ class Scheduler:
         """Prompts that were loaded one after another, as many as an update has, failed, and none got done meanwhile.
 
         In the order of loading, for bad prompts may all fail before the first good one is done, or be all that is left
-        of a group.
+        of a load.
 
         Returns:
             How many; 0 as long as it is not hopeless.
@@ -341,12 +341,12 @@ class Scheduler:
             first_version = self.version
         if state in ("pending", "running") and not (self.rules.continues and tokens):
             first_version = None
-        kept = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
+        goes_on = self.rules.continues and (first_version is None or first_version >= self._oldest_trained)
         self.ledger.restore(
-            uid, number, attempt, state, tokens, None if state == "pending" and not kept else first_version
+            uid, number, attempt, state, tokens, None if state == "pending" and not goes_on else first_version
         )
         if state == "pending":
-            return kept
+            return goes_on
         if state == "running" and self.rules.spans_versions:
             self.ledger.progress(uid, number, self.version)
         return not self._regenerate_stale(uid, number)

@@ -31,7 +31,7 @@ class DraftCounts:
         self._servers = servers
         self._answers: dict[str, Any] = {}  # to come, by server
         self._counts: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._told = False
+        self._warned = False
 
     def fill(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records with the counts that have arrived, zeros where they have not; without their ids.
@@ -69,6 +69,6 @@ class DraftCounts:
             self._warn(f"{len(silent)} rollout servers did not answer within {_TIMEOUT_S:.0f} s")
 
     def _warn(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning("draft counts are missing in the metrics of this step (told once): %s", what)

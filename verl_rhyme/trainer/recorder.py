@@ -25,7 +25,7 @@ from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.workers.history_service import COUNTS, HistoryService, HistoryUnavailable
+from verl_rhyme.workers.history_service import STORE_COUNTS, HistoryService, HistoryUnavailable
 from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
@@ -90,7 +90,7 @@ class Recorder:
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
         self._seconds = 0.0
-        self._store |= {name: 0 for name in COUNTS if name in self._store}
+        self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
         if requests:
             metrics.update(step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s))
             if told := self._alarm.observe(metrics):
@@ -133,7 +133,7 @@ class Recorder:
                     self._append_responses(batch, step)
         finally:
             stats = self._history.append(batch, step=part)
-            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in COUNTS}}
+            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
 
     def _rewards(self, stored: StoredSamples) -> np.ndarray:
         try:

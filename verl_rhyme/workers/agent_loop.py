@@ -1,5 +1,5 @@
-"""verl's agent loop manager and worker: each task says which sample it works on, a session
-(:mod:`verl_rhyme.workers.session`), and for trainers that interrupt samples it reports how an attempt ended."""
+"""verl's agent loop manager and worker: each task says what it works on, a session
+(:mod:`verl_rhyme.workers.session`); of attempts that the coordinator starts it reports how they ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         gc.freeze()  # see Coordinator
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
-        assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
+        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._coupled = rhyme.sampling.coupled
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
@@ -91,53 +91,54 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         return list(self._attempts)
 
     async def attempts(self) -> list[str]:
-        """Names (``session_key``) of the attempts that run here; one that is not among them has been reported."""
+        """Names (``Attempt.name``) of the attempts that run here; one that is not among them has been reported."""
         return list(self._attempts)
 
     async def begin(self, starts: list[Start], step: int) -> None:
         """Start these samples, in the training step ``step``. Does not wait for what becomes of them."""
-        self._attempts.update(dict.fromkeys(start.session for start in starts))
+        self._attempts.update(dict.fromkeys(start.name for start in starts))
         task = asyncio.create_task(self._begin(starts, step))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
-    async def abandon(self, sessions: list[str]) -> None:
+    async def abandon(self, names: list[str]) -> None:
         """End these attempts, if they run here, without a report: nobody waits for it."""
-        for session in sessions:
-            task = self._attempts.get(session)
+        for name in names:
+            task = self._attempts.get(name)
             if task is not None:
                 task.cancel()
             else:
-                self._attempts.pop(session, None)
+                self._attempts.pop(name, None)
 
     # ---- an attempt ----
 
     async def _begin(self, starts: list[Start], step: int) -> None:
-        """Prompts and kept turns come in one message each; from there on it is verl's way to :meth:`_run_prompt`."""
+        """Prompts, and turns that attempts before left, come in one message each; the rest is verl's way to
+        :meth:`_run_prompt`."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
-            groups[sample_of(start.session)[0]].append(start)
+            groups[sample_of(start.name)[0]].append(start)
         try:
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # what is not there is left out
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
-            kept = await _recall([start.kept for start in starts if start.kept is not None])
+            left = await _recall([start.predecessor for start in starts if start.predecessor is not None])
             tu.assign_non_tensor_data(batch, "global_steps", step)
-            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, kept) for group in groups.values()])
+            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
         except ValueError as error:
             if len(groups) > 1:  # one that is gone takes no other along
                 await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
                 return
             for start in starts:
-                self._attempts.pop(start.session, None)
-                await self._reports.send(Ended(start.session, "failed", error=f"its prompt's data are gone: {error}"))
+                self._attempts.pop(start.name, None)
+                await self._reports.send(Ended(start.name, "failed", error=f"its prompt's data are gone: {error}"))
         except Exception as error:
             await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
             for start in starts:
-                if start.session in self._attempts and self._attempts[start.session] is None:
-                    del self._attempts[start.session]
-                    await self._reports.send(Ended(start.session, "lost", error=repr(error)[-_ERROR_CHARS:]))
+                if start.name in self._attempts and self._attempts[start.name] is None:
+                    del self._attempts[start.name]
+                    await self._reports.send(Ended(start.name, "lost", error=repr(error)[-_ERROR_CHARS:]))
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)
@@ -148,25 +149,25 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             apply_greedy_sampling_params(params)
-        starts = [start for start in order.starts if start.session in self._attempts]  # not abandoned meanwhile
+        starts = [start for start in order.starts if start.name in self._attempts]  # not abandoned meanwhile
         tasks = []
         for start in starts:
-            session = self._session(start, order.kept.get(start.kept), len(starts))
+            session = self._session(start, order.left.get(start.predecessor), len(starts))
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
-            self._attempts[start.session] = task
-            task.add_done_callback(lambda _, session=start.session: self._attempts.pop(session, None))  # type: ignore[misc]
+            self._attempts[start.name] = task
+            task.add_done_callback(lambda _, name=start.name: self._attempts.pop(name, None))  # type: ignore[misc]
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
-                logger.error("how %s ended could not be reported; it starts again", start.session, exc_info=result)
+                logger.error("how %s ended could not be reported; it starts again", start.name, exc_info=result)
 
-    def _session(self, start: Start, kept: Kept | None, group: int) -> Session:
-        uid, number = sample_of(start.session)
-        session = Session(start.partial, start.priority, start.session, sample=number, group=group)
-        if kept is not None:
-            session.kept = kept.turns
-            session.records = kept.records if session.partial else []
+    def _session(self, start: Start, left: Left | None, group: int) -> Session:
+        uid, number = sample_of(start.name)
+        session = Session(start.partial, start.priority, start.name, sample=number, group=group)
+        if left is not None:
+            session.kept = left.turns
+            session.records = left.records if session.partial else []
         if self._coupled:
             session.noise = f"{key_of(self._seed, uid, number):016x}"
         return session
@@ -188,8 +189,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            told = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
-            await self._reports.send(told)
+            report = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
+            await self._reports.send(report)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:
@@ -224,7 +225,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
 
 
-class Kept(NamedTuple):
+class Left(NamedTuple):
     """What an attempt left to the next."""
 
     turns: list[Turn]
@@ -236,26 +237,26 @@ class _Order:
     """Samples of a prompt to start, and what earlier attempts left, by name."""
 
     starts: list[Start]
-    kept: dict[str | None, Kept]
+    left: dict[str | None, Left]
 
 
-async def _recall(sessions: list[str]) -> dict[str | None, Kept]:
+async def _recall(names: list[str]) -> dict[str | None, Left]:
     """By name, what these attempts left; what is not there is left out, and those samples begin anew."""
-    if not sessions:
+    if not names:
         return {}
     try:
-        data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["turns", "records"])
+        data = await tq.async_kv_batch_get(keys=names, partition_id=SESSIONS, select_fields=["turns", "records"])
         columns = ([getattr(row, "data", row) for row in data[name]] for name in ("turns", "records"))
         return {
-            session: Kept([Turn.from_dict(turn) for turn in turns], list(records))
-            for session, turns, records in zip(sessions, *columns, strict=True)  # it leaves out what is not there
+            name: Left([Turn.from_dict(turn) for turn in turns], list(records))
+            for name, turns, records in zip(names, *columns, strict=True)  # it leaves out what is not there
         }
     except Exception:
-        if len(sessions) == 1:
-            logger.warning("what %s said is not there: the sample begins anew", sessions[0], exc_info=True)
+        if len(names) == 1:
+            logger.warning("what %s said is not there: the sample begins anew", names[0], exc_info=True)
             return {}
-        one_by_one = [await _recall([session]) for session in sessions]
-        return {session: kept for found in one_by_one for session, kept in found.items()}
+        one_by_one = [await _recall([name]) for name in names]
+        return {name: left for found in one_by_one for name, left in found.items()}
 
 
 def _score(trajectory: Any, metric: str) -> float:
@@ -281,7 +282,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = SessionAgentLoopWorker
         rhyme = config_tree.from_rollout(self.rollout_config)
-        assert rhyme is not None, "the trainer that dispatches sessions runs with rhyme only"
+        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
         self._ready: list[Any] = []  # workers that have started
 

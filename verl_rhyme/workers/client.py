@@ -1,7 +1,7 @@
-"""The LLM client: names the prompt on each request and keeps what the server reports about every attempt.
+"""The LLM client: names the prompt on each request and keeps what the server reports about each.
 
 verl's own client gives each request a fresh id, each step a fresh uid and, when it resumes an aborted request, drops
-what the server said of the earlier attempts.
+what the server said of it before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SERVER_WAIT_S = 1.0
 _SERVER: ContextVar[str] = ContextVar("verl_rhyme_server")
 
 
-class _Attempts(LLMServerClient):
+class _Requests(LLMServerClient):
     """What stands below verl's resume loop; a class of its own, as the loop calls ``super().generate``."""
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
@@ -46,9 +46,9 @@ class _Attempts(LLMServerClient):
         self._patient = False
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
-        """One attempt on one server."""
+        """One request to one server."""
         session, conversation = self._known(request_id, prompt_ids)
-        said = len(prompt_ids) - conversation.began  # of the turn, before this attempt
+        said = len(prompt_ids) - conversation.began  # of the turn, before this request
         predicted = session.response_tokens
         meta = RequestMeta(
             key=conversation.key,
@@ -87,7 +87,7 @@ class _Attempts(LLMServerClient):
             try:
                 acquired = await super()._acquire_server(request_id, **extra)
             except RuntimeError as error:
-                # All have died; a trainer that starts samples itself starts replicas as well, or ends.
+                # All have died; where samples are interruptible the trainer starts others, or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -106,14 +106,14 @@ class _Attempts(LLMServerClient):
         return session, session.conversation(request_id, prompt_ids)
 
 
-class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
+class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     """verl's client, of either class. A call passes, in this order:
 
-    1. the prompt: its key is that of the conversation's first turn; the records of all attempts go back with the
-       output;
-    2. the turn, where a trainer interrupts samples: it may have begun before an interruption, and one ends the attempt;
+    1. the prompt: its key is that of the conversation's first turn; the records of all its requests go back with
+       the output;
+    2. the turn, where samples are interrupted: it may have begun before an interruption, and one ends the attempt;
     3. verl's resume loop, where the client resumes aborted requests itself;
-    4. the attempt, on one server: what it is goes along, the server's record of it is kept.
+    4. the request, to one server: what it is goes along, the server's record of it is kept.
 
     State is the task's (:mod:`verl_rhyme.workers.session`) and ends with it.
 
@@ -121,7 +121,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
         config: verl's, whole.
         load_balancer_handle: verl's.
         resumes: As verl's ``FullyAsyncLLMServerClient``.
-        interruptible: For a trainer that interrupts and starts samples itself.
+        interruptible: A coordinator starts the samples, and weight updates interrupt them.
         kwargs: verl's.
     """
 
@@ -147,11 +147,11 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
         prompt_ids = normalize_token_ids(prompt_ids)
         session, conversation = self._known(request_id, prompt_ids)
         conversation.began, conversation.previous = len(prompt_ids), b""
-        attempt = super().generate if self._resumes else partial(_Attempts.generate, self)
+        request = super().generate if self._resumes else partial(_Requests.generate, self)
         if self._interruptible and session.dispatched:
-            output = await self._turn(session, conversation, partial(attempt, request_id), prompt_ids, **kwargs)
+            output = await self._turn(session, conversation, partial(request, request_id), prompt_ids, **kwargs)
         else:
-            output = await attempt(request_id, prompt_ids=prompt_ids, **kwargs)
+            output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
         # Those of all turns: an agent loop keeps the extra fields of its last one.
         output.extra_fields[FIELD] = list(conversation.records)
         return output
@@ -160,7 +160,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
         self,
         session: Session,
         conversation: Conversation,
-        attempt: Any,
+        request: Any,
         prompt_ids: list[int],
         *,
         sampling_params: dict[str, Any],
@@ -174,7 +174,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Attempts):
         if not turn.complete:
             params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
             params["max_tokens"] = left
-            output = await attempt(
+            output = await request(
                 prompt_ids=[*prompt_ids, *turn.tokens],
                 sampling_params=params,
                 **{**kwargs, "priority": session.priority},
@@ -214,7 +214,7 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
     Args:
         client: verl's; one of its ``FullyAsyncLLMServerClient`` resumes aborted requests as before, also within a turn
             of an interruptible one.
-        interruptible: For a trainer that interrupts and starts samples itself.
+        interruptible: A coordinator starts the samples, and weight updates interrupt them.
 
     Raises:
         TypeError: A client class of neither verl nor this package.

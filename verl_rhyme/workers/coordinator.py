@@ -33,7 +33,7 @@ from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajector
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which it is told, again and again, what a batch still waits for.
+#: Seconds after which it is logged, again and again, what a batch still waits for.
 _PATIENCE_S = 60.0
 #: Seconds after which the trainer is asked to look after the replicas, again and again.
 _LOOK_S = 20.0
@@ -53,7 +53,7 @@ class Coordinator:
         self._early: list[Ended] = []
         self._dispatching = False
         self._error: Exception | None = None
-        self._told: float | None = None  # when it was told last what a batch waits for
+        self._complained_at: float | None = None  # when it was last logged what a batch waits for
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -87,12 +87,12 @@ class Coordinator:
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room)
         self._occupancy = Occupancy(setting.slots, asyncio.get_running_loop().time())
-        crew.abandon([session for session in running if not rollout.needs_trajectories(session)])
+        crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
             self._clean(listing, keep=set())
         early, self._early = self._early, []
         await self.ended(early)
-        self._lost([a.session for a in rollout.attempts() if not crew.knows(a.session)], "their worker died meanwhile")
+        self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
         return rollout.state_dict()
 
     async def add_workers(self, workers: list[Any]) -> None:
@@ -132,17 +132,17 @@ class Coordinator:
         """
         rollout, clock = self._open[1], asyncio.get_running_loop().time
         began = clock()
-        self._told = self._told or began
+        self._complained_at = self._complained_at or began
         self._dispatching = True
         self._go()
         while True:
             self._raise()
             if rollout.scheduler.enough(rewarded):
-                self._dispatching, self._told = not stopping, None
+                self._dispatching, self._complained_at = not stopping, None
                 return None
             if any(wants := self._wants()):
                 return wants
-            self._told = self._complain(self._told, "an update batch")
+            self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             if clock() - began > _LOOK_S:
                 return Wants(replicas=True)
@@ -155,10 +155,10 @@ class Coordinator:
         """
         setting, rollout, crew = self._open
         clock = asyncio.get_running_loop().time
-        began = told = looked = clock()
+        began = complained_at = looked = clock()
         while not rollout.scheduler.settled(looked - began):
             self._raise()
-            told = self._complain(told, "attempts to end after the abort")
+            complained_at = self._complain(complained_at, "attempts to end after the abort")
             # Where thousands wait for their rewards a look takes milliseconds: at most a fifth of the time goes to it.
             await asyncio.sleep(4 * (clock() - looked))
             await self._change(_TICK_S)
@@ -177,7 +177,7 @@ class Coordinator:
         batch, state = rollout.take(), rollout.state_dict()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
-        keys = [key for session in batch.sessions for key in stored[session]]
+        keys = [key for name in batch.attempts for key in stored[name]]
         self._clean(listing, keep=set(keys))
         self._go()
         return Reply(
@@ -200,19 +200,19 @@ class Coordinator:
 
     # ---- the agent loop workers' ----
 
-    async def ended(self, told: list[Ended]) -> None:
+    async def ended(self, reports: list[Ended]) -> None:
         """How attempts ended, in the order in which they did."""
         if self._opened is None:
-            self._early += told
+            self._early += reports
             return
         _, rollout, crew = self._opened
-        for attempt in told:
-            if attempt.status == "lost":
-                logger.warning("%s could not start, and starts again: %s", attempt.session, attempt.error)
-            if attempt.status != "generated":
-                crew.ended(attempt.session)
+        for report in reports:
+            if report.status == "lost":
+                logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+            if report.status != "generated":
+                crew.ended(report.name)
             try:
-                for record in rollout.ended(attempt):
+                for record in rollout.ended(report):
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
@@ -247,10 +247,10 @@ class Coordinator:
                 change.set_result(None)
         self._changes.clear()
 
-    def _lost(self, sessions: list[str], why: str) -> None:
+    def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
             return
-        if lost := self._opened[1].lost(sessions):
+        if lost := self._opened[1].lost(names):
             logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
         self._go()
 
@@ -273,10 +273,10 @@ class Coordinator:
         await asyncio.wait({change}, timeout=timeout)
         self._changes.discard(change)
 
-    def _complain(self, told: float, what: str) -> float:
+    def _complain(self, complained_at: float, what: str) -> float:
         now = asyncio.get_running_loop().time()
-        if now - told < _PATIENCE_S:
-            return told
+        if now - complained_at < _PATIENCE_S:
+            return complained_at
         ledger = self._open[1].scheduler.ledger
         counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
         logger.warning("waiting for %s; samples by state: %s", what, counts)
@@ -289,12 +289,12 @@ class Coordinator:
         def wanted(partition: str, key: str) -> bool:
             if partition == PROMPTS:
                 return rollout.needs_prompt(key)
-            session = key.rpartition("_")[0] if partition == TRAIN else key
+            name = key.rpartition("_")[0] if partition == TRAIN else key
             try:
-                Attempt.named(session)
+                Attempt.named(name)
             except ValueError:  # another trainer mode's
                 return False
-            return rollout.needs_trajectories(session) if partition == TRAIN else rollout.needs_turns(session)
+            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
 
         gone = {
             partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]

@@ -56,35 +56,35 @@ class Crew:
         """Send samples to the workers, those of a prompt together, each to the one that is about least."""
         groups: dict[str, list[Start]] = defaultdict(list)
         for start in starts:
-            groups[Attempt.named(start.session).uid].append(start)
+            groups[Attempt.named(start.name).uid].append(start)
         orders: dict[Any, list[Start]] = defaultdict(list)
         for group in groups.values():
             worker = min(self._about, key=lambda worker: len(self._about[worker]))
             orders[worker] += group
             for start in group:
-                self._about[worker].add(start.session)
-                self._worker[start.session] = worker
+                self._about[worker].add(start.name)
+                self._worker[start.name] = worker
         for worker, order in orders.items():
-            self._unsure.update(start.session for start in order)
+            self._unsure.update(start.name for start in order)
             self._run(self._send(worker, order, step))
 
-    def knows(self, session: str) -> bool:
+    def knows(self, name: str) -> bool:
         """A worker was sent this attempt, and has not told how it ended."""
-        return session in self._worker
+        return name in self._worker
 
-    def ended(self, session: str) -> None:
+    def ended(self, name: str) -> None:
         """An attempt has told how it ended; nobody asks for it any more."""
-        worker = self._worker.pop(session, None)
+        worker = self._worker.pop(name, None)
         if worker in self._about:
-            self._about[worker].discard(session)
+            self._about[worker].discard(name)
 
-    def abandon(self, sessions: list[str]) -> None:
+    def abandon(self, names: list[str]) -> None:
         """End attempts nobody waits for, wherever they run. Does not wait."""
         orders: dict[Any, list[str]] = defaultdict(list)
-        for session in sessions:
-            if (worker := self._worker.get(session)) is not None:
-                orders[worker].append(session)
-            self.ended(session)
+        for name in names:
+            if (worker := self._worker.get(name)) is not None:
+                orders[worker].append(name)
+            self.ended(name)
         for worker, order in orders.items():
             worker.abandon.remote(order)
 
@@ -116,9 +116,9 @@ class Crew:
         except (RayActorError, TimeoutError) as error:
             self._give_up(worker, error)
         except Exception as error:
-            self._tell_lost([start.session for start in starts], f"a worker could not start them: {error}")
+            self._tell_lost([start.name for start in starts], f"a worker could not start them: {error}")
         finally:
-            self._unsure.difference_update(start.session for start in starts)
+            self._unsure.difference_update(start.name for start in starts)
 
     async def _watch(self, worker: Any) -> None:
         while worker in self._about:
@@ -142,10 +142,10 @@ class Crew:
         ray.kill(worker)
         self._tell_lost(sorted(about), "their agent loop worker is gone")
 
-    def _tell_lost(self, sessions: list[str], why: str) -> None:
-        for session in sessions:
-            self.ended(session)
-        self._lost(sessions, why)
+    def _tell_lost(self, names: list[str], why: str) -> None:
+        for name in names:
+            self.ended(name)
+        self._lost(names, why)
 
 
 def _first_line(error: BaseException) -> str:

@@ -40,7 +40,7 @@ _PIECE_BYTES = 64 << 20
 #: Seconds that a writer has to sum the rewards, before the trainer does it.
 _REWARDS_TIMEOUT_S = 30.0
 #: What the store counts by append, as opposed to what it says of itself.
-COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
+STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
 
 
 class HistoryUnavailable(RuntimeError):
@@ -102,7 +102,7 @@ class HistoryWriter:
         """Fetch one step from TransferQueue and record it, piece by piece: a killed writer leaves whole prompts.
 
         Returns:
-            The store's statistics, and what was dropped and evicted (:data:`COUNTS`).
+            The store's statistics, and what was dropped and evicted (:data:`STORE_COUNTS`).
 
         Raises:
             SamplesGone: The step is over; the pieces before are recorded.
@@ -111,10 +111,10 @@ class HistoryWriter:
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
-        counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        counts: Counter[str] = Counter(dict.fromkeys(STORE_COUNTS, 0))
         for trajectories in pieces:
             did = self._store.append(trajectories, step)
-            counts.update({name: getattr(did, name) for name in COUNTS})
+            counts.update({name: getattr(did, name) for name in STORE_COUNTS})
         return {**counts, **self._store.stats()}
 
     def snapshot(self, folder: str) -> None:

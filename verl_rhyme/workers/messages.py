@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from verl_rhyme.scheduling.remembered import Record
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.told import Record
 
 
 class NotOpen(RuntimeError):

@@ -66,16 +66,16 @@ class Reports:
     async def _deliver(self, rows: list[tuple[Ended, dict[str, Any] | None]]) -> None:
         if stored := [(ended, left) for ended, left in rows if left is not None]:
             report = {
-                "keys": [ended.session for ended, _ in stored],
+                "keys": [ended.name for ended, _ in stored],
                 "tags": [_tag(ended) for ended, _ in stored],
                 "fields": list_of_dict_to_tensordict([left for _, left in stored]),
             }
             await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored))
         if scored := [ended for ended, _ in rows if ended.scores]:
-            tags = {"keys": [ended.session for ended in scored], "tags": [_tag(ended) for ended in scored]}
+            tags = {"keys": [ended.name for ended in scored], "tags": [_tag(ended) for ended in scored]}
             await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **tags), "TransferQueue", len(scored))
-        told = [ended for ended, _ in rows]
-        await _insist(lambda: self._coordinator.ended.remote(told), "the coordinator", len(told))
+        reports = [ended for ended, _ in rows]
+        await _insist(lambda: self._coordinator.ended.remote(reports), "the coordinator", len(reports))
 
 
 def _tag(ended: Ended) -> dict[str, Any]:

@@ -5,7 +5,7 @@ client makes it, a router is told some of it (:data:`PLACEMENT`), our server tak
 it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only,
 since vLLM copies every object in there.
 
-Back comes a list with the :class:`RequestRecord` of each attempt, as dicts, in ``TokenOutput.extra_fields``, which verl
+Back comes a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``, which verl
 stores with the trajectory.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.placement import Request
 
-__all__ = ["COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
+__all__ = ["DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
 
 #: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
@@ -27,7 +27,7 @@ PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last")
 ENGINE = ("id", "key", "noise", "previous")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
-COUNTS = {
+DRAFT_COUNTS = {
     "drafted": "drafted_tokens",
     "accepted": "accepted_tokens",
     "verify_steps": "verify_steps",
@@ -45,7 +45,8 @@ class RequestMeta:
     Attributes:
         key: Prompt key in hex (see ``history.keys``); empty when no client of ours sent the request.
         sample: Number of the sample in its group, -1 when unknown.
-        attempt: 0 for the first, then one more for each resumption of an aborted request and each further turn.
+        attempt: Number of the request in its conversation: 0 for the first, one more for each resumption and each turn
+            (the event log's column is called so).
         group: Samples of the prompt that are sent about now, 0 when unknown.
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it is predicted to add; ``None`` without a prediction.

@@ -1,13 +1,12 @@
-"""What a task works on: one sample being generated, over interruptions; what is kept of it, and what its next attempt
-begins with.
+"""What a task works on: one attempt at a sample; what earlier ones left to it, and what it leaves to the next.
 
 The agent loop worker says it, in a variable of the task's context; the client reads it and keeps there what it learns,
-so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its attempts. A
-sample that our trainers dispatched has a name as well, and its turns are kept:
+so that all of it ends with the task. In verl's own modes that is the sample's number and the records of its requests.
+An attempt that the coordinator started has a name as well, and its turns are kept:
 
-An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the trainer decides when
-the next one starts. A partial one replays the turns that were complete and continues the last where it was cut; else it
-begins anew, and the turns of the attempt before are what its drafts are made from.
+An interruption ends an attempt, whatever the agent loop was about; its turns are reported, and the coordinator decides
+when the next one starts. A partial one replays the turns that were complete and continues the last where it was cut;
+else it begins anew, and the turns of the attempt before are what its drafts are made from.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
 
-#: TransferQueue partition with an entry for each sample that was started: how its latest attempt ended, and its turns.
+#: TransferQueue partition with an entry for each attempt that reported its end: how it ended, and its turns.
 SESSIONS = "rhyme_sessions"
 #: The partition with the data of each loaded prompt, until all its samples are trained.
 PROMPTS = "rhyme_prompts"
@@ -77,7 +76,7 @@ class Conversation:
 
     Attributes:
         key: Prompt key in hex of its first turn.
-        records: Request records of its attempts.
+        records: Of its requests.
         began: Tokens before its latest turn.
         previous: int32 bytes, what an earlier attempt said in that turn.
     """
@@ -90,12 +89,12 @@ class Conversation:
 
 @dataclass
 class Session:
-    """An attempt at a sample.
+    """One attempt at a sample, as the agent loop's task carries it.
 
     Attributes:
         partial: Continue what is kept, rather than draft from it.
         priority: Of its requests, lowest first.
-        name: See :func:`session_key`; empty for a sample that none of our trainers dispatched.
+        name: ``Attempt.name``; empty for one that no coordinator started.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of one that was dispatched.
@@ -122,7 +121,7 @@ class Session:
 
     @property
     def dispatched(self) -> bool:
-        """By a trainer of ours, which is to be told how it ends."""
+        """By a coordinator, which is to hear how it ends."""
         return bool(self.name)
 
     def conversation(self, request_id: str, prompt_ids: Sequence[int]) -> Conversation:

@@ -1,4 +1,4 @@
-"""Attempts as TransferQueue has them: what they told, and the trajectories they stored."""
+"""Attempts as TransferQueue has them: what they reported, and the trajectories they stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import transfer_queue as tq
 
-from verl_rhyme.scheduling.told import Evidence, Record
+from verl_rhyme.scheduling.remembered import Evidence, Record
 from verl_rhyme.workers.session import SESSIONS
 
 logger = logging.getLogger(__name__)
@@ -32,36 +32,37 @@ async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -
 
 async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
     """By name, what is known of all attempts: as the queue has it, and those that are ``running``."""
-    told = {k: tag for k, tag in listing.get(SESSIONS, {}).items() if tag.get("status") in ("interrupted", "generated")}
+    tags = listing.get(SESSIONS, {})
+    reported = {name: tag for name, tag in tags.items() if tag.get("status") in ("interrupted", "generated")}
     stored = trajectories(listing.get(TRAIN, {}))
-    records = await _records(list(told))
+    records = await _records(list(reported))
     return {
-        session: Evidence(
-            status=told.get(session, {}).get("status"),
-            tokens=told.get(session, {}).get("tokens", 0),
-            first_version=told.get(session, {}).get("first_version"),
-            running=session in running,
-            stored=session in stored,
-            records=records.get(session, []),
-            scores=told.get(session, {}).get("scores", []),
+        name: Evidence(
+            status=reported.get(name, {}).get("status"),
+            tokens=reported.get(name, {}).get("tokens", 0),
+            first_version=reported.get(name, {}).get("first_version"),
+            running=name in running,
+            stored=name in stored,
+            records=records.get(name, []),
+            scores=reported.get(name, {}).get("scores", []),
         )
-        for session in {*told, *running}
+        for name in {*reported, *running}
     }
 
 
-async def _records(sessions: list[str]) -> dict[str, list[Record]]:
+async def _records(names: list[str]) -> dict[str, list[Record]]:
     """Of those whose data are there; one that is not, because it is being cleared, takes no other's along."""
-    if not sessions:
+    if not names:
         return {}
     try:
-        data = await tq.async_kv_batch_get(keys=sessions, partition_id=SESSIONS, select_fields=["records"])
+        data = await tq.async_kv_batch_get(keys=names, partition_id=SESSIONS, select_fields=["records"])
         rows = [list(getattr(row, "data", row)) for row in data["records"]]
-        return dict(zip(sessions, rows, strict=True))  # what is not there is left out of the answer
+        return dict(zip(names, rows, strict=True))  # what is not there is left out of the answer
     except Exception:
-        if len(sessions) == 1:
+        if len(names) == 1:
             return {}
-        half = len(sessions) // 2
-        return {**await _records(sessions[:half]), **await _records(sessions[half:])}
+        half = len(names) // 2
+        return {**await _records(names[:half]), **await _records(names[half:])}
 
 
 def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
@@ -69,11 +70,11 @@ def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     unfinished: Counter[str] = Counter()
     for key, tag in tags.items():
-        session = key.rpartition("_")[0]
-        found[session].append(key)
-        unfinished[session] += tag.get("status") != "success"  # a key is shown before its data and its tag are there
+        name = key.rpartition("_")[0]
+        found[name].append(key)
+        unfinished[name] += tag.get("status") != "success"  # a key is shown before its data and its tag are there
     return {
-        session: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
-        for session, keys in found.items()
-        if not unfinished[session]
+        name: sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+        for name, keys in found.items()
+        if not unfinished[name]
     }

@@ -215,7 +215,7 @@ def test_within_one_version_nothing_starts_until_the_policy_is_new():
         ({"max_staleness": -1}, ["max_staleness", "at least 0", "-1"]),
         ({"on_interrupt": "stop"}, ["on_interrupt", "keep_running", "'stop'"]),
         ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
-        ({"group_batches": 0}, ["a group at least one batch"]),
+        ({"group_batches": 0}, ["a load at least one batch"]),
     ],
 )
 def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of, session_key
+from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
+from verl_rhyme.scheduling.remembered import Evidence, Hopeless
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import named
-from verl_rhyme.scheduling.told import Evidence, Hopeless
 
 
 def rollout(mode="on_policy", prompts=(("a", 2),), filters=False, start=True, **rules):
@@ -46,8 +46,8 @@ def states(made, uid="a"):
 
 @pytest.mark.parametrize("attempt", [Attempt("a", 0, 0), Attempt("a_b-c", 7, 3), Attempt("x", 65535, 1)])
 def test_names_are_read_back(attempt):
-    assert Attempt.named(attempt.session) == attempt
-    assert sample_of(attempt.session) == attempt.sample
+    assert Attempt.named(attempt.name) == attempt
+    assert sample_of(attempt.name) == attempt.sample
 
 
 def test_a_sample_goes_its_way():
@@ -57,7 +57,7 @@ def test_a_sample_goes_its_way():
     tell(made, finished("a_0"), generated("a_1", 2), finished("a_1"))
     assert made.scheduler.ready()
     batch = made.take()
-    assert batch.sessions == ["a_1", "a_0"]
+    assert batch.attempts == ["a_1", "a_0"]
     assert [(r["uid"], r["sample"], r["response_tokens"]) for r in batch.trained] == [("a", 1, 2), ("a", 0, 5)]
     assert sorted(r["response_tokens"] for r in batch.ran) == [2, 5]
     assert batch.wasted == []
@@ -69,23 +69,23 @@ def test_what_an_earlier_attempt_tells_changes_nothing():
     made = rollout()
     made.lost(["a_0"])
     [start] = made.fill()
-    assert start.session == session_key("a", 0, attempt=1) != "a_0"
+    assert start.name == Attempt("a", 0, attempt=1).name != "a_0"
     tell(made, generated("a_0"), finished("a_0"), Ended("a_0", "failed", error="late"))
     assert states(made) == ["running", "running"]
     assert made.scheduler.step.abandoned == 1
     assert not made.needs_trajectories("a_0"), "it would be trained"
-    assert made.needs_trajectories(start.session)
+    assert made.needs_trajectories(start.name)
     assert made.lost(["a_0"]) == []
 
 
-@pytest.mark.parametrize(("mode", "redraft", "kept"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
-def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, kept):
+@pytest.mark.parametrize(("mode", "redraft", "predecessor"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
+def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, predecessor):
     made = rollout(mode, redraft=redraft)
     tell(made, interrupted("a_0"))
     assert states(made) == ["pending", "running"]
     assert made.scheduler.step.wasted_tokens == 3
     [start] = made.fill()
-    assert (start.kept, start.partial) == (kept, False)
+    assert (start.predecessor, start.partial) == (predecessor, False)
     assert made.needs_turns("a_0")
 
 
@@ -93,8 +93,8 @@ def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
     made = rollout("partial")
     tell(made, interrupted("a_0"))
     [start] = made.fill()
-    assert (start.kept, start.partial) == ("a_0", True)
-    again = start.session
+    assert (start.predecessor, start.partial) == ("a_0", True)
+    again = start.name
     both = [record("a_0", 3), record(again, 4)]
     tell(made, Ended(again, "generated", 7, 0, both), finished(again), generated("a_1"), finished("a_1"))
     batch = made.take()
@@ -108,7 +108,7 @@ def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_sa
     tell(made, generated("a_0"))
     assert made.lost(["a_0"]) == ["a_0"]
     [start] = made.fill()
-    assert start.kept == "a_0"
+    assert start.predecessor == "a_0"
     assert made.needs_turns("a_0")
 
 
@@ -129,8 +129,8 @@ def test_what_got_too_stale_is_wasted_and_its_attempt_is_to_end():
     assert states(made) == ["pending", "pending"]
     assert made.take_abandoned() == ["a_0"]  # it waits for its reward
     assert made.scheduler.step.wasted_tokens == 7
-    assert {start.kept for start in made.fill()} == {"a_0", "a_1"}
-    for start in [session_key("a", n, 1) for n in (0, 1)]:
+    assert {start.predecessor for start in made.fill()} == {"a_0", "a_1"}
+    for start in [Attempt("a", n, 1).name for n in (0, 1)]:
         tell(made, generated(start, version=1), finished(start))
     batch = made.take()
     assert sorted(r["response_tokens"] for r in batch.wasted) == [2, 5]
@@ -187,7 +187,7 @@ def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(6)], start=False)
     assert made.wanted() == 0
     made.hand([("p0", 2), ("p9", 2)])
-    assert len({sample_of(start.session)[0] for start in made.fill()}) == 4  # a group of batches
+    assert len({sample_of(start.name)[0] for start in made.fill()}) == 4  # a group of batches
     assert made.needs_prompt("p9")
     assert made.wanted() == 0
     made.hand([("p0", 2)])
@@ -208,10 +208,10 @@ def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
     made = rollout("partial", through_training=True)
     tell(made, end("a_0"))
     made.publish(1, None)
-    again = [start.session for start in made.fill()]
+    again = [start.name for start in made.fill()]
     made.publish(2, None)
     tell(made, *(end(session, version=0) for session in again), end("a_1", version=0))
-    assert [start.kept for start in made.fill()] == [None] * 2
+    assert [start.predecessor for start in made.fill()] == [None] * 2
     assert sum(row["response_tokens"] for row in made._wasted) > 0
 
 
@@ -240,7 +240,7 @@ def test_what_happened_since_the_state_was_saved_is_taken_up(mode):
     )
     assert gone == []
     assert states(again) == ["finished", "generated", "pending", "running"]
-    assert [start.kept for start in again.fill()] == ["a_2"]
+    assert [start.predecessor for start in again.fill()] == ["a_2"]
     assert again.needs_trajectories("a_0")
     tell(again, finished("a_1"), generated("a_3"), finished("a_3"))
     assert states(again)[1] == states(again)[3] == "finished"
@@ -250,10 +250,10 @@ def test_a_later_attempt_than_the_saved_one_counts():
     made = rollout()
     state = made.state_dict()
     again, _ = reopened(
-        made, {"a_0": Evidence("interrupted", 3, 0), session_key("a", 0, 2): Evidence(running=True)}, state=state
+        made, {"a_0": Evidence("interrupted", 3, 0), Attempt("a", 0, 2).name: Evidence(running=True)}, state=state
     )
     assert states(again) == ["running", "pending"]
-    tell(again, generated(session_key("a", 0, 2)))
+    tell(again, generated(Attempt("a", 0, 2).name))
     assert states(again) == ["generated", "pending"]
 
 
@@ -264,9 +264,9 @@ def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
     evidence = {"a_0": Evidence("interrupted", 3, 0), "a_1": Evidence("interrupted", 2, 0)}
     again, _ = reopened(made, evidence, mode="partial")
     assert states(again) == ["pending", "pending"]
-    assert {start.session: start.kept for start in again.fill()} == {
-        session_key("a", 0, attempt=2): "a_0",
-        session_key("a", 1, attempt=1): "a_1",
+    assert {start.name: start.predecessor for start in again.fill()} == {
+        Attempt("a", 0, attempt=2).name: "a_0",
+        Attempt("a", 1, attempt=1).name: "a_1",
     }
 
 
@@ -274,14 +274,14 @@ def test_a_response_without_its_reward_starts_again_from_what_it_had_said():
     made = rollout()
     again, _ = reopened(made, {"a_0": Evidence("generated", 5, 0)})
     assert states(again) == ["pending", "pending"]
-    assert [start.kept for start in again.fill()] == ["a_0", None]
+    assert [start.predecessor for start in again.fill()] == ["a_0", None]
 
 
 def test_a_report_that_counted_and_is_gone_is_not_gone_on_from():
     made = rollout()
     tell(made, generated("a_0"))
     again, _ = reopened(made, {})
-    assert [start.kept for start in again.fill()] == [None, None]
+    assert [start.predecessor for start in again.fill()] == [None, None]
 
 
 def test_prompts_without_data_are_replaced():
@@ -309,13 +309,13 @@ def test_what_was_handed_over_and_begun_since_the_state_is_taken_up():
 def test_no_name_is_given_twice_though_nobody_knows_of_the_first():
     """An attempt of which nothing is known may yet tell."""
     made = rollout()
-    before = {attempt.session for attempt in made.attempts()}
+    before = {attempt.name for attempt in made.attempts()}
     again, _ = reopened(made, {}, generation=1)
-    first = {start.session for start in again.fill()}
+    first = {start.name for start in again.fill()}
     tell(again, generated("a_0"))
     assert states(again) == ["running", "running"]
     third, _ = reopened(again, {}, generation=2)
-    assert len(before | first | {start.session for start in third.fill()}) == 6
+    assert len(before | first | {start.name for start in third.fill()}) == 6
     assert third.state_dict()["generation"] == 2
 
 
@@ -326,7 +326,7 @@ def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
     again, _ = reopened(made, evidence, version=2, mode=mode)
     assert states(again) == ["pending", "pending"]
     assert again.take_abandoned() == ["a_1"]
-    assert [start.kept for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
+    assert [start.predecessor for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
 
 
 @pytest.mark.parametrize("named_", [{}, {"attempt": 0}])
@@ -343,7 +343,7 @@ def test_a_state_of_an_earlier_version_is_read(named_):
     told = again.state_dict()
     assert (told["version"], told["owed"], told["reports"]) == (2, 1, ["a_0", "a_1"])
     [start] = again.fill()
-    assert (start.kept, start.partial) == ("a_1", True)
+    assert (start.predecessor, start.partial) == ("a_1", True)
     prompt = again.scheduler.ledger.prompt("a")
     assert (prompt.number, prompt.waited, prompt.samples[1].first_version) == (7, 1, 2)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_rhyme.scheduling.attempts import Start, sample_of, session_key
+from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
 from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
 from verl_rhyme.workers.reports import NotReported
@@ -34,13 +34,13 @@ class Worker(_Worker):
     @property
     def reports(self):
         """The last word of each attempt."""
-        return {ended.session: ended for ended in self.told}
+        return {ended.name: ended for ended in self.told}
 
     async def generate_sequences(self, batch):
         """verl's way from a batch to its prompts, shortened."""
         for order in batch[STARTS]:
             order = getattr(order, "data", order)
-            uid = sample_of(order.starts[0].session)[0]
+            uid = sample_of(order.starts[0].name)[0]
             prompt = {"uid": uid, "global_steps": batch["global_steps"], STARTS: order}
             task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": False}))
             self.background_tasks.add(task)
@@ -72,8 +72,8 @@ def queue(monkeypatch):
     return SimpleNamespace(left=left, asked=asked)
 
 
-def first(number, kept=None):
-    return Start(session_key("a", number), kept, 0, partial=True)
+def first(number, predecessor=None):
+    return Start(Attempt("a", number).name, predecessor, 0, partial=True)
 
 
 async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
@@ -142,7 +142,7 @@ async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_t
         assert params == {}
         raise Interrupted
 
-    worker, again = Worker(run), session_key("a", 2, attempt=3)
+    worker, again = Worker(run), Attempt("a", 2, attempt=3).name
     await worker.start(Start(again, None, 0))
     assert list(worker.reports) == [again] != ["a_2"]
 
@@ -160,7 +160,7 @@ async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missi
         turn.tokens.extend([number, 7])
         queue.left[f"a_{number}"] = {"turns": [turn.to_dict()], "records": []}
     worker = Worker(run)
-    again = [Start(session_key("a", number, 1), f"a_{number}", 0, partial=True) for number in range(3)]
+    again = [Start(Attempt("a", number, 1).name, f"a_{number}", 0, partial=True) for number in range(3)]
     await worker.start(*again)
     assert met == {number: [[number, 7]] for number in range(3)}
     assert queue.asked == [(PROMPTS, ["a"]), (SESSIONS, ["a_0", "a_1", "a_2"])]

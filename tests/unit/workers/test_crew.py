@@ -22,7 +22,7 @@ class Worker:
 
     async def _begin(self, starts, _):
         await asyncio.sleep(self.slow_s)
-        self.about += [start.session for start in starts]
+        self.about += [start.name for start in starts]
 
     async def _attempts(self):
         return list(self.about)

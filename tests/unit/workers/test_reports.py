@@ -31,7 +31,7 @@ class Queue:
         if self.deaf:
             self.deaf -= 1
             raise ConnectionError("it starts anew")
-        self.told.append({told.session: told.status for told in ended})
+        self.told.append({told.name: told.status for told in ended})
         self.order.append("told")
 
 

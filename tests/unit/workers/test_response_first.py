@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_rhyme.config import RhymeConfig
-from verl_rhyme.workers.request import COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
 
@@ -91,4 +91,4 @@ async def test_a_request_of_another_client_is_served(server):
 
 
 def test_every_count_has_its_column():
-    assert set(COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
+    assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from verl_rhyme.observability.attempts import RequestRecord
+from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import driver as driver_module

@@ -57,7 +57,7 @@ class HistoryProposer:
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
-        self._told = 0, 0.0  # errors and seconds
+        self._reported = 0, 0.0  # errors and seconds, with earlier counts
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -200,8 +200,11 @@ class HistoryProposer:
         }
         for first in list(counts)[:1]:
             errors = self._errors + self._history.errors
-            counts[first] |= {"draft_errors": errors - self._told[0], "draft_seconds": self._seconds - self._told[1]}
-            self._told = errors, self._seconds
+            counts[first] |= {
+                "draft_errors": errors - self._reported[0],
+                "draft_seconds": self._seconds - self._reported[1],
+            }
+            self._reported = errors, self._seconds
         return counts
 
     def totals(self) -> dict[str, Any]:

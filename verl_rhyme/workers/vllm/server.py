@@ -18,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
-from verl_rhyme.workers.request import COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs, sampler
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._finished.clear()
         told = await self.engine.collective_rpc("take_request_counts", args=(ids,))
         return {
-            id: {COUNTS[name]: count for name, count in counts.items()}
+            id: {DRAFT_COUNTS[name]: count for name, count in counts.items()}
             for worker in told
             for id, counts in worker.items()
         }

@@ -1,4 +1,4 @@
-"""What attempts have told, what is known of them after a loss, and what a batch tells."""
+"""What is remembered of attempts, what is known of them after a loss, and what a batch is reported with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Evidence(NamedTuple):
     """What is known of an attempt after its coordinator was lost.
 
     Attributes:
-        status: What it told last (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
-        tokens, first_version: As it told (:class:`~verl_rhyme.scheduling.attempts.Ended`).
+        status: Of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
+        tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
         running: An agent loop worker is about it.
         stored: All its trajectories are stored.
-        records: As it told.
-        scores: As it told, where groups are filtered by them.
+        records: As reported.
+        scores: As reported, where groups are filtered by them.
     """
 
     status: str | None = None
@@ -34,8 +34,8 @@ class Evidence(NamedTuple):
     scores: list[float] = []  # noqa: RUF012
 
     @property
-    def told(self) -> bool:
-        """It has left turns to go on from."""
+    def has_turns(self) -> bool:
+        """There are turns to go on from, or to draft from."""
         return self.status in ("interrupted", "generated")
 
 
@@ -45,7 +45,7 @@ class Batch:
 
     Attributes:
         harvest: The samples.
-        sessions: Name of each one's attempt: its trajectories' keys begin with it.
+        attempts: Name of each one's attempt: its trajectories' keys begin with it.
         version: The policy version it trains.
         trained: Request records of these samples, with ``uid`` and ``sample``.
         ran: Those of the attempts that ended since the last batch.
@@ -57,7 +57,7 @@ class Batch:
     """
 
     harvest: Harvest
-    sessions: list[str]
+    attempts: list[str]
     version: int
     trained: list[Record]
     ran: list[Record]
@@ -69,16 +69,16 @@ class Batch:
 
 
 @dataclass
-class Told:
-    """By samples, of those that are not trained yet."""
+class Remembered:
+    """By sample, what attempts reported; of samples that are not trained yet."""
 
-    kept: dict[Name, int] = field(default_factory=dict)  # the attempt that ended last and has left its turns
+    attempt: dict[Name, int] = field(default_factory=dict)  # which one ended last and has left its turns
     records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
     scores: dict[Name, list[float]] = field(default_factory=dict)
 
     def forget(self, sample: Name) -> list[Record]:
         """Its records."""
-        self.kept.pop(sample, None)
+        self.attempt.pop(sample, None)
         self.scores.pop(sample, None)
         return self.records.pop(sample, [])
 

@@ -1,4 +1,4 @@
-"""One attempt of a request, as the rollout server saw it."""
+"""One request, as the rollout server saw it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives them from here.
 
     Times are seconds since the epoch, NaN when it never came to that. What the drafter did, the fields with a default,
-    is told after the response, by id (``workers.request.COUNTS``).
+    is told after the response, by id (``workers.request.DRAFT_COUNTS``).
     """
 
     id: str
     prompt_key: str  # hex
     sample: int
-    attempt: int
+    attempt: int  # number of the request in its conversation
     replica: int
     node: str
     queued_at: float
