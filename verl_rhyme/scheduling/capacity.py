@@ -19,11 +19,17 @@ class Capacity:
     Args:
         limit: Samples at a time, whatever they hold.
         room: Tokens that they may hold together; ``None`` where nobody knows.
+        state: Of an earlier one.
     """
 
-    def __init__(self, limit: int, room: int | None = None) -> None:
+    def __init__(self, limit: int, room: int | None = None, state: tuple[float, float] | None = None) -> None:
         self._most, self._room = limit, room
-        self._lengths = self._held = 0.0
+        self._lengths, self._held = state or (0.0, 0.0)
+
+    @property
+    def state(self) -> tuple[float, float]:
+        """Plain, for JSON."""
+        return self._lengths, self._held
 
     def observe(self, prompt_tokens: int, response_tokens: int) -> None:
         """An attempt ended: tokens before it, and tokens that it made."""

@@ -244,6 +244,7 @@ class Rollout:
         """
         self.scheduler.load_state_dict(state)
         self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
+        load_size = self.scheduler.load_size(batches_left)  # nothing was trained since
         gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
         for uid in gone:
             self.scheduler.drop(uid)
@@ -275,6 +276,7 @@ class Rollout:
             self._restore(attempt, evidence)
         if self._filters:
             self._recall_scores(evidence)
+        self.scheduler.owe(load_size)
         return gone
 
     def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:

@@ -76,6 +76,14 @@ class Scheduler:
         batches = self.rules.group_batches if batches_left is None else min(self.rules.group_batches, batches_left)
         return max(0, batches) * self.rules.batch_prompts
 
+    def load_size(self, batches_left: int | None = None) -> int:
+        """Prompts of the load, or of the next one, that are not trained, those to come in place of others included."""
+        return len(self.ledger) + self.loadable(batches_left)
+
+    def owe(self, load_size: int) -> None:
+        """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
+        self._owed = max(0, load_size - len(self.ledger)) if len(self.ledger) else 0
+
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""
         self.ledger.load(uid, samples)

@@ -16,8 +16,10 @@ from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
 
 logger = logging.getLogger(__name__)
 
-#: How often in a row a coordinator is opened again before the run ends, and the seconds between.
+#: How often one question kills a coordinator before the run ends.
 _REOPENINGS = 8
+#: Seconds that its process may take to start (from a cold shared filesystem) and to open, and those between tries.
+_START_S = 600.0
 _PAUSE_S = 2.0
 
 
@@ -49,14 +51,7 @@ class Driver:
         """Begin; ``state`` is a checkpoint's, ``None`` without one."""
         self._workers, self._state, self._version = workers, state, version
         self._generation = 0 if state is None else state.get("generation", 0)
-        for _ in range(_REOPENINGS):
-            try:
-                self._state = ray.get(self._open(fresh=True))
-                return
-            except RayActorError as error:
-                logger.warning("the coordinator died at its start: %s", str(error).splitlines()[0])
-                time.sleep(_PAUSE_S)
-        raise _too_often()
+        self._state = self._opened(fresh=True)
 
     def publish(self, version: int, batches_left: int) -> None:
         """The engines run under the policy ``version`` from now on."""
@@ -115,23 +110,24 @@ class Driver:
             except (RayActorError, NotOpen) as error:
                 logger.warning("the coordinator died and is opened again: %s", str(error).splitlines()[0])
                 self.reopened += 1
-                self._reopen()
-        raise _too_often()
+                self._opened(fresh=False)  # who waits for a batch, or publishes, lets it start samples again
+        raise RuntimeError(
+            f"the coordinator died {_REOPENINGS} times at one question ({method}), see its log; the same command goes "
+            "on from the last checkpoint"
+        )
 
-    def _reopen(self) -> None:
-        try:
-            ray.get(self._open(fresh=False))  # who waits for a batch, or publishes, lets it start samples again
-        except (RayActorError, NotOpen):
-            time.sleep(_PAUSE_S)
-
-    def _open(self, fresh: bool) -> Any:
-        self._generation += 1
-        before = Before(self._state, list(self._handed), self._version, self._batches_left, self._generation)
-        return self._actor.open.remote(self._setting, self._workers, before, fresh)
-
-
-def _too_often() -> RuntimeError:
-    return RuntimeError(
-        f"the coordinator died {_REOPENINGS} times in a row, see its log; the same command goes on from the last "
-        "checkpoint"
-    )
+    def _opened(self, fresh: bool) -> dict[str, Any]:
+        """Open it, as soon as its process is there: Ray fails at once what it is asked before."""
+        began = time.monotonic()
+        while True:
+            self._generation += 1
+            before = Before(self._state, list(self._handed), self._version, self._batches_left, self._generation)
+            try:
+                return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
+            except RayActorError as error:
+                if time.monotonic() - began > _START_S:
+                    raise RuntimeError(
+                        f"the coordinator did not start within {_START_S:.0f} s, see its log; the same command goes on "
+                        "from the last checkpoint"
+                    ) from error
+                time.sleep(_PAUSE_S)

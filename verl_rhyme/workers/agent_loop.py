@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 import transfer_queue as tq
@@ -130,15 +130,16 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             if len(groups) > 1:  # one that is gone takes no other along
                 await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
                 return
-            for start in starts:
-                self._attempts.pop(start.name, None)
-                await self._reports.send(Ended(start.name, "failed", error=f"its prompt's data are gone: {error}"))
+            await self._not_begun(starts, "failed", f"its prompt's data are gone: {error}")
         except Exception as error:
             await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
-            for start in starts:
-                if start.name in self._attempts and self._attempts[start.name] is None:
-                    del self._attempts[start.name]
-                    await self._reports.send(Ended(start.name, "lost", error=repr(error)[-_ERROR_CHARS:]))
+            await self._not_begun(starts, "lost", repr(error)[-_ERROR_CHARS:])
+
+    async def _not_begun(self, starts: list[Start], status: Literal["failed", "lost"], error: str) -> None:
+        names = [start.name for start in starts if self._attempts.get(start.name, self) is None]
+        for name in names:  # first: what cannot be told is found missing when the coordinator calls the roll
+            del self._attempts[name]
+        await asyncio.gather(*(self._reports.send(Ended(name, status, error=error)) for name in names))
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)

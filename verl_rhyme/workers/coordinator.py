@@ -39,6 +39,10 @@ _PATIENCE_S = 60.0
 _LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
+#: Seconds for which samples are lost at their start, and none gets further, before the run ends.
+_LOSING_S = 180.0
+#: Of an error's text, the latest.
+_ERROR_CHARS = 4000
 
 
 class Coordinator:
@@ -54,6 +58,8 @@ class Coordinator:
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
+        self._losing: float | None = None  # since when attempts were lost at their start, and none got further
+        self._trained: tuple[dict[str, Any], set[str]] | None = None  # all keys at the last batch, and its own
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -85,7 +91,8 @@ class Coordinator:
             for uid in rollout.restore(before.state, *now, known, prompts, before.handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
         self._opened, self._error = (setting, rollout, crew), None
-        self._capacity = Capacity(setting.limit, setting.room)
+        self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
+        self._trained = self._losing = None
         self._occupancy = Occupancy(setting.slots, asyncio.get_running_loop().time())
         crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
@@ -93,7 +100,7 @@ class Coordinator:
         early, self._early = self._early, []
         await self.ended(early)
         self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
-        return rollout.state_dict()
+        return self._state()
 
     async def add_workers(self, workers: list[Any]) -> None:
         """Others in the place of those that are gone."""
@@ -101,6 +108,8 @@ class Coordinator:
         crew.close()
         crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
         await crew.join()
+        if not len(crew):
+            raise RuntimeError(f"no agent loop worker starts:\n{crew.start_error[-_ERROR_CHARS:]}")
         self._opened = setting, rollout, crew
         self._go()
 
@@ -111,6 +120,7 @@ class Coordinator:
 
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
+        self._clean_after_batch()
         self._open[1].publish(version, batches_left)
         self._dispatching = batches_left > 0
         self._go()
@@ -118,6 +128,7 @@ class Coordinator:
 
     async def pause(self) -> None:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
+        self._clean_after_batch()
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool) -> Wants | None:
@@ -174,11 +185,11 @@ class Coordinator:
             return None
         self._occupancy.at(clock(), rollout.scheduler.running)
         bubble = self._occupancy.take() if setting.rules.starts_through_training else None
-        batch, state = rollout.take(), rollout.state_dict()
+        batch, state = rollout.take(), self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
         keys = [key for name in batch.attempts for key in stored[name]]
-        self._clean(listing, keep=set(keys))
+        self._trained = listing, set(keys)  # what it leaves goes when the trainer is known to have it
         self._go()
         return Reply(
             keys=keys,
@@ -192,7 +203,7 @@ class Coordinator:
 
     async def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
-        return self._open[1].state_dict()
+        return self._state()
 
     async def wants(self) -> Wants:
         """Without waiting."""
@@ -207,8 +218,7 @@ class Coordinator:
             return
         _, rollout, crew = self._opened
         for report in reports:
-            if report.status == "lost":
-                logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+            self._watch_starts(report)
             if report.status != "generated":
                 crew.ended(report.name)
             try:
@@ -219,6 +229,9 @@ class Coordinator:
         self._go()
 
     # ---- within ----
+
+    def _state(self) -> dict[str, Any]:
+        return {**self._open[1].state_dict(), "capacity": self._capacity.state}
 
     @property
     def _open(self) -> tuple[Setting, Rollout, Crew]:
@@ -246,6 +259,18 @@ class Coordinator:
             if not change.done():
                 change.set_result(None)
         self._changes.clear()
+
+    def _watch_starts(self, report: Ended) -> None:
+        now = asyncio.get_running_loop().time()
+        if report.status != "lost":
+            self._losing = None
+            return
+        logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+        self._losing = now if self._losing is None else self._losing
+        if now - self._losing > _LOSING_S:
+            self._fail(
+                RuntimeError(f"no sample could be started for {_LOSING_S:.0f} s; the latest error: {report.error}")
+            )
 
     def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
@@ -281,6 +306,11 @@ class Coordinator:
         counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
         logger.warning("waiting for %s; samples by state: %s", what, counts)
         return now
+
+    def _clean_after_batch(self) -> None:
+        if self._trained is not None:
+            (listing, keep), self._trained = self._trained, None
+            self._clean(listing, keep)
 
     def _clean(self, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
         """What abandoned attempts and dropped prompts left goes; also what is trained, but ``keep``."""

@@ -42,6 +42,8 @@ class Crew:
         self._unsure: set[str] = set()  # sent, and the worker has not said that it got them
         self._tasks: set[asyncio.Task[Any]] = set()
         self._joining = list(workers)
+        #: Why a worker did not start, if one did not.
+        self.start_error = ""
 
     def __len__(self) -> int:
         return len(self._about)
@@ -104,6 +106,7 @@ class Crew:
             about = set(await worker.attach.remote(self._coordinator))
         except RayActorError as error:
             logger.warning("an agent loop worker did not start: %s", _first_line(error))
+            self.start_error = str(error)
             return set()
         self._about[worker] = about
         self._worker.update(dict.fromkeys(about, worker))
@@ -113,7 +116,7 @@ class Crew:
     async def _send(self, worker: Any, starts: list[Start], step: int) -> None:
         try:
             await asyncio.wait_for(worker.begin.remote(starts, step), self._patience_s)
-        except (RayActorError, TimeoutError) as error:
+        except (RayActorError, asyncio.TimeoutError) as error:  # in Python 3.10 not the builtin
             self._give_up(worker, error)
         except Exception as error:
             self._tell_lost([start.name for start in starts], f"a worker could not start them: {error}")
@@ -126,7 +129,7 @@ class Crew:
             asked = self._about.get(worker, set()) - self._unsure  # a question may overtake a start
             try:
                 found = await asyncio.wait_for(worker.attempts.remote(), self._patience_s)
-            except (RayActorError, TimeoutError) as error:
+            except (RayActorError, asyncio.TimeoutError) as error:
                 self._give_up(worker, error)
                 return
             missing = (asked - set(found)) & self._about.get(worker, set())

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that a report waits for others to go with it.
 _DELAY_S = 0.01
-#: Seconds that each of the two has to take a report, and between the tries.
+#: Seconds that each of the two has to take a report, and between the tries: a coordinator that died starts meanwhile.
 _TIMEOUT_S = 30.0
-_RETRIES_S = (0.5, 2.0, 8.0)
+_RETRIES_S = (0.5, 2.0, 8.0, 15.0, 30.0, 60.0)
 
 
 class NotReported(RuntimeError):

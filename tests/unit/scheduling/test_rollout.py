@@ -388,3 +388,39 @@ def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
     again.restore(made.state_dict(), 0, 8, {"a_0": Evidence("generated", 5, 0, stored=True)}, {"a"})
     assert states(again) == ["trained", "pending"]
     assert not again.needs_turns("a_0")
+
+
+def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_before_it():
+    """What was filtered is filtered again by its scores; those in its place are there already."""
+    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2), filters=True)
+    made.publish(0, 10)
+    handed, evidence, state = [], {}, made.state_dict()
+
+    def fill():
+        new = [(f"p{len(handed) + i}", 2) for i in range(made.wanted())]
+        handed.extend(new)
+        made.hand(new)
+        starts = made.fill()
+        evidence.update({start.name: Evidence(running=True) for start in starts})
+        return starts
+
+    for start in fill():
+        if sample_of(start.name)[0] in ("p0", "p1", "p2"):
+            tell(made, generated(start.name), finished(start.name, 1.0))
+            evidence[start.name] = Evidence("generated", 5, 0, stored=True, scores=[1.0])
+    assert len(fill()) == 6
+    assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)
+    again = Rollout(made.rules, filters=True, generation=1)
+    assert again.restore(state, 0, 10, evidence, {uid for uid, _ in handed}, handed) == []
+    assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
+
+
+def test_a_load_that_was_begun_in_part_is_completed_after_a_death():
+    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2))
+    made.publish(0, 10)
+    state = made.state_dict()
+    handed = [(f"p{i}", 2) for i in range(8)]
+    again = Rollout(made.rules, generation=1)
+    again.restore(state, 0, 10, {"p1_0": Evidence(running=True)}, {uid for uid, _ in handed}, handed)
+    again.fill()
+    assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)

@@ -537,7 +537,7 @@ def install(world, monkeypatch):
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, crew, driver_module):
         monkeypatch.setattr(module, "ray", ray)
-    monkeypatch.setattr(driver_module, "time", SimpleNamespace(sleep=cluster.sleep))
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
 
