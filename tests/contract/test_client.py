@@ -288,6 +288,43 @@ async def test_requests_of_dead_replicas_go_to_another(well: Any, theirs: type) 
     assert await balancer.get_total_inflight.remote() == 0
 
 
+class Slow(Server):
+    """Answers nobody, and remembers whom it was to abort."""
+
+    async def generate(self, request_id: str, **_: Any) -> TokenOutput:
+        self.asked.append({"request_id": request_id})
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> None:
+        self.asked.append({"aborted": request_id, "reset_prefix_cache": reset_prefix_cache})
+
+    async def take_asked_later(self, count: int) -> list[dict[str, Any]]:
+        while len(self.asked) < count:
+            await asyncio.sleep(0.01)
+        return self.take_asked()
+
+
+async def test_who_is_abandoned_leaves_nothing_behind(cluster: None) -> None:
+    """Neither a request in the engine nor one in the router's count, wherever it was."""
+    slow = ray.remote(num_cpus=0)(Slow).remote()
+    balancer = _create_global_sticky_inflight({"slow": slow}, load_balancer_cls=GlobalRequestLoadBalancer)
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    running = asyncio.create_task(sample(client, 0))
+    [asked] = await slow.take_asked_later.remote(1)
+    running.cancel()
+    [aborted] = await slow.take_asked_later.remote(1)
+    assert aborted == {"aborted": asked["request_id"], "reset_prefix_cache": False}
+    acquiring = [asyncio.create_task(sample(client, number)) for number in range(8)]
+    await asyncio.sleep(0)  # they ask the router
+    await asyncio.sleep(0)
+    for task in acquiring:
+        task.cancel()
+    await asyncio.wait([running, *acquiring])
+    await asyncio.sleep(0.5)
+    assert await balancer.get_total_inflight.remote() == 0
+
+
 async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(well: Any) -> None:
     balancer, _ = balanced("process")
     with pytest.raises(RuntimeError, match="No available servers"):

@@ -33,8 +33,17 @@ _MAX_STRANGERS = 4096
 _NO_SERVERS = "No available servers in load balancer"
 #: Seconds between two questions for a server where there is none.
 _SERVER_WAIT_S = 1.0
-#: The server that this task was sent to last.
-_SERVER: ContextVar[str] = ContextVar("verl_rhyme_server")
+
+
+class _Call:
+    """Where this task's request to a server is: below verl's ``generate``, which tells it to nobody."""
+
+    server: str | None = None
+    handle: Any = None
+    request: str | None = None  # its name there
+
+
+_CALL: ContextVar[_Call] = ContextVar("verl_rhyme_call")
 
 
 class _Requests(LLMServerClient):
@@ -70,30 +79,50 @@ class _Requests(LLMServerClient):
     async def _somewhere(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """On another replica, if one dies; what it had made is lost with it."""
         while True:
+            call = _Call()
+            _CALL.set(call)
             try:
                 return await super().generate(request_id, **kwargs)
+            except asyncio.CancelledError:
+                if call.request is not None:  # or it keeps its slot, for nobody
+                    call.handle.abort_request.remote(call.request, reset_prefix_cache=False)
+                raise
             except ActorUnavailableError:  # of its node, or the network between: it may come back
                 await asyncio.sleep(_SERVER_WAIT_S)
             except Exception as error:
-                if not _is_death(error):
+                if call.server is None or not _is_death(error):  # without one it is the router that died
                     raise
                 logger.warning("a replica died: its requests go to others (%s)", str(error).splitlines()[0])
-                await self._load_balancer.remove_servers.remote([_SERVER.get()])
+                await self._load_balancer.remove_servers.remote([call.server])
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         known = extra.get(FIELD) or {}
         extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) is not None}
         while True:
+            acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
             try:
-                acquired = await super()._acquire_server(request_id, **extra)
+                acquired = await asyncio.shield(acquiring)
+            except asyncio.CancelledError:  # the router has counted it, or will
+                acquiring.add_done_callback(partial(self._give_back, request_id))
+                raise
             except RuntimeError as error:
                 # All have died; where samples are interruptible the trainer starts others, or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
             else:
-                _SERVER.set(acquired[0])
+                call = _CALL.get()
+                call.server, call.handle = acquired
                 return acquired
+
+    def _give_back(self, request_id: str, acquiring: asyncio.Future[tuple[str, Any]]) -> None:
+        if not acquiring.cancelled() and acquiring.exception() is None:
+            self._release_server(acquiring.result()[0], request_id=request_id)
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        call = _CALL.get()
+        call.request = super()._vllm_request_id(request_id)
+        return call.request
 
     def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:
         """What the task works on, and the one of its conversations that the request is of."""
