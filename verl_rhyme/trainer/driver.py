@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from verl_rhyme.observability.errors import first_line
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
 from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
@@ -54,7 +55,7 @@ class Driver:
                 self._state = ray.get(self._open(fresh=True))
                 return
             except RayActorError as error:
-                logger.warning("the coordinator died at its start: %s", str(error).splitlines()[0])
+                logger.warning("the coordinator died at its start: %s", first_line(error))
                 time.sleep(_PAUSE_S)
         raise _too_often()
 
@@ -113,7 +114,7 @@ class Driver:
             try:
                 return ray.get(getattr(self._actor, method).remote(*arguments))
             except (RayActorError, NotOpen) as error:
-                logger.warning("the coordinator died and is opened again: %s", str(error).splitlines()[0])
+                logger.warning("the coordinator died and is opened again: %s", first_line(error))
                 self.reopened += 1
                 self._reopen()
         raise _too_often()
