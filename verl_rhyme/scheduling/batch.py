@@ -6,9 +6,9 @@ update and k more at the latest, all that k batches cannot hold are due now (ear
 
 Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
 have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
-Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is then,
-in this order: the one of version 5; one of version 6, rather one that has waited ``max_wait`` updates than the shortest;
-what else has waited so long, in the order of loading; and the shortest, until there are 4.
+Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
+then, in this order: the one of version 5; one of version 6, rather one that has waited ``max_wait`` updates than the
+shortest; what else has waited so long, in the order of loading; and the shortest, until there are 4.
 """
 
 from __future__ import annotations
