@@ -25,6 +25,7 @@ from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import SlotArrays
 from verl_rhyme.drafting.budget import grant, tail_weights
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
+from verl_rhyme.drafting.histories import Histories
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
@@ -38,18 +39,10 @@ REST_AFTER, REST_EVERY = 32, 16
 
 
 @dataclass(slots=True)
-class _Shared:
-    """One prompt's history, read once for all its live requests."""
-
-    history: PromptHistory | None
-    group: int
-    users: int = 0
-
-
-@dataclass(slots=True)
 class _Request:
     key: bytes
     slot: int
+    history_hit: bool
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
@@ -72,7 +65,7 @@ class AdaptiveDrafter:
         slots: int = 256,
         vocabulary: int = 1 << 31,
     ):
-        self._config, self._lookup, self._vocabulary = config, lookup, min(vocabulary, (1 << 31) - 1)
+        self._config, self._shared, self._vocabulary = config, Histories(lookup), min(vocabulary, (1 << 31) - 1)
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
         self._earlier = EarlierLengths(max(1, slots))
@@ -86,7 +79,6 @@ class AdaptiveDrafter:
         self._refused = 0  # steps in a row whose plans did not pay
         self._free = list(range(max(1, slots)))[::-1]
         self._requests: dict[str, _Request] = {}
-        self._shared: dict[bytes, _Shared] = {}
         self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
         self._texts = 0
         self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
@@ -98,26 +90,22 @@ class AdaptiveDrafter:
     def start(self, request: str, key: bytes, previous: np.ndarray | None = None) -> None:
         """Begin a request; starting it again (after a resume, say) begins it anew."""
         self._forget(request)
-        shared = self._shared.get(key)
-        if shared is None:
-            history = self._lookup(key)
-            # Texts that the history has by now are no siblings any more: the group's number changes with it.
-            newest = int(history.step.max()) if history is not None and len(history) else -1
-            shared = self._shared[key] = _Shared(history, zlib.crc32(key, newest & 0xFFFFFFFF))
-        shared.users += 1
+        history = self._shared.take(key)
+        # Texts that the history has by now are no siblings any more: the group's number changes with it.
+        newest = int(history.step.max()) if history is not None and len(history) else -1
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._requests[request] = _Request(key, slot)
+        self._requests[request] = _Request(key, slot, history is not None)
         slots = self._slots
         slots.length[slot] = slots.planned[slot] = slots.candidates[slot] = 0
         slots.planned_at[slot] = -1
         slots.recent[slot] = 0.0
         slots.block[slot] = -1
         slots.owner[slot] = self._texts
-        slots.group[slot] = shared.group
+        slots.group[slot] = zlib.crc32(key, newest & 0xFFFFFFFF)
         self._texts += 1
-        self._attach(slot, shared.history)
+        self._attach(slot, history)
         self._regrowth.start(slot, previous)
 
     def step(self, done: DecodeStep) -> list[list[int]]:
@@ -191,10 +179,9 @@ class AdaptiveDrafter:
         live = self._requests.get(request)
         if live is None:
             return RequestCounts()
-        hit = self._shared[live.key].history is not None
         reverified = self._regrowth.reverified(live.slot)
         self._forget(request)
-        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit, reverified)
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, live.history_hit, reverified)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         began = self._began
@@ -223,10 +210,7 @@ class AdaptiveDrafter:
         self._attach(live.slot, None)
         self._regrowth.stop(live.slot)
         self._free.append(live.slot)
-        shared = self._shared[live.key]
-        shared.users -= 1
-        if not shared.users:
-            del self._shared[live.key]
+        self._shared.give_back(live.key)
 
     def _grow(self) -> None:
         """Twice the slots. The live texts stay: their blocks may all be open then, and new text goes unindexed."""

@@ -11,6 +11,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
 from verl_rhyme.drafting.bounds import share
+from verl_rhyme.drafting.histories import Histories
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history import suffix_index
@@ -32,14 +33,6 @@ class _Request:
     verify_steps: int = 0
 
 
-@dataclass(slots=True)
-class _Shared:
-    """One prompt's history, read once for all its live requests."""
-
-    history: PromptHistory | None
-    users: int = 0
-
-
 class PaperDrafter:
     """Drafts from each prompt's history: the latest ``match.max`` tokens, backing off to ``match.min``, are looked up
     in it and continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
@@ -58,9 +51,8 @@ class PaperDrafter:
     ):
         self._config = config
         self._vocabulary = vocabulary
-        self._lookup = lookup
+        self._histories = Histories(lookup)
         self._live: OrderedDict[str, _Request] = OrderedDict()
-        self._shared: dict[bytes, _Shared] = {}
 
     def __len__(self) -> int:
         """Live requests."""
@@ -74,11 +66,7 @@ class PaperDrafter:
         self._forget(request)
         while len(self._live) >= MAX_LIVE:
             self._forget(next(iter(self._live)))
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = self._shared[key] = _Shared(self._lookup(key))
-        shared.users += 1
-        self._live[request] = _Request(key, shared.history, self._window())
+        self._live[request] = _Request(key, self._histories.take(key), self._window())
 
     def _window(self) -> WindowPolicy:
         window = self._config.window
@@ -157,10 +145,7 @@ class PaperDrafter:
     def _forget(self, request: str) -> _Request | None:
         live = self._live.pop(request, None)
         if live is not None:
-            shared = self._shared[live.key]
-            shared.users -= 1
-            if not shared.users:
-                del self._shared[live.key]
+            self._histories.give_back(live.key)
         return live
 
 

@@ -1,4 +1,4 @@
-"""Finds what went wrong in the mixed output of Ray, verl and vLLM."""
+"""Finds what went wrong in the mixed output of Ray, verl and vLLM, or in an error, in a line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ _AFTERMATH = re.compile(
     r"^(?:\S*\.)?(?:ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|OwnerDiedError|KeyboardInterrupt"
     r"|SystemExit|BrokenPipeError|ConnectionResetError|EOFError|CancelledError|EngineDeadError)\b"
 )
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def last_line(error: BaseException) -> str:
+    """As :func:`first_line`, for an error of another process, which has a traceback before what it says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 @dataclass

@@ -3,6 +3,12 @@
 An update takes so many samples and no more, so that of those that become too stale in the next few updates some must be
 trained earlier, or the last batch that may train them has no room for all: of the samples that may be trained in this
 update and k more at the latest, all that k batches cannot hold are due now (earliest deadline first).
+
+Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
+have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
+Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
+then, in this order: the one of version 5; one of version 6, rather one that has waited ``max_wait`` updates than the
+shortest; what else has waited so long, in the order of loading; and the shortest, until there are 4.
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ def _oldest(prompt: Prompt, numbers: list[int]) -> int:
 
 def _due(rules: Rules, version: int, held: Counter[int]) -> list[tuple[int, int]]:
     """For this update and each later one but the last of those that may train what is made now: samples with a token
-    of that version or older that have to be in this batch."""
+    of that version or older that have to be in this batch. In the module's example: (5, 1) and (6, 2)."""
     due = []
     for later in range(rules.max_staleness):
         last = version - rules.max_staleness + later

@@ -23,7 +23,11 @@ Having = State | Literal["begun"]
 class Part:
     """What one prompt adds.
 
-    Where single trajectories are trained, each goes by its own oldest token; else all by that of the group.
+    Where single trajectories are trained, each goes by its own oldest token; else all by that of the group. Say a
+    prompt has 3 samples: 2 are finished, with 10 and 20 tokens from versions 5 and 6, and one runs on since version 6.
+    Of single trajectories 2 can be trained: ``tokens`` is (30, 30), ``trainable`` and ``rewarded`` are {5: 1, 6: 1},
+    ``held`` is {5: 1, 6: 2}. Of a group none can before all are there: ``tokens`` is (0, 0), ``trainable`` and
+    ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is 3 in both.
 
     Attributes:
         samples: In each state.

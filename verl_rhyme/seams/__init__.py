@@ -1,4 +1,4 @@
-"""Every place of verl and vLLM that verl-rhyme leans on, and the shape it must have.
+"""Places of verl and vLLM that verl-rhyme leans on, and the shape it must have.
 
 ``verl-rhyme doctor`` and ``tests/contract/test_seams.py`` check each entry against what is installed. To add one,
 append a :class:`~verl_rhyme.seam_check.Seam` to the list of its file: where it is, what of ours stands on it, and the

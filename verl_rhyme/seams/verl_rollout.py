@@ -89,6 +89,29 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_CLIENT}:LLMServerManager.get_replicas", "request slots", signature="(self)"),
     Seam(
+        f"{_CLIENT}:LLMServerManager.__init__",
+        "replicas in the place of dead ones",
+        contains=("self.rollout_replica_class = get_rollout_replica_class(",),
+    ),
+    Seam(
+        f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
+        "replicas in the place of dead ones",
+        contains=(
+            "self.server_handles = [server._server_handle for server in self.rollout_replicas]",
+            "self.server_addresses = [server._server_address for server in self.rollout_replicas]",
+        ),
+    ),
+    Seam(
+        "verl.workers.rollout.replica:RolloutReplica.init_standalone",
+        "replicas in the place of dead ones",
+        signature="(self)",
+    ),
+    Seam(
+        f"{_SERVER}:vLLMReplica.launch_servers",
+        "replicas in the place of dead ones",
+        contains=("self._server_handle = self.servers[0]", "self._server_address = ("),
+    ),
+    Seam(
         f"{_ROUTER}:RequestLoadBalancer",
         "our router",
         has=(
@@ -136,13 +159,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopManagerTQ.generate_sequences",
-        "rhyme_sorted: prompts for the workers that live",
+        "pipeline: prompts for the workers that live",
         signature="(self, prompts)",
         contains=("prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote(chunk)"),
     ),
     Seam(
         "verl.experimental.agent_loop:AgentLoopManager._init_agent_loop_workers",
-        "rhyme_sorted: new workers when the last one died",
+        "pipeline: new workers when the last one died",
         signature="(self)",
         contains=("self.agent_loop_workers = []",),
     ),
@@ -153,7 +176,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._run_prompt",
-        "sample number of each request; rhyme_sorted runs its own",
+        "sample number of each request; the pipeline runs its own",
         signature="(self, prompt, sampling_params, trajectory, trace)",
         contains=("session_id", '"__rollout_n__"', '"__do_sample__"'),
     ),
@@ -165,7 +188,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_SERVER}:vLLMHttpServer.abort_all_requests",
-        "rhyme_sorted: cutting samples short without waiting for the queue",
+        "pipeline: cutting samples short without waiting for the queue",
         contains=("while self._admitting > 0:", "await self.engine.pause_generation("),
     ),
 )

@@ -30,6 +30,11 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
     Seam(f"{_TRAINER}:PPOTrainer.get_llm_client", "prompt keys on requests", signature="(self)"),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._submit_batch_to_rollout",
+        "our router knows how many requests come",
+        signature="(self, batch)",
+    ),
     Seam(f"{_TRAINER}:PPOTrainer._rollout_server_managers", "request slots", signature="(self)"),
     Seam(f"{_TRAINER}:PPOTrainer._build_replay_buffer", "poll interval", signature="(self)"),
     Seam(
@@ -109,50 +114,90 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("transfer_queue:kv_batch_get", "recorder", accepts=("keys", "partition_id", "select_fields")),
     # ---- the sorted pipeline ----
-    Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "rhyme_sorted: what starts a step", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "pipeline: what starts a step", signature="(self)"),
     Seam(
         f"{_TRAINER}:PPOTrainer._balance_batch",
-        "rhyme_sorted: mini-batches in order of length",
+        "pipeline: mini-batches in order of length",
         signature="(self, batch, metrics, logging_prefix, keep_minibatch)",
         contains=('role, worker_group = "actor", self.actor_rollout_wg', "upsample_batch_to_divisible_size("),
     ),
     Seam(
         f"{_TRAINER}:PPOTrainer._next_train_batch",
-        "rhyme_sorted: prompts one by one",
+        "pipeline: prompts one by one",
         signature="(self, num_prompts)",
     ),
-    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "rhyme_sorted: starts them itself", accepts=("self",)),
-    Seam(f"{_TRAINER}:PPOTrainer._resolve_filter_groups_metric", "rhyme_sorted: DAPO's filter", signature="(self)"),
+    Seam(f"{_TRAINER}:PPOTrainer._reissue_inflight_prompts", "pipeline: starts them itself", accepts=("self",)),
+    Seam(f"{_TRAINER}:PPOTrainer._resolve_filter_groups_metric", "pipeline: DAPO's filter", signature="(self)"),
     Seam(
         "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
-        "rhyme_sorted: the k-th mini-batch is the k-th piece of each rank's part",
+        "pipeline: the k-th mini-batch is the k-th piece of each rank's part",
         contains=("mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",),
     ),
     Seam(
-        f"{_REPLAY}:ReplayBuffer._sync_metadata_from_transfer_queue",
-        "rhyme_sorted: tags of all partitions",
-        contains=("data = tq.kv_list()", "partition[key].update(tag)"),
-    ),
-    Seam(
         f"{_REPLAY}:ReplayBuffer._dapo_filtered_keys",
-        "rhyme_sorted: DAPO's filter",
+        "pipeline: DAPO's filter",
         signature="(self, partition_id)",
         contains=("finished_uids = self.finished_keys[partition_id]",),
     ),
+    Seam("transfer_queue:kv_batch_put", "pipeline: prompts", accepts=("keys", "partition_id", "fields", "tags")),
     Seam(
-        f"{_REPLAY}:ReplayBuffer._evict_terminal_groups",
-        "rhyme_sorted: DAPO's filter",
-        signature="(self, global_steps, partition_id, eviction_reasons)",
+        "transfer_queue:async_kv_batch_put",
+        "pipeline: what attempts left",
+        accepts=("keys", "partition_id", "fields", "tags"),
     ),
-    Seam("transfer_queue:kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
-    Seam("transfer_queue:async_kv_batch_put", "rhyme_sorted", accepts=("keys", "partition_id", "fields", "tags")),
-    Seam("transfer_queue:kv_clear", "rhyme_sorted", accepts=("keys", "partition_id")),
+    Seam(
+        "transfer_queue:async_kv_batch_get",
+        "pipeline: prompts, and what attempts left",
+        accepts=("keys", "partition_id", "select_fields"),
+    ),
+    Seam(
+        "transfer_queue:async_kv_list",
+        "pipeline: tags of all partitions",
+        contains=("partition_id: str | None = None",),
+    ),
+    Seam("transfer_queue:async_kv_clear", "pipeline: what is nobody's any more", accepts=("keys", "partition_id")),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.abort_replicas",
-        "rhyme_sorted: cutting samples short",
+        "pipeline: cutting samples short",
         accepts=("reject_request",),
     ),
-    Seam(f"{_CHECKPOINT}:CheckpointEngineManager.resume_generation_replicas", "rhyme_sorted", signature="(self)"),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.resume_generation_replicas",
+        "pipeline: engines go on under the same policy",
+        signature="(self)",
+    ),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.sleep_replicas",
+        "pipeline: colocated engines give way to the actor",
+        signature="(self)",
+    ),
+    Seam(
+        "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.__init__",
+        "pipeline: what it sets, but for its rule of weight syncs",
+        contains=(
+            'self._enable_hybrid_replicas = bool(config.actor_rollout_ref.get("hybrid_engine", True))',
+            "self.hybrid_rollout_config: HybridRolloutSwitchConfig = omega_conf_to_dataclass(",
+        ),
+    ),
+    Seam(
+        "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
+        "pipeline: engines apart from the actor",
+        contains=(
+            "self.standalone_server_manager: LLMServerManager = LLMServerManager.create(",
+            "self.standalone_checkpoint_manager = CheckpointEngineManager(",
+        ),
+    ),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.__init__",
+        "pipeline: weights for a replica in the place of a dead one",
+        signature="(self, config, actor_wg, replicas)",
+        contains=("self.replicas = replicas",),
+    ),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineManager.update_weights",
+        "pipeline: weights for a replica in the place of a dead one",
+        accepts=("global_steps",),
+    ),
     # ---- platform, engines, weight transfer ----
     Seam("verl.plugin.platform.platform_manager:PlatformRegistry.register", "CPU platform", signature="(platform)"),
     Seam(

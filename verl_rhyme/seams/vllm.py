@@ -224,9 +224,11 @@ SEAMS: tuple[Seam, ...] = (
         "our worker extension",
         contains=("worker_class.__bases__ = worker_class.__bases__ + (worker_extension_cls,)",),
     ),
+    Seam("vllm.v1.engine.async_llm:AsyncLLM.check_health", "whether an engine has died", signature="(self)"),
+    Seam("vllm.v1.engine.exceptions:EngineDeadError", "whether an engine has died"),  # by its name
     Seam(
         "vllm.v1.engine.output_processor:OutputProcessor.__init__",
-        "rhyme_sorted: whether the engine knows a request",
+        "pipeline: whether the engine knows a request",
         contains=("self.external_req_ids:",),
     ),
 )

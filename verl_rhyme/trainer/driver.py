@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from verl_rhyme.observability.errors import first_line
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
 from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
@@ -108,7 +109,7 @@ class Driver:
             try:
                 return ray.get(getattr(self._actor, method).remote(*arguments))
             except (RayActorError, NotOpen) as error:
-                logger.warning("the coordinator died and is opened again: %s", str(error).splitlines()[0])
+                logger.warning("the coordinator died and is opened again: %s", first_line(error))
                 self.reopened += 1
                 self._opened(fresh=False)  # who waits for a batch, or publishes, lets it start samples again
         raise RuntimeError(

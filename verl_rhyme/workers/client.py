@@ -19,6 +19,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.observability.errors import first_line
 from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
 from verl_rhyme.workers.session import Conversation, Session, current
 
@@ -92,7 +93,7 @@ class _Requests(LLMServerClient):
             except Exception as error:
                 if call.server is None or not _is_death(error):  # without one it is the router that died
                     raise
-                logger.warning("a replica died: its requests go to others (%s)", str(error).splitlines()[0])
+                logger.warning("a replica died: its requests go to others (%s)", first_line(error))
                 await self._load_balancer.remove_servers.remote([call.server])
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:

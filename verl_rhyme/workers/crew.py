@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from verl_rhyme.observability.errors import first_line
 from verl_rhyme.scheduling.attempts import Attempt, Start
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Crew:
         try:  # imports from a cold shared filesystem may take longer than a worker that runs may be silent
             about = set(await worker.attach.remote(self._coordinator))
         except RayActorError as error:
-            logger.warning("an agent loop worker did not start: %s", _first_line(error))
+            logger.warning("an agent loop worker did not start: %s", first_line(error))
             self.start_error = str(error)
             return set()
         self._about[worker] = about
@@ -140,7 +141,7 @@ class Crew:
         about = self._about.pop(worker, None)
         if about is None:
             return  # already
-        why = _first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
+        why = first_line(error) if str(error) else f"no answer for {self._patience_s:.0f} s"
         logger.warning("an agent loop worker is given up, its samples start again elsewhere: %s", why)
         ray.kill(worker)
         self._tell_lost(sorted(about), "their agent loop worker is gone")
@@ -149,7 +150,3 @@ class Crew:
         for name in names:
             self.ended(name)
         self._lost(names, why)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,6 +26,7 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment, owner
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryError, HistoryStore
+from verl_rhyme.observability.errors import first_line
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
@@ -333,7 +334,7 @@ class HistoryService:
             try:
                 answers[node] = ray.get(call, timeout=timeout)
             except RayActorError as error:
-                self._fail(node, f"died: {str(error).splitlines()[0]}", lost)
+                self._fail(node, f"died: {first_line(error)}", lost)
             except Exception as error:
                 # Ray's error is of the writer's own kind as well.
                 if node == self._here or isinstance(error, HistoryError):

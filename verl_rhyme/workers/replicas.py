@@ -12,6 +12,8 @@ from ray.util.placement_group import remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 
+from verl_rhyme.observability.errors import last_line
+
 logger = logging.getLogger(__name__)
 
 #: Seconds that a server has to say that it lives; a step of its engine does not hold it up.
@@ -37,7 +39,7 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
         try:
             ray.get(answer)
         except Exception as error:
-            found[asked[answer]] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            found[asked[answer]] = last_line(error)
     return found
 
 

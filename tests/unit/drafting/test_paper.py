@@ -98,7 +98,7 @@ def test_starting_again_begins_anew():
     assert one(drafter, "a", [0, 1, 2]) == [3, 4]
     assert len(drafter) == 1
     drafter.finish("a")
-    assert not drafter._shared
+    assert not len(drafter._histories)
 
 
 def test_requests_never_finished_are_forgotten(monkeypatch):
