@@ -136,7 +136,7 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _submit_batch_to_rollout(self, batch: Any) -> int:
         if (router := self._router()) is not None:
-            router.expect.remote(len(batch) * self.config.actor_rollout_ref.rollout.n)
+            router.expect.remote(len(batch) * self.config.actor_rollout_ref.rollout.n, more=True)
         return super()._submit_batch_to_rollout(batch)
 
     @_hook
@@ -193,6 +193,8 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def on_step_end(self) -> None:
+        if (router := self._router()) is not None and not self._rhyme.sorting.mode:
+            router.expect_running.remote()  # verl's client resumes what the weight sync cuts short
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next
         self._history.add_nodes()

@@ -60,6 +60,7 @@ class Coordinator:
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
         self._losing: float | None = None  # since when attempts were lost at their start, and none got further
         self._trained: tuple[dict[str, Any], set[str]] | None = None  # all keys at the last batch, and its own
+        self._announced = False  # to the router, under this version
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -122,6 +123,7 @@ class Coordinator:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
         self._clean_after_batch()
         self._open[1].publish(version, batches_left)
+        self._announced = False
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
@@ -249,7 +251,8 @@ class Coordinator:
                     lot = max(1, setting.lot * limit // setting.limit)
                     starts = rollout.fill(limit, lot)
                     if starts and setting.router is not None:
-                        setting.router.expect.remote(len(starts))
+                        setting.router.expect.remote(len(starts), more=self._announced)
+                        self._announced = True
                     crew.start(starts, rollout.scheduler.version + 1)
                 crew.abandon(rollout.take_abandoned())
             except Exception as error:

@@ -119,9 +119,13 @@ class PlacementRouter:
         """
         self._placement.report(server_id, kv_tokens)
 
-    def expect(self, requests: int) -> None:
-        """So many requests are about to come: bounds hold against the load there will be."""
-        self._placement.expect(requests)
+    def expect(self, requests: int, more: bool = False) -> None:
+        """So many requests are about to come: bounds hold against the load there will be (:meth:`Placement.expect`)."""
+        self._placement.expect(requests, more)
+
+    def expect_running(self) -> None:
+        """What runs is about to be cut short, and to come again; what was announced before is forgotten."""
+        self._placement.expect(self.get_total_inflight())
 
     def get_all_servers(self) -> list[str]:
         """Addresses of the replicas in service."""

@@ -76,9 +76,14 @@ class Placement:
         if replica in self.fleet:
             self.fleet.report(replica, capacity)
 
-    def expect(self, requests: int) -> None:
-        """So many requests are about to come: bounds hold against the load there will be. Replaces what was said."""
-        self.fleet.expected = max(0, requests)
+    def expect(self, requests: int, more: bool = False) -> None:
+        """So many requests are about to come: bounds hold against the load there will be.
+
+        Args:
+            requests: How many.
+            more: Than were announced and have not come yet; else these are forgotten, for some may never come.
+        """
+        self.fleet.expected = max(0, requests) + more * self.fleet.expected
 
     def acquire(self, request: Request) -> str:
         """Where to send a request, which counts there from now on until it is released.

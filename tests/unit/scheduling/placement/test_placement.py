@@ -81,7 +81,7 @@ def test_any_order_of_events(policy, events):
         elif event == "report":
             placement.report(f"r{args[0]}", args[1])
         elif event == "expect":
-            placement.expect(args[0])
+            placement.expect(args[0], more=bool(args[0] % 2))
         elif event == "forget":
             placement.forget()
         status = placement.status()
@@ -206,6 +206,17 @@ def test_a_conversation_stays_where_it_was_and_its_siblings_come_there():
     assert placement.acquire(Request("b", "p", sample=1)) == first
     assert placement.acquire(Request("a", "named otherwise", attempt=2)) == first  # the conversation has its key
     assert len(placement.policy) == 1
+
+
+def test_what_is_announced_adds_to_what_has_not_come():
+    """A coordinator starts samples in lots, a large one first: the small ones after it do not take its place."""
+    placement = fleet_of(32)
+    placement.expect(8192)
+    placement.expect(16, more=True)
+    groups = [acquire_group(placement, f"p{i}", 16) for i in range(512)]
+    assert all(len(set(replicas)) == 1 for replicas in groups)
+    placement.expect(3)
+    assert placement.fleet.expected == 3
 
 
 def test_a_turn_reserves_no_room_for_siblings():
