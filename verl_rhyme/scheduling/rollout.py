@@ -91,9 +91,11 @@ class Rollout:
 
     def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
         """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
+        load_size = self.scheduler.load_size(self._batches_left)
         for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
+        self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
         rules, starts = self.rules, []
         for uid, number in self.scheduler.dispatch(limit, lot):
             prompt = self.scheduler.ledger.prompt(uid)

@@ -172,7 +172,7 @@ def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
 
 
 def test_a_group_with_one_score_is_replaced_and_counted():
-    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True)
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True, group_batches=2)
     for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
         tell(made, generated(session), finished(session, score))
     assert [prompt.uid for prompt in made.scheduler.ledger] == ["b"]
@@ -424,3 +424,15 @@ def test_a_load_that_was_begun_in_part_is_completed_after_a_death():
     again.restore(state, 0, 10, {"p1_0": Evidence(running=True)}, {uid for uid, _ in handed}, handed)
     again.fill()
     assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
+
+
+def test_what_is_left_in_stock_begins_a_load_and_is_not_all_of_it():
+    """Prompts come in chunks: where one was replaced some are left over, when the next load begins."""
+    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2))
+    made.publish(0, 10)
+    made.hand([("left over", 2)])
+    made.fill()
+    assert made.wanted() == 7
+    made.hand([(f"p{i}", 2) for i in range(8)])
+    made.fill()
+    assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)

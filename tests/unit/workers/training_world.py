@@ -258,6 +258,7 @@ class World:
             self.check_text(rows[key][1]["turns"], uid, number, step - 1)
         if self.rules.unit == "group":
             assert all(samples.count((uid, n)) == 1 for uid in {uid for uid, _ in samples} for n in range(SAMPLES))
+            assert len(samples) == BATCH * SAMPLES or self.rules.harvest_tokens is not None, "less than an update"
         self.gone += reply.failed + sum(reply.filtered.values())
 
     def check_text(self, turns, uid, number, version):
