@@ -254,9 +254,11 @@ class Rollout:
         gone += [uid for uid in stock if uid not in prompts]
         self._stock = {uid: n for uid, n in stock.items() if uid in prompts and uid not in self.scheduler.ledger}
         begun = {Attempt.named(name).uid for name in evidence} & self._stock.keys()
+        spare = load_size - len(self.scheduler.ledger) - len(begun)  # for those of which nothing is known
         for uid in list(self._stock):  # in the order in which they were loaded since
-            if begun:
+            if begun and (uid in begun or spare > 0):
                 self.scheduler.load(uid, self._stock.pop(uid))
+                spare -= uid not in begun
                 begun.discard(uid)
         self._failed += len(gone)
         counted = set(state.get("reports", evidence))  # older states do not say whose

@@ -60,7 +60,7 @@ class Scheduler:
         self.version = 0
         self.step = StepCounts()
         self._training = False  # a batch was harvested, and the policy it makes is not there yet
-        self._owed = 0  # prompts to load in place of those that were dropped
+        self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
         self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
     # ---- loading ----
@@ -72,17 +72,17 @@ class Scheduler:
             batches_left: Update batches until training ends: no more are loaded than will be trained.
         """
         if len(self.ledger):
-            return self._owed
+            return max(0, self._owed)
         batches = self.rules.group_batches if batches_left is None else min(self.rules.group_batches, batches_left)
         return max(0, batches) * self.rules.batch_prompts
 
     def load_size(self, batches_left: int | None = None) -> int:
         """Prompts of the load, or of the next one, that are not trained, those to come in place of others included."""
-        return len(self.ledger) + self.loadable(batches_left)
+        return len(self.ledger) + self._owed if len(self.ledger) else self.loadable(batches_left)
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
-        self._owed = max(0, load_size - len(self.ledger)) if len(self.ledger) else 0
+        self._owed = load_size - len(self.ledger) if len(self.ledger) else 0
 
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""
@@ -222,7 +222,7 @@ class Scheduler:
             return False
         if awaits(self.rules, self.ledger, self.version, rewarded):
             return False
-        return suffices(self.rules, self.ledger, self._owed, rewarded)
+        return suffices(self.rules, self.ledger, max(0, self._owed), rewarded)
 
     def settled(self, stopped_s: float) -> bool:
         """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
