@@ -20,6 +20,9 @@ MAX_DRAFT_TOKENS = 128
 #: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
 HISTORY_FILL = 0.7
 
+#: Of ``sorting.oversubscription``: what only queues at the engines is aborted and sent again at every update.
+MAX_OVERSUBSCRIPTION = 32
+
 #: What ``history.max_bytes=null`` takes: so many bytes, but at most this share of what is free on the disk.
 AUTOMATIC_HISTORY_BYTES = 64 << 30
 AUTOMATIC_HISTORY_SHARE = 0.5
@@ -253,7 +256,12 @@ class SortingConfig:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
         _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
         _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
-        _require(self.oversubscription >= 1, "sorting.oversubscription", self.oversubscription, "at least 1")
+        _require(
+            1 <= self.oversubscription <= MAX_OVERSUBSCRIPTION,
+            "sorting.oversubscription",
+            self.oversubscription,
+            f"from 1 to {MAX_OVERSUBSCRIPTION}",
+        )
         for name in ("harvest_tokens", "max_wait"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"sorting.{name}", value, "null or at least 1")

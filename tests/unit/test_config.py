@@ -96,6 +96,7 @@ def test_the_groups_set_every_key_and_its_defaults(request):
         ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),
         ({"sampling": {"coupled": True, "verify": "vllm"}}, "false with sampling.verify=vllm"),
         ({"sampling": {"verify": "theirs"}}, "sampling.verify must be ours or vllm"),
+        ({"sorting": {"oversubscription": 100}}, "sorting.oversubscription must be from 1 to 32"),
         ({"sorting": {"order": 1.5}}, "sorting.order must be null, or from 0 to 1"),
         ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
     ],

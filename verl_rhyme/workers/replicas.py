@@ -14,8 +14,9 @@ from verl.utils.ray_utils import auto_await
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a server has to say that it lives; a step of its engine does not hold it up.
-_PATIENCE_S = 60.0
+#: Seconds without an answer after which a server is warned of, and after which it is taken for dead. Where a process is
+#: gone Ray says so: one that is silent lives and may be busy, but one that hangs would hold up the next weight sync.
+_SILENT_S, _HUNG_S = 60.0, 300.0
 
 
 class ReplicaDied(RuntimeError):
@@ -31,8 +32,17 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
         for server in replica.servers
     }
     asked |= {worker.__ray_ready__.remote(): replica for replica in replicas for worker in replica.workers}
-    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE_S) if asked else ([], [])
-    found = {asked[answer]: f"no answer for {_PATIENCE_S:.0f} s" for answer in silent}
+    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SILENT_S) if asked else ([], [])
+    if silent:
+        ranks = sorted({asked[answer].replica_rank for answer in silent})
+        logger.warning(
+            "replicas %s live, but have not answered for %.0f s; after %.0f s they are taken for dead",
+            ranks,
+            _SILENT_S,
+            _HUNG_S,
+        )
+        told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_HUNG_S - _SILENT_S)
+    found = {asked[answer]: f"no answer for {_HUNG_S:.0f} s" for answer in silent}
     for answer in told:
         try:
             ray.get(answer)
