@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,6 +272,12 @@ class SortingConfig:
             self.max_staleness,
             "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
+        _require(
+            self.mode != "on_policy" or self.max_staleness <= 1,  # 1 is the default, also there
+            "sorting.max_staleness",
+            self.max_staleness,
+            "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
+        )
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
@@ -301,6 +308,9 @@ class PlacementConfig:
             if name not in known:
                 near = _nearest(name, known) or f"; {self.policy} has {', '.join(known)}"
                 raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}{near}")
+        for name, value in self.options.items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            _require(finite, f"placement.options.{name}", value, "finite")
 
 
 @dataclass(frozen=True)
