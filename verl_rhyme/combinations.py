@@ -192,6 +192,12 @@ TABLE = (
         f"set {CONFIG_PATH}.sorting.unit=group",
     ),
     Combination(
+        (f"{_ROLLOUT}.scheduling_policy", "rhyme.sorting.mode"),
+        lambda policy, sorting: sorting is not None and policy != "priority",
+        "more samples are given out than run, and without priorities the engines take them in any order",
+        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted does",
+    ),
+    Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
         lambda replay, sorting: bool(replay) and sorting == "partial",
         "the experts of a response that several policies made cannot be replayed",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ MAX_DRAFT_TOKENS = 128
 
 #: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
 HISTORY_FILL = 0.7
+
+#: Of ``sorting.oversubscription``: what only queues at the engines is aborted and sent again at every update.
+MAX_OVERSUBSCRIPTION = 32
 
 #: What ``history.max_bytes=null`` takes: so many bytes, but at most this share of what is free on the disk.
 AUTOMATIC_HISTORY_BYTES = 64 << 30
@@ -251,7 +255,12 @@ class SortingConfig:
         _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
         _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
         _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
-        _require(self.oversubscription >= 1, "sorting.oversubscription", self.oversubscription, "at least 1")
+        _require(
+            1 <= self.oversubscription <= MAX_OVERSUBSCRIPTION,
+            "sorting.oversubscription",
+            self.oversubscription,
+            f"from 1 to {MAX_OVERSUBSCRIPTION}",
+        )
         tokens = self.harvest_tokens
         _require(tokens is None or tokens >= 1, "sorting.harvest_tokens", tokens, "null or at least 1")
         _require(
@@ -259,6 +268,12 @@ class SortingConfig:
             "sorting.max_staleness",
             self.max_staleness,
             "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
+        )
+        _require(
+            self.mode != "on_policy" or self.max_staleness <= 1,  # 1 is the default, also there
+            "sorting.max_staleness",
+            self.max_staleness,
+            "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
         )
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
@@ -290,6 +305,9 @@ class PlacementConfig:
             if name not in known:
                 near = _nearest(name, known) or f"; {self.policy} has {', '.join(known)}"
                 raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}{near}")
+        for name, value in self.options.items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            _require(finite, f"placement.options.{name}", value, "finite")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -57,7 +59,10 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
 
 
 def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree with keys of earlier versions under their new names."""
+    """The tree with keys of earlier versions under their new names.
+
+    A new key at its default, where a group's file has it, gives way to the old one.
+    """
     for old, (new, convert) in RENAMED.items():
         (group, key), (new_group, new_key) = old.split("."), new.split(".")
         inside = tree.get(group)
@@ -69,9 +74,17 @@ def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         if value is None or not isinstance(beside, Mapping):
             continue
         tree = {**tree, new_group: {**beside, new_key: convert(value)}}
+        if (ours := beside.get(new_key)) not in (None, _default(new), convert(value)):
+            raise ConfigError(
+                f"{CONFIG_PATH}.{old}={value} contradicts {CONFIG_PATH}.{new}={ours}, whose earlier name it is: drop it"
+            )
         other = f": write {convert(value)} for {value}" if convert(value) != value else ""
         logger.warning("%s.%s is now called %s.%s%s", CONFIG_PATH, old, CONFIG_PATH, new, other)
     return tree
+
+
+def _default(path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), RhymeConfig())
 
 
 def from_verl(config: Any) -> RhymeConfig | None:
@@ -122,6 +135,8 @@ def _coerce(value: Any, hint: Any, path: str) -> Any:
         return None
     for kind in allowed:
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ConfigError(f"{CONFIG_PATH}.{path} must be finite, not {value!r}")
             return float(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)

@@ -229,8 +229,10 @@ def test_a_client_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match=r"no rhyme client for Theirs; derive yours .*RhymeLLMServerClient"):
         rhymed(Theirs(config()))
     derived = Derived(config())
+    assert not derived._patient
     assert rhymed(derived, interruptible=True) is rhymed(derived) is derived
     assert derived._interruptible
+    assert derived._patient
 
 
 async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
@@ -329,7 +331,7 @@ async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(wel
     balancer, _ = balanced("process")
     with pytest.raises(RuntimeError, match="No available servers"):
         await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
-    patient = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    patient = rhymed(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), patient=True)
     running = asyncio.create_task(samples(patient))
     assert not (await asyncio.wait({running}, timeout=2))[0]
     await balancer.add_servers.remote({"well": well})

@@ -244,6 +244,25 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
     assert time.monotonic() - began < 60
 
 
+def test_what_a_writer_elsewhere_cannot_do_is_counted_once(one_node, tmp_path, monkeypatch):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Full:
+        def append(self, batch, step):
+            raise OSError("no space left on device")
+
+    service = started(tmp_path / "history")
+    nodes = [*ray.nodes(), {"NodeID": "elsewhere", "Alive": True}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    service._writers["elsewhere"] = Full.remote()
+    for step in (1, 2):
+        assert service.append(named(4, epoch=step), step=step)["responses"] == 4 * step
+    assert service.errors == 2
+    del service._writers["elsewhere"]
+    service.close()
+
+
 def test_a_second_run_in_one_folder_is_refused_and_deletes_nothing(one_node, tmp_path):
     folder = tmp_path / "history"
     first = started(folder)

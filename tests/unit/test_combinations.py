@@ -113,6 +113,11 @@ CASES = [
     ),
     (
         "sorted",
+        [f"{R}.scheduling_policy=fcfs"],
+        [f"{R}.scheduling_policy=fcfs with", "without priorities", f"set {R}.scheduling_policy=priority"],
+    ),
+    (
+        "sorted",
         [f"{CONFIG_PATH}.sorting.mode=partial", f"{R}.enable_rollout_routing_replay=true"],
         ["experts", "sorting.mode=on_policy"],
     ),
@@ -176,6 +181,7 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histospec", [f"{R}.data_parallel_size=2", f"{CONFIG_PATH}.drafting.enable=false"]),
         ("sorted", [f"{CONFIG_PATH}.sorting.mode=null", "trainer.v1.trainer_mode=sync"]),
         ("histospec", ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4"]),
+        ("histospec", [f"{R}.scheduling_policy=fcfs"]),
         ("histospec", ["data.gen_batch_size=64", "skip.rollout_tq.enable=true"]),
         ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
         ("sorted", APART),

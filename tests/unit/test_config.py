@@ -87,6 +87,17 @@ def test_the_groups_set_every_key_and_its_defaults(request):
     assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting"}
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_are_finite(number):
+    for tree in (
+        {"sorting": {"oversubscription": number}},
+        {"poll_interval": number},
+        {"placement": {"policy": "sticky_group", "options": {"factor": number}}},
+    ):
+        with pytest.raises(ConfigError, match=r"(oversubscription|poll_interval|factor) must be finite, not (inf|nan)"):
+            parse(tree)
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -94,8 +105,21 @@ def test_the_groups_set_every_key_and_its_defaults(request):
         ({"sorting": {"mode": "partial", "max_staleness": 0}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),
+        (
+            {"sorting": {"mode": "partial", "max_versions": 2, "max_staleness": 3}},
+            "sorting.max_versions=2 contradicts .*sorting.max_staleness=3, whose earlier name it is: drop it",
+        ),
+        (
+            {"sorting": {"mode": "on_policy", "coupled": False}, "sampling": {"coupled": True}},
+            "sorting.coupled=False contradicts .*sampling.coupled=True",
+        ),
+        (
+            {"sorting": {"mode": "on_policy", "max_staleness": 5}},
+            "sorting.max_staleness must be left out with sorting.mode=on_policy.*, not 5",
+        ),
         ({"sampling": {"coupled": True, "verify": "vllm"}}, "false with sampling.verify=vllm"),
         ({"sampling": {"verify": "theirs"}}, "sampling.verify must be ours or vllm"),
+        ({"sorting": {"oversubscription": 100}}, "sorting.oversubscription must be from 1 to 32"),
         ({"sorting": {"order": 1.5}}, "sorting.order must be null, or from 0 to 1"),
         ({"sorting": {"group_batch": 2}}, "did you mean .*sorting.group_batches"),
     ],
@@ -123,12 +147,20 @@ def test_a_key_of_an_earlier_version_may_have_another_value_there(monkeypatch):
     assert not told
     tree["sorting"]["max_versions"] = 4
     assert parse(tree).sorting.max_staleness == 3
-    [line] = told
+    tree["sorting"]["max_staleness"] = 3  # that is what it says
+    assert parse(tree).sorting.max_staleness == 3
+    [line, _] = told
     assert line.index("sorting.max_versions is now called") < line.index("sorting.max_staleness: write 3 for 4")
 
 
 def test_a_preset_is_overridden_without_a_plus():
-    ours = ["sorting.max_versions=3", "sampling.coupled=true", "placement.policy=sticky_group", "history.epochs=2"]
+    ours = [
+        "sorting.mode=partial",
+        "sorting.max_versions=3",
+        "sampling.coupled=true",
+        "placement.policy=sticky_group",
+        "history.epochs=2",
+    ]
     changes = [f"{CONFIG_PATH}.{change}" for change in [*ours, "sorting.coupled=true", "sorting.draft_ahead=true"]]
     found = compose(["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async", *changes])
     assert found.trainer.v1.trainer_mode == "separate_async"

@@ -26,6 +26,11 @@ SEAMS: tuple[Seam, ...] = (
         contains=("self.server_class = ray.remote(vLLMHttpServer)",),
     ),
     Seam(
+        f"{_SERVER}:vLLMReplica.launch_servers",
+        "calls that a server takes at a time",
+        contains=("max_concurrency=self.max_concurrency",),
+    ),
+    Seam(
         f"{_SERVER}:vLLMHttpServer.generate",
         "identity and counts of each request",
         signature="(self, prompt_ids, sampling_params, request_id, image_data, video_data, audio_data, "

@@ -101,7 +101,26 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # ---- replay buffer and queue ----
     Seam(f"{_REPLAY}:ReplayBuffer.__init__", "poll interval", contains=("self.poll_interval = poll_interval",)),
-    Seam(f"{_REPLAY}:ReplayBuffer._wait_for_next_poll", "poll interval", contains=("time.sleep(self.poll_interval)",)),
+    Seam(
+        f"{_REPLAY}:ReplayBuffer._wait_for_next_poll",
+        "poll interval; replicas are looked after while the trainer waits",
+        signature="(self, partition_id, last_debug_time)",
+        contains=("time.sleep(self.poll_interval)",),
+    ),
+    Seam(
+        "verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode",
+        "replicas are replaced while the actor's devices are its own",
+        contains=('ROLLOUT = "rollout"',),
+    ),
+    Seam(
+        "verl.single_controller.ray.base:RayResourcePool.get_placement_groups",
+        "replicas that found no devices leave no claim to them",
+        contains=(
+            "f\"{self.name_prefix}verl_group_{'_'.join([str(count) for count in self._store])}:\"",
+            "name=pg_name_prefix + str(idx)",
+            "ray.get([pg.ready() for pg in pgs])",
+        ),
+    ),
     Seam(
         f"{_REPLAY}:ReplayBuffer.sample",
         "event log of validation requests",

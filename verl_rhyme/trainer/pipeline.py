@@ -31,7 +31,7 @@ from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.trainer.topology import Colocated, Separate, Topology
+from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Reply, Setting
 from verl_rhyme.workers.session import PROMPTS
@@ -90,7 +90,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self._filters = filter_metric is not None
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
-        return PipelineReplayBuffer(
+        buffer = PipelineReplayBuffer(
             self,
             trainer_mode=self.trainer_mode,
             trainer_config=config.trainer.v1.get(self.trainer_mode, {}),
@@ -98,6 +98,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             max_off_policy_strategy="drop",
             sampler_kwargs=config.trainer.v1.sampler.sampler_kwargs,
         )
+        mend_while_waiting(self, buffer, self.topology.mend)  # in validation; otherwise it is the driver that waits
+        return buffer
 
     def get_llm_client(self) -> Any:
         return rhymed(self.topology.servers().get_client(), interruptible=True)

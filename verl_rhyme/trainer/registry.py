@@ -5,17 +5,18 @@ Under verl's names, because verl gives any mode but ``sync`` the asynchronous se
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
-from verl_rhyme.trainer.topology import Separate
+from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
+from verl_rhyme.workers.client import rhymed
 
 
 class _InVerlsPlace(RhymeTrainerMixin):
@@ -25,6 +26,7 @@ class _InVerlsPlace(RhymeTrainerMixin):
     """
 
     pipeline: Any = None
+    topology_class: Any = Colocated
 
     def __new__(cls, config: DictConfig) -> Any:
         if cls in TRAINERS.values():
@@ -36,6 +38,18 @@ class _InVerlsPlace(RhymeTrainerMixin):
             if rhyme.sorting.mode is not None and cls.pipeline is not None:
                 return cls.pipeline(config)
         return super().__new__(cls)
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        # A sampler of somebody's own waits in its own way; there a request that finds no replica fails, as in verl.
+        self._mends = self._rhyme is not None and type(self.replay_buffer) in (ReplayBuffer, ReplayBufferAsync)
+        self._topology: Topology = self.topology_class(self)
+        if self._mends:
+            mend_while_waiting(self, self.replay_buffer, self._topology.mend)
+
+    def get_llm_client(self) -> Any:
+        client = super().get_llm_client()
+        return rhymed(client, patient=True) if self._mends else client
 
 
 class RhymeTrainerSync(_InVerlsPlace, PPOTrainerSync):
@@ -52,10 +66,7 @@ class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``"""
 
     pipeline = RhymePipelineSeparate
-
-    @functools.cached_property
-    def _topology(self) -> Separate:
-        return Separate(self)
+    topology_class = Separate
 
     def on_step_end(self) -> None:
         if self._rhyme is not None:

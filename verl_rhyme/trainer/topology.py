@@ -6,10 +6,15 @@ A topology decides nothing; the coordinator does.
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, serve
+
+#: Seconds between two looks at the replicas while the trainer waits.
+_LOOK_S = 20.0
 
 
 class Topology(Protocol):
@@ -120,8 +125,33 @@ class Separate(_OnVerl):
         pass
 
     def mend(self, version: int) -> int:
+        if self._trainer.current_mode.value == "rollout":
+            # Engines on the actor's devices serve as well: there is no room to send weights from.
+            return Colocated(self._trainer).mend(version)
         return self._spares.mend(version)
 
     @functools.cached_property
     def _spares(self) -> Spares:
         return Spares(self.servers(), self._engines)
+
+
+def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object]) -> None:
+    """Call ``mend`` now and then while a trainer waits for samples; verl's loop there has no other place for it.
+
+    Args:
+        trainer: verl's.
+        buffer: Its replay buffer.
+        mend: Is given the policy version that the engines run under.
+    """
+    wait = buffer._wait_for_next_poll
+    looked = time.monotonic()
+
+    def mended(partition_id: str, *args: Any) -> Any:
+        nonlocal looked
+        if time.monotonic() - looked > _LOOK_S:
+            # A step waits before it publishes its policy, validation afterwards.
+            mend(trainer.global_steps - (partition_id != "val"))
+            looked = time.monotonic()
+        return wait(partition_id, *args)
+
+    buffer._wait_for_next_poll = mended

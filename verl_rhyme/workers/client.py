@@ -107,7 +107,7 @@ class _Requests(LLMServerClient):
                 acquiring.add_done_callback(partial(self._give_back, request_id))
                 raise
             except RuntimeError as error:
-                # All have died; where samples are interruptible the trainer starts others, or ends.
+                # All have died; the trainer starts others, or ends.
                 if not self._patient or _NO_SERVERS not in str(error):
                     raise
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -152,6 +152,8 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         load_balancer_handle: verl's.
         resumes: As verl's ``FullyAsyncLLMServerClient``.
         interruptible: A coordinator starts the samples, and weight updates interrupt them.
+        patient: For a trainer that, where no replica is left, starts others or ends: requests wait for it. Where a
+            trainer interrupts, they do so anyway.
         kwargs: verl's.
     """
 
@@ -162,11 +164,12 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         *,
         resumes: bool = False,
         interruptible: bool = False,
+        patient: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, load_balancer_handle, **kwargs)
         self._resumes, self._interruptible = resumes, interruptible
-        self._patient = interruptible
+        self._patient = patient or interruptible
 
     async def generate(self, request_id: str, *, prompt_ids: Any, **kwargs: Any) -> TokenOutput:
         """As verl's.
@@ -238,19 +241,22 @@ def _is_death(error: Exception) -> bool:
     return isinstance(error, RayActorError) or "EngineDeadError" in kinds
 
 
-def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerClient:
+def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:
     """The same client with prompt keys and records.
 
     Args:
         client: verl's; one of its ``FullyAsyncLLMServerClient`` resumes aborted requests as before, also within a turn
             of an interruptible one.
         interruptible: A coordinator starts the samples, and weight updates interrupt them.
+        patient: For a trainer that, where no replica is left, starts others or ends: requests wait for it. Where a
+            trainer interrupts, they do so anyway.
 
     Raises:
         TypeError: A client class of neither verl nor this package.
     """
     if isinstance(client, RhymeLLMServerClient):
         client._interruptible |= interruptible
+        client._patient |= patient or interruptible
         return client
     if type(client) not in (LLMServerClient, FullyAsyncLLMServerClient):
         raise TypeError(
@@ -258,6 +264,6 @@ def rhymed(client: LLMServerClient, interruptible: bool = False) -> LLMServerCli
             "verl_rhyme.workers.client.RhymeLLMServerClient"
         )
     resumes = isinstance(client, FullyAsyncLLMServerClient)
-    ours = RhymeLLMServerClient(client.config, resumes=resumes, interruptible=interruptible)
+    ours = RhymeLLMServerClient(client.config, resumes=resumes, interruptible=interruptible, patient=patient)
     ours.__dict__.update(vars(client))
     return ours

@@ -304,10 +304,12 @@ class HistoryService:
             HistoryUnavailable: This node's writer gave none.
         """
         answers: dict[str, Any] = {}
+        asked: dict[str, Any] = {}
         for _ in range(2):
             self.add_nodes()
-            asked = {n: w for n, w in self._writers.items() if n not in answers and (nodes is None or n in nodes)}
-            answers |= self._answers({node: call(writer) for node, writer in asked.items()}, timeout)
+            wanted = {n: w for n, w in self._writers.items() if asked.get(n) is not w and (nodes is None or n in nodes)}
+            asked |= wanted
+            answers |= self._answers({node: call(writer) for node, writer in wanted.items()}, timeout)
         for node in answers:
             self._failures.pop(node, None)
         if self._here not in answers:

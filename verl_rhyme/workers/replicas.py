@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
+from ray.exceptions import RayError
+from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.utils.ray_utils import auto_await
 
 from verl_rhyme.observability.errors import last_line
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a server has to say that it lives; a step of its engine does not hold it up.
-_PATIENCE_S = 60.0
+#: Seconds without an answer after which a server is warned of, and after which it is taken for dead. Where a process is
+#: gone Ray says so: one that is silent lives and may be busy, but one that hangs would hold up the next weight sync.
+_SILENT_S, _HUNG_S = 60.0, 300.0
+#: Seconds that a new replica has to be up, its engine compiled.
+_START_S = 1200.0
+#: Seconds for which one is tried to be started while others serve, and where none is left; those between two tries.
+_FREE_S, _NONE_LEFT_S, _PAUSE_S = 10.0, 300.0, 2.0
+_LONGEST_PAUSE_S = 600.0
 
 
 class ReplicaDied(RuntimeError):
@@ -33,8 +44,17 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
         for server in replica.servers
     }
     asked |= {worker.__ray_ready__.remote(): replica for replica in replicas for worker in replica.workers}
-    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE_S) if asked else ([], [])
-    found = {asked[answer]: f"no answer for {_PATIENCE_S:.0f} s" for answer in silent}
+    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SILENT_S) if asked else ([], [])
+    if silent:
+        ranks = sorted({asked[answer].replica_rank for answer in silent})
+        logger.warning(
+            "replicas %s live, but have not answered for %.0f s; after %.0f s they are taken for dead",
+            ranks,
+            _SILENT_S,
+            _HUNG_S,
+        )
+        told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_HUNG_S - _SILENT_S)
+    found = {asked[answer]: f"no answer for {_HUNG_S:.0f} s" for answer in silent}
     for answer in told:
         try:
             ray.get(answer)
@@ -53,11 +73,23 @@ def serve(servers: Any) -> None:
     known = set(ray.get(router.get_all_servers.remote()))
     all_of_them = zip(servers.server_addresses, servers.server_handles, strict=True)
     if missing := {address: handle for address, handle in all_of_them if address not in known}:
-        ray.get(router.add_servers.remote(missing))
+        _admit(router, missing)
+
+
+def _admit(router: Any, servers: dict[str, Any]) -> None:
+    """Into service; a router of ours is told what fits into the KV caches of these as well."""
+    ray.get(router.add_servers.remote(servers))
+    report: Any = getattr(router, "report_capacity", None)
+    for address, server in servers.items() if report else ():
+        with suppress(RayError):  # it died just now, as the next look finds
+            if tokens := ray.get(server.cache_tokens.remote(), timeout=_SILENT_S):
+                report.remote(address, tokens)
 
 
 class Spares:
     """Puts new replicas in the place of dead ones among those that have devices of their own.
+
+    What could not be started is owed, and tried again at a later :meth:`mend`, after pauses that grow.
 
     Args:
         servers: verl's ``LLMServerManager`` of them.
@@ -66,6 +98,10 @@ class Spares:
 
     def __init__(self, servers: Any, weights: Any) -> None:
         self._servers, self._weights = servers, weights
+        # A new name for each one's actors: Ray may know those of dead ones for a while.
+        self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
+        self._owed = self._failures = 0
+        self._retry_at = 0.0
         #: Replicas that were started in the place of dead ones.
         self.started = 0
 
@@ -76,49 +112,66 @@ class Spares:
             How many had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started.
+            ReplicaDied: None is left, and none could be started, some time long.
         """
-        gone = dead(self._servers.rollout_replicas)
-        if not gone:
-            serve(self._servers)
-            return 0
+        manager = self._servers
+        gone = dead(manager.rollout_replicas)
         for replica, why in gone.items():
             logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)
-        manager = self._servers
-        router = manager.global_load_balancer
-        ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
-        self._set([replica for replica in manager.rollout_replicas if replica not in gone])
-        for replica in gone:
-            _end(replica)
-        for replica in gone:
-            try:
-                new = self._start(replica, version)
-            except Exception as error:
-                logger.warning("no other could be started in the place of replica %d: %s", replica.replica_rank, error)
-                continue
-            self._set([*manager.rollout_replicas, new])
-            ray.get(router.add_servers.remote({new._server_address: new._server_handle}))
-            self.started += 1
-            logger.warning("replica %d takes the place of %d", new.replica_rank, replica.replica_rank)
-        if not manager.rollout_replicas:
-            raise ReplicaDied(
-                "no rollout replica is left, and none could be started, see the warnings before; the same command goes "
-                "on from the last checkpoint"
-            )
+        if gone:
+            router = manager.global_load_balancer
+            ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
+            self._set([replica for replica in manager.rollout_replicas if replica not in gone])
+            for replica in gone:
+                _end(replica)
+            self._owed += len(gone)
+        serve(manager)
+        if self._owed and (gone or not manager.rollout_replicas or time.monotonic() >= self._retry_at):
+            self._fill(version)
         return len(gone)
 
-    def _start(self, replica: Any, version: int) -> Any:
+    def _fill(self, version: int) -> None:
+        """Start what is owed, or fail after some tries: devices come free a while after those that held them died."""
         manager = self._servers
-        highest = max((other.replica_rank for other in manager.rollout_replicas), default=0)
+        began = time.monotonic()
+        while self._owed:
+            try:
+                new = self._start(version)
+            except Exception as error:
+                spent, left = time.monotonic() - began, len(manager.rollout_replicas)
+                if spent < (_FREE_S if left else _NONE_LEFT_S):
+                    time.sleep(_PAUSE_S)
+                    continue
+                if not left:
+                    raise ReplicaDied(
+                        f"no rollout replica is left, and none could be started in {spent:.0f} s: {error}\nThe same "
+                        "command goes on from the last checkpoint."
+                    ) from error
+                self._failures += 1
+                pause = min(_LONGEST_PAUSE_S, max(spent, _PAUSE_S) * 2**self._failures)
+                self._retry_at = time.monotonic() + pause
+                logger.warning(
+                    "%d replicas are missing, the next try to start one is in %.0f s: %s", self._owed, pause, error
+                )
+                return
+            self._set([*manager.rollout_replicas, new])
+            _admit(manager.global_load_balancer, {new._server_address: new._server_handle})
+            self._owed -= 1
+            self._failures = 0
+            self.started += 1
+            logger.warning("replica %d takes the place of a dead one", new.replica_rank)
+            began = time.monotonic()
+
+    def _start(self, version: int) -> Any:
+        manager = self._servers
         new = manager.rollout_replica_class(
-            # A new name for its actors: Ray may know the dead ones for a while.
-            replica_rank=max(highest, replica.replica_rank) + 1 + self.started,
+            replica_rank=next(self._ranks),
             config=manager.rollout_config,
             model_config=manager.model_config,
             gpus_per_node=manager.rollout_config.n_gpus_per_node,
         )
         try:
-            auto_await(_init)(new)
+            _within(_START_S, lambda: asyncio.run(new.init_standalone()))
             CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except BaseException:
             _end(new)
@@ -133,14 +186,38 @@ class Spares:
         self._weights.replicas = list(replicas)
 
 
-async def _init(replica: Any) -> None:
-    await asyncio.gather(replica.init_standalone())
+def _within(seconds: float, start: Callable[[], object]) -> None:
+    """Call ``start``, which blocks in what cannot be given a limit.
+
+    Raises:
+        TimeoutError: It takes longer; its thread ends when what it waits for does.
+    """
+    done: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(start())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([done], timeout=seconds).done:
+        raise TimeoutError(f"it was not up after {seconds:.0f} s")
+    done.result()
 
 
 def _end(replica: Any) -> None:
-    """What is left of it goes, with the devices that it held."""
+    """What is left of it goes, with the devices that it held, or has asked for."""
     for actor in [*replica.servers, *replica.workers]:
         ray.kill(actor)
     pool = replica.resource_pool
-    for group in (pool.pgs or []) if pool is not None else []:
+    if pool is None:
+        return
+    groups = list(pool.pgs or [])
+    if not groups:  # verl has them from where they are ready
+        name = f"{pool.name_prefix}verl_group_{'_'.join(map(str, pool.store))}:"
+        for number in range(len(pool.store)):
+            with suppress(ValueError):  # there is none
+                groups.append(get_placement_group(f"{name}{number}"))
+    for group in groups:
         remove_placement_group(group)

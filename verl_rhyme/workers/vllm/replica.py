@@ -10,6 +10,11 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 from verl_rhyme import config_tree
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
+#: Calls that a server takes at a time. Each request holds one until its response ends, and questions stand in the same
+#: queue: verl's bound (1000, or the engine's slots and 16 more) is below what many a run has in flight, and a server
+#: that is only busy could neither be asked whether it lives nor be stopped.
+MAX_CONCURRENCY = 1 << 16
+
 
 class RhymeReplica(vLLMReplica):
     """``rollout.name=vllm``. Reward and teacher models stay as they are: their prompts have no history."""
@@ -17,5 +22,11 @@ class RhymeReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ours = not (self.is_reward_model or self.is_teacher_model)
-        if ours and config_tree.from_rollout(self.config) is not None:
+        self._rhyme = ours and config_tree.from_rollout(self.config) is not None
+        if self._rhyme:
             self.server_class = ray.remote(RhymeHttpServer)
+
+    @property
+    def max_concurrency(self) -> int:
+        """Of the server actor."""
+        return MAX_CONCURRENCY if self._rhyme else super().max_concurrency

@@ -1,0 +1,264 @@
+"""Replicas that die, hang or are only busy, and what takes their place, among real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import ray
+from ray.util import placement_group_table
+from verl.single_controller.ray.base import RayResourcePool
+from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
+
+from verl_rhyme.workers import replicas
+from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead
+from verl_rhyme.workers.router import router
+from verl_rhyme.workers.vllm.replica import RhymeReplica
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
+
+pytestmark = pytest.mark.xdist_group("deaths")  # of one cluster
+
+
+class Server:
+    """Of a replica, as far as it is asked whether it lives."""
+
+    async def healthy(self) -> int:
+        return os.getpid()
+
+    async def cache_tokens(self) -> int:
+        return 4096
+
+    async def generate(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Replica:
+    """As one of verl's, without an engine; verl's pool of devices, which here are processors."""
+
+    #: Processors that each takes; what the next ones find.
+    needs, troubles = 0, deque[str]()
+
+    def __init__(self, replica_rank: int = 0, **_: Any) -> None:
+        self.replica_rank = replica_rank
+        self.servers: list[Any] = []
+        self.workers: list[Any] = []
+        self.resource_pool: Any = None
+        self._server_address, self._server_handle = f"s{replica_rank}", None
+
+    async def init_standalone(self) -> None:
+        if self.troubles:
+            raise ValueError(self.troubles.popleft())
+        if self.needs:
+            name = f"rollout_pool_{self.replica_rank}"
+            self.resource_pool = RayResourcePool([1], use_gpu=False, max_colocate_count=self.needs, name_prefix=name)
+            self.resource_pool.get_placement_groups(device_name="cpu")
+        self._server_handle = ray.remote(num_cpus=0)(Server).remote()
+        self.servers = [self._server_handle]
+
+    def pid(self) -> int:
+        return ray.get(self._server_handle.healthy.remote())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def replica(cluster: None) -> Iterator[Replica]:
+    made = Replica()
+    asyncio.run(made.init_standalone())
+    yield made
+    ray.kill(made._server_handle)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(replicas.logger, "warning", lambda message, *values: lines.append(message % values))
+    return lines
+
+
+def test_a_server_with_many_requests_says_that_it_lives(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At DAPO's sizes one replica has 2048 of them and more: each holds one of its actor's calls."""
+    ours = object.__new__(RhymeReplica)
+    ours.config, ours._rhyme = SimpleNamespace(max_num_seqs=1024), True
+    full = Replica()
+    server = ray.remote(num_cpus=0, max_concurrency=ours.max_concurrency)(Server).remote()
+    full.servers = [server]
+    requests = [server.generate.remote() for _ in range(2100)]
+    monkeypatch.setattr(replicas, "_SILENT_S", 15.0)
+    monkeypatch.setattr(replicas, "_HUNG_S", 15.0)
+    assert dead([full]) == {}
+    assert ray.wait(requests, timeout=0)[0] == []
+    ray.kill(server)
+
+
+def test_one_that_is_busy_is_waited_for_and_one_that_hangs_is_dead(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    pid = replica.pid()
+    monkeypatch.setattr(replicas, "_SILENT_S", 0.3)
+    monkeypatch.setattr(replicas, "_HUNG_S", 30.0)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+    assert dead([replica]) == {}
+    assert [line for line in warned if "replicas [0] live, but have not answered" in line]
+    monkeypatch.setattr(replicas, "_HUNG_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    assert dead([replica]) == {replica: "no answer for 1 s"}
+
+
+def test_one_whose_process_is_gone_is_dead_at_once(replica: Replica) -> None:
+    other = Replica(1)
+    asyncio.run(other.init_standalone())
+    os.kill(other.pid(), signal.SIGKILL)
+    [(found, why)] = dead([replica, other]).items()
+    assert found is other
+    assert why
+
+
+class Weights:
+    """verl's checkpoint manager, as far as it is built for one replica."""
+
+    sent: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, config: Any = None, actor_wg: Any = None, replicas: Any = ()) -> None:
+        self.config, self.actor_wg, self.replicas = config, actor_wg, replicas
+
+    def update_weights(self, version: int) -> None:
+        self.sent += [(replica.replica_rank, version) for replica in self.replicas]
+
+
+class Kept(router(policy="least_loaded")):  # type: ignore[misc]
+    """Remembers how much each holds."""
+
+    def report_capacity(self, server_id: str, kv_tokens: int) -> None:
+        super().report_capacity(server_id, kv_tokens)
+        self.told = {**getattr(self, "told", {}), server_id: kv_tokens}
+
+    def capacities(self) -> dict[str, int]:
+        return getattr(self, "told", {})
+
+
+class World:
+    """Two replicas in service."""
+
+    def __init__(self, balancer: type) -> None:
+        made = [Replica(rank) for rank in range(2)]
+        for replica in made:
+            asyncio.run(replica.init_standalone())
+        handles = {replica._server_address: replica._server_handle for replica in made}
+        self.servers = SimpleNamespace(
+            rollout_replicas=made,
+            rollout_replica_class=Replica,
+            rollout_config=SimpleNamespace(n_gpus_per_node=1),
+            model_config=None,
+            server_addresses=list(handles),
+            server_handles=list(handles.values()),
+            global_load_balancer=_create_global_sticky_inflight(handles, load_balancer_cls=balancer),
+        )
+        self.weights = Weights(replicas=made)
+        self.spares = Spares(self.servers, self.weights)
+
+    def kill(self, *ranks: int) -> None:
+        for replica in self.servers.rollout_replicas:
+            if replica.replica_rank in ranks:
+                os.kill(replica.pid(), signal.SIGKILL)
+
+    def ranks(self) -> list[int]:
+        serving = ray.get(self.servers.global_load_balancer.get_all_servers.remote())
+        ranks = [replica.replica_rank for replica in self.weights.replicas]
+        assert sorted(serving) == sorted(self.servers.server_addresses) == [f"s{rank}" for rank in sorted(ranks)]
+        return ranks
+
+    def close(self) -> None:
+        for replica in self.servers.rollout_replicas:
+            ray.kill(replica._server_handle)
+
+
+@pytest.fixture
+def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(replicas, "CheckpointEngineManager", Weights)
+    monkeypatch.setattr(replicas, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(replicas, "_FREE_S", 0.0)
+    monkeypatch.setattr(Replica, "troubles", deque())
+    monkeypatch.setattr(Weights, "sent", [])
+    made = World(getattr(request, "param", Kept))
+    yield made
+    made.close()
+
+
+def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> None:
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    assert (world.ranks(), Weights.sent) == ([1, 2], [(2, 7)])
+    assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s2": 4096}
+    ray.get(world.servers.global_load_balancer.remove_servers.remote(["s1"]))  # by a client, in error
+    assert world.spares.mend(7) == 0
+    assert world.ranks() == [1, 2]
+    assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s1": 4096, "s2": 4096}
+
+
+def test_one_that_could_not_be_started_is_tried_again(world: World, warned: list[str]) -> None:
+    Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    assert world.ranks() == [1]
+    assert [line for line in warned if "1 replicas are missing" in line and "Total available GPUs 0" in line]
+    assert world.spares.mend(8) == 0, "not before the pause is over"
+    assert world.ranks() == [1]
+    deadline = time.monotonic() + 30
+    while world.ranks() == [1]:
+        assert time.monotonic() < deadline
+        assert world.spares.mend(9) == 0
+    assert (world.ranks(), Weights.sent) == ([1, 3], [(3, 9)])
+
+
+@pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
+def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_FREE_S", 30.0)
+    Replica.troubles.extend(["none are free yet"] * 3)
+    world.kill(0, 1)
+    assert world.spares.mend(7) == 2
+    assert (len(world.ranks()), world.spares.started) == (2, 2)
+
+
+def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
+    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(Replica, "needs", 64)  # more than there are
+    monkeypatch.setattr(replicas, "_START_S", 1.0)
+    threads = threading.active_count()
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    assert world.ranks() == [1]
+    assert [line for line in warned if "it was not up after 1 s" in line]
+    claims = [group for group in placement_group_table().values() if group["name"].startswith("rollout_pool_2verl")]
+    assert [group["state"] for group in claims] == ["REMOVED"]
+    deadline = time.monotonic() + 30
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline, "its thread waits on"
+        time.sleep(0.1)
+
+
+def test_where_none_is_left_and_none_can_be_started_the_run_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_NONE_LEFT_S", 1.0)
+    Replica.troubles.extend(["no devices"] * 1000)
+    world.kill(0, 1)
+    began = time.monotonic()
+    with pytest.raises(ReplicaDied, match=r"no rollout replica is left, .*no devices\nThe same command"):
+        world.spares.mend(7)
+    assert 1.0 <= time.monotonic() - began < 20.0

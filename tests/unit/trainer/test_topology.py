@@ -1,0 +1,75 @@
+"""Who looks after the replicas while a trainer waits for samples."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+from verl_rhyme.preflight.compose import compose
+from verl_rhyme.trainer import topology
+from verl_rhyme.trainer.registry import TRAINERS
+from verl_rhyme.trainer.topology import Colocated, Separate
+from verl_rhyme.workers.replicas import ReplicaDied
+
+MODES = {"colocate_async": Colocated, "separate_async": Separate}
+
+
+@pytest.fixture(params=MODES)
+def trainer(request, monkeypatch):
+    """Of verl's own rollout, whose last replica is found to be gone at the third look."""
+    mode, looks = request.param, []
+
+    def mend(self, version):
+        looks.append(version)
+        if len(looks) == 3:
+            raise ReplicaDied("none is left")
+
+    monkeypatch.setattr(MODES[mode], "mend", mend)
+    config = compose(
+        [
+            "+rhyme=histospec",
+            f"trainer.v1.trainer_mode={mode}",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "trainer.v1.separate_async.parameter_sync_step=1",
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+            "actor_rollout_ref.rollout.custom.rhyme.events.enable=false",
+        ]
+    )
+    monkeypatch.setattr(topology, "_LOOK_S", 0.0)
+    monkeypatch.setattr(ReplayBufferAsync, "_sync_metadata_from_transfer_queue", lambda self: None)
+    made = TRAINERS[mode](config)
+    made.replay_buffer.poll_interval = 0.001
+    client = SimpleNamespace(get_client=lambda client_cls: client_cls(config))
+    made.llm_server_manager = made.standalone_server_manager = client
+    made.global_steps, made.looks = 3, looks
+    return made
+
+
+@pytest.mark.parametrize(("partition", "version"), [("train", 2), ("val", 3)])
+def test_a_trainer_that_waits_looks_after_the_replicas(trainer, partition, version):
+    """Where none is left requests wait for others, and for the end of the run where there can be none."""
+    client = trainer.get_llm_client()
+    assert isinstance(client, FullyAsyncLLMServerClient)
+    assert client._patient
+    with pytest.raises(ReplicaDied, match="none is left"):
+        trainer.replay_buffer.sample(global_steps=3, partition_id=partition, batch_size=4)
+    assert trainer.looks == [version] * 3
+
+
+def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
+    replica = Mock(replica_rank=0)
+    servers = {"llm_server_manager": [], "standalone_server_manager": [replica]}
+    managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
+    trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, **managers)
+    monkeypatch.setattr(topology, "dead", lambda replicas: dict.fromkeys(replicas, "gone"))
+    monkeypatch.setattr(topology, "serve", lambda servers: None)
+    assert Separate(trainer).mend(1) == 0
+    servers["llm_server_manager"].append(replica)
+    with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
+        Separate(trainer).mend(1)
