@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -12,8 +13,10 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.scheduling.attempts import Start
+from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers import crew as module
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
 from verl_rhyme.workers.crew import Crew
@@ -173,7 +176,7 @@ async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_o
 class Manager(SessionAgentLoopManager):
     def __init__(self, moods, patience_s):
         self.agent_loop_workers = [Worker.remote(mood) for mood in moods]
-        self._ready, self._patience_s = [], patience_s
+        self._ready, self._handed, self._patience_s = [], [], patience_s
 
     async def _init_agent_loop_workers(self):
         self.agent_loop_workers = [Worker.remote()]
@@ -194,3 +197,22 @@ def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
     taken = ray.get([worker.taken.remote() for worker in manager.agent_loop_workers])
     assert sorted(number for numbers in taken for number in numbers) == list(range(7))
     assert len(manager.agent_loop_workers) == max(1, moods.count("well") + moods.count("starts late"))
+
+
+def test_validation_prompts_that_a_worker_took_before_it_died_go_to_others(monkeypatch):
+    manager = Manager(["well", "well"], patience_s=30.0)
+    prompts = tu.get_tensordict({"number": torch.arange(6), "uid": [f"v{n}" for n in range(6)]})
+    manager.generate_sequences(prompts)
+    kept, dead = manager.agent_loop_workers
+    assert ray.get([worker.taken.remote() for worker in (kept, dead)]) == [[0, 1, 2], [3, 4, 5]]
+    status = {f"v{n}": {"status": "finished" if n in (1, 4) else "running"} for n in range(6)}
+    monkeypatch.setattr(agent_loop, "tq", SimpleNamespace(kv_list=lambda: {"val": status}))
+    manager.look()
+    assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker lives"
+    ray.kill(dead)
+    manager.look()
+    assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
+    for tag in status.values():
+        tag["status"] = "finished"
+    manager.look()
+    assert manager._handed == []

@@ -98,8 +98,12 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             max_off_policy_strategy="drop",
             sampler_kwargs=config.trainer.v1.sampler.sampler_kwargs,
         )
-        mend_while_waiting(self, buffer, self.topology.mend)  # in validation; otherwise it is the driver that waits
+        mend_while_waiting(self, buffer, self._mend_validation)  # otherwise it is the driver that waits
         return buffer
+
+    def _mend_validation(self, version: int) -> None:
+        self.topology.mend(version)
+        self.agent_loop_manager.look()
 
     def get_llm_client(self) -> Any:
         return rhymed(self.topology.servers().get_client(), interruptible=True)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, serve
+from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, is_death, serve
 
 #: Seconds between two looks at the replicas while the trainer waits.
 _LOOK_S = 20.0
+#: How often replicas may die while all are told one thing.
+_DEATHS = 3
 
 
 class Topology(Protocol):
@@ -120,6 +122,22 @@ class Separate(_OnVerl):
 
     def stops(self, rules: Rules) -> bool:
         return rules.max_staleness == 0 and not rules.draft_ahead
+
+    def stop(self) -> None:
+        self._over_deaths(super().stop)
+
+    def resume(self) -> None:
+        self._over_deaths(super().resume)
+
+    def _over_deaths(self, tell: Callable[[], None]) -> None:
+        """Tell all replicas; those that died since the last look are replaced first."""
+        for _ in range(_DEATHS):
+            try:
+                return tell()
+            except Exception as error:
+                if not is_death(error) or not self.mend(self._trainer.global_steps - 1):
+                    raise
+        tell()
 
     def give_way(self) -> None:
         pass

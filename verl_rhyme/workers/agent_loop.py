@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before samples whose data could not be fetched are given back to the coordinator.
 _RETRY_S = 1.0
+#: Of a validation prompt that is done, as verl tags it.
+_TERMINAL = ("finished", "failure")
 #: The end of an error's text that is reported: a remote one has its traceback before its message.
 _ERROR_CHARS = 1000
 
@@ -286,6 +288,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._patience_s = rhyme.sorting.lost_after
         self._ready: list[Any] = []  # workers that have started
+        self._handed: list[tuple[Any, TensorDict]] = []  # workers, and the validation prompts that each took
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Hand prompts to the workers, without waiting for what becomes of them."""
@@ -301,6 +304,24 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 self._give_up(worker, error)
                 self.generate_sequences(chunk)
+            else:
+                self._handed.append((worker, chunk))
+
+    def look(self) -> None:
+        """Validation prompts that a worker had taken which is gone, and that are not done, go to others."""
+        handed, self._handed = self._handed, []
+        done = {uid for uid, tag in (tq.kv_list() or {}).get("val", {}).items() if tag.get("status") in _TERMINAL}
+        for worker, chunk in handed:
+            rows = [row for row, uid in enumerate(chunk["uid"]) if str(uid) not in done]
+            if not rows:
+                continue
+            try:
+                ray.get(worker.__ray_ready__.remote(), timeout=self._patience_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                self._give_up(worker, error)
+                self.generate_sequences(chunk[rows])
+            else:
+                self._handed.append((worker, chunk))
 
     def renew(self) -> list[Any]:
         """Make other workers in the place of all: none is left."""

@@ -13,13 +13,14 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.workers.replicas import is_death
 from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
 from verl_rhyme.workers.session import Conversation, Session, current
 
@@ -91,7 +92,7 @@ class _Requests(LLMServerClient):
             except ActorUnavailableError:  # of its node, or the network between: it may come back
                 await asyncio.sleep(_SERVER_WAIT_S)
             except Exception as error:
-                if call.server is None or not _is_death(error):  # without one it is the router that died
+                if call.server is None or not is_death(error):  # without one it is the router that died
                     raise
                 logger.warning("a replica died: its requests go to others (%s)", first_line(error))
                 await self._load_balancer.remove_servers.remote([call.server])
@@ -233,12 +234,6 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         rollout = self.config.actor_rollout_ref.rollout
         allowed = min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
         return max(1, allowed)
-
-
-def _is_death(error: Exception) -> bool:
-    """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, RayActorError) or "EngineDeadError" in kinds
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:

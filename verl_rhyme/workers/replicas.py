@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
@@ -33,6 +33,12 @@ _LONGEST_PAUSE_S = 600.0
 
 class ReplicaDied(RuntimeError):
     """A replica is gone that nothing can replace while the run goes on."""
+
+
+def is_death(error: Exception) -> bool:
+    """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, RayActorError) or "EngineDeadError" in kinds
 
 
 def dead(replicas: Iterable[Any]) -> dict[Any, str]:
