@@ -4,7 +4,6 @@ Engines, rewards and the training itself are made up. Things die at random; what
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import random
@@ -23,6 +22,7 @@ from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import driver as driver_module
+from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.workers import agent_loop, coordinator, crew, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
@@ -169,12 +169,14 @@ class World:
         servers = dict(self.replicas)
         self.balancer = Handle(self.cluster, lambda: GlobalRequestLoadBalancer(servers))
         self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
+        self.global_steps = step + 1
         self.topology = (Separate if self.separate else Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
             step += 1
+            self.global_steps = step
             reply = self.driver.next_batch(self.topology)
             self.taken_at = self.cluster.clock.time()
             if self.separate:
@@ -392,10 +394,13 @@ class Colocated:
     def __init__(self, world):
         self.world = world
 
+    def _tell_all(self, method, *arguments):
+        cluster = self.world.cluster
+        cluster.get([getattr(replica, method).remote(*arguments) for replica in self.world.replicas.values()])
+
     def _tell(self, method, *arguments):
         try:
-            cluster = self.world.cluster
-            cluster.get([getattr(r, method).remote(*arguments) for r in self.world.replicas.values()])
+            self._tell_all(method, *arguments)
         except RayActorError as error:
             raise RunEnded from error
 
@@ -422,15 +427,25 @@ class Separate(Colocated):
     """As ``trainer.topology.Separate``: engines run on, and a dead one is replaced."""
 
     through_training = True
+    _over_deaths = topology.Separate._over_deaths
+
+    def __init__(self, world):
+        super().__init__(world)
+        self._trainer = world
+
+    def stop(self):
+        self._over_deaths(lambda: self._tell_all("stop", True))
+
+    def resume(self):
+        self._over_deaths(lambda: self._tell_all("resume"))
 
     def stops(self, rules):
         return rules.max_staleness == 0 and not rules.draft_ahead
 
     def mend(self, version):
         world = self.world
-        for name, replica in list(world.replicas.items()):
-            if replica.alive:
-                continue
+        gone = [name for name, replica in world.replicas.items() if not replica.alive]
+        for name in gone:
             del world.replicas[name]
             world.cluster.get(world.balancer.remove_servers.remote([name]))
             world.cluster.sleep(5.0)
@@ -438,18 +453,13 @@ class Separate(Colocated):
             world.named += 1
             world.replicas[new] = Handle(world.cluster, lambda: Engine(world, version))
             world.cluster.get(world.balancer.add_servers.remote({new: world.replicas[new]}))
-        return 0
-
-    def _tell(self, method, *arguments):
-        for replica in list(self.world.replicas.values()):
-            with contextlib.suppress(RayActorError):
-                self.world.cluster.get(getattr(replica, method).remote(*arguments))
+        return len(gone)
 
     def publish(self, version):
+        self.mend(version)
         self._tell("stop", False)
         self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
         self._tell("update", version)
-        self.mend(version)
         self._tell("resume")
 
 
