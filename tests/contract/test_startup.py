@@ -92,7 +92,7 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
 
 def sorted_config(tmp_path, mode="on_policy", **rollout):
     agent = {"agent_loop_manager_class": "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"}
-    rollout = {"agent": agent, "calculate_log_probs": True, **rollout}
+    rollout = {"agent": agent, "calculate_log_probs": True, "scheduling_policy": "priority", **rollout}
     tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, **rollout)
     tree.trainer.v1.trainer_mode = "rhyme_sorted"
     return tree
