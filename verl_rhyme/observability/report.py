@@ -187,7 +187,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
-    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.GEN_S)
+    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it
+    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
     return {
         "epoch": number,
         "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
