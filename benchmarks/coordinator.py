@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -274,6 +275,7 @@ def main(
     batch, slots = (32, 512) if quick else (512, 8192)
     if quick:
         steps, seconds, workers = 2, 5.0, 2
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # on few cores it warns of them at every message
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
     tq.init()
     crew = [ray.remote(num_cpus=0, max_concurrency=10_000)(SimulatedWorker).remote() for _ in range(workers)]

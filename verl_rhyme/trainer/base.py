@@ -21,7 +21,7 @@ from verl_rhyme import config_tree
 from verl_rhyme.config import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.metrics import ROLLOUT_S, fillable_slots
+from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
@@ -204,7 +204,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
         rollout_s = timing_raw.get(self._rollout_stage, 0.0)
-        recorded = {ROLLOUT_S: rollout_s, **self._recorder.take_metrics(rollout_s)}
+        recorded = self._recorder.take_metrics(rollout_s)
         timing_raw["history_update"] = recorded.pop("timing_s/history_update", 0.0)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(recorded)

@@ -84,6 +84,7 @@ class Recorder:
         """Metrics of the parts recorded since the last call."""
         requests, self._requests = self._requests, []
         metrics: dict[str, float] = {
+            names.ROLLOUT_S: rollout_s,
             names.HISTORY_UPDATE_S: self._seconds,
             names.HISTORY_ERRORS: float(self._errors + self._history.errors),
             names.HISTORY_RESTARTS: float(self._history.restarts),
