@@ -26,11 +26,6 @@ SEAMS: tuple[Seam, ...] = (
         contains=("self.server_class = ray.remote(vLLMHttpServer)",),
     ),
     Seam(
-        f"{_SERVER}:vLLMReplica.launch_servers",
-        "calls that a server takes at a time",
-        contains=("max_concurrency=self.max_concurrency",),
-    ),
-    Seam(
         f"{_SERVER}:vLLMHttpServer.generate",
         "identity and counts of each request",
         signature="(self, prompt_ids, sampling_params, request_id, image_data, video_data, audio_data, "
@@ -113,8 +108,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_SERVER}:vLLMReplica.launch_servers",
-        "replicas in the place of dead ones",
-        contains=("self._server_handle = self.servers[0]", "self._server_address = ("),
+        "calls that a server takes at a time; replicas in the place of dead ones",
+        contains=(
+            "max_concurrency=self.max_concurrency",
+            "self._server_handle = self.servers[0]",
+            "self._server_address = (",
+        ),
     ),
     Seam(
         f"{_ROUTER}:RequestLoadBalancer",
