@@ -261,18 +261,23 @@ class Mortal:
 
 
 @pytest.fixture(scope="module")
-def well(cluster: None) -> Any:
-    return ray.remote(num_cpus=0)(Server).remote()
+def verls(servers: list[Any]) -> Any:
+    """verl's own balancer. Processes take long to start here: all that can be shared is."""
+    return _create_global_sticky_inflight({"s": servers[0]}, load_balancer_cls=GlobalRequestLoadBalancer)
 
 
-def balanced(*hows: str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    servers = {how: ray.remote(num_cpus=0)(Mortal).remote(how) for how in hows} | more
-    return _create_global_sticky_inflight(servers, load_balancer_cls=GlobalRequestLoadBalancer), servers
+async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
+    """It has these servers and no others; those that are named by how they die are made."""
+    made = {name: server or ray.remote(num_cpus=0)(Mortal).remote(name) for name, server in servers.items()}
+    await verls.remove_servers.remote(await verls.get_all_servers.remote())
+    await verls.add_servers.remote(made)
+    return made
 
 
 async def sample(client: Any, number: int) -> list[Any]:
     enter(Session(sample=number, group=N))
-    output = await client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={})
+    name = f"{id(client)} {number}"  # verl's balancer remembers where a name was served
+    output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
 
 
@@ -281,13 +286,13 @@ async def samples(client: Any) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("theirs", [LLMServerClient, pytest.param(FullyAsyncLLMServerClient, marks=pytest.mark.slow)])
-async def test_requests_of_dead_replicas_go_to_another(well: Any, theirs: type) -> None:
+async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls: Any, theirs: type) -> None:
     """One process is gone, of the other the engine."""
-    balancer, _ = balanced("process", "engine", well=well)
-    client = rhymed(theirs(config(), load_balancer_handle=balancer))
+    await balanced(verls, process=None, engine=None, well=servers[0])
+    client = rhymed(theirs(config(), load_balancer_handle=verls))
     assert [len(records) for records in await samples(client)] == [1] * N
-    assert await balancer.get_all_servers.remote() == ["well"]
-    assert await balancer.get_total_inflight.remote() == 0
+    assert await verls.get_all_servers.remote() == ["well"]
+    assert await verls.get_total_inflight.remote() == 0
 
 
 class Slow(Server):
@@ -307,11 +312,11 @@ class Slow(Server):
         return self.take_asked()
 
 
-async def test_who_is_abandoned_leaves_nothing_behind(cluster: None) -> None:
+async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
     """Neither a request in the engine nor one in the router's count, wherever it was."""
     slow = ray.remote(num_cpus=0)(Slow).remote()
-    balancer = _create_global_sticky_inflight({"slow": slow}, load_balancer_cls=GlobalRequestLoadBalancer)
-    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    await balanced(verls, slow=slow)
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=verls), interruptible=True)
     running = asyncio.create_task(sample(client, 0))
     [asked] = await slow.take_asked_later.remote(1)
     running.cancel()
@@ -324,22 +329,22 @@ async def test_who_is_abandoned_leaves_nothing_behind(cluster: None) -> None:
         task.cancel()
     await asyncio.wait([running, *acquiring])
     await asyncio.sleep(0.5)
-    assert await balancer.get_total_inflight.remote() == 0
+    assert await verls.get_total_inflight.remote() == 0
 
 
-async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(well: Any) -> None:
-    balancer, _ = balanced("process")
+async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(servers: list[Any], verls: Any) -> None:
+    await balanced(verls, process=None)
     with pytest.raises(RuntimeError, match="No available servers"):
-        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
-    patient = rhymed(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), patient=True)
+        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
+    patient = rhymed(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), patient=True)
     running = asyncio.create_task(samples(patient))
     assert not (await asyncio.wait({running}, timeout=2))[0]
-    await balancer.add_servers.remote({"well": well})
+    await verls.add_servers.remote({"well": servers[0]})
     assert len(await running) == N
 
 
-async def test_an_error_of_a_server_that_lives_is_the_requests_own(cluster: None) -> None:
-    balancer, servers = balanced("bug")
+async def test_an_error_of_a_server_that_lives_is_the_requests_own(verls: Any) -> None:
+    await balanced(verls, bug=None)
     with pytest.raises(ValueError, match="no such option"):
-        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=balancer)), 0)
-    assert await balancer.get_all_servers.remote() == list(servers)
+        await sample(rhymed(LLMServerClient(config(), load_balancer_handle=verls)), 0)
+    assert await verls.get_all_servers.remote() == ["bug"]
