@@ -7,8 +7,7 @@ update and k more at the latest, all that k batches cannot hold are due now (ear
 Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
 have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
 Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
-then, in this order: the one of version 5; one of version 6, rather one that has waited ``max_wait`` updates than the
-shortest; what else has waited so long, in the order of loading; and the shortest, until there are 4.
+then, in this order: the one of version 5, the shortest of version 6, and the shortest of the others, until there are 4.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tu
                 stages[i] = stage
                 due -= len(bundles[i][1])
     taken: list[tuple[Prompt, int]] = []
-    for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, len(bundles)), i)):
+    for i in sorted(range(len(bundles)), key=lambda i: (stages.get(i, rules.max_staleness), i)):
         prompt, numbers = bundles[i]
         if len(taken) + len(numbers) <= rules.batch_samples or not taken:
             taken += [(prompt, number) for number in numbers]

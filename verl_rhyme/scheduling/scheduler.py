@@ -262,7 +262,7 @@ class Scheduler:
         return self.enough(rewarded=True)
 
     def harvest(self) -> Harvest:
-        """Take the update batch: what is protected first, then the shortest.
+        """Take the update batch: what is due (:mod:`.batch`), then the shortest.
 
         Raises:
             ValueError: It is not :meth:`ready`.

@@ -126,7 +126,7 @@ class Driver:
             try:
                 return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
             except RayActorError as error:
-                if time.monotonic() - began > _START_S:
+                if error.actor_init_failed or time.monotonic() - began > _START_S:
                     raise RuntimeError(
                         f"the coordinator did not start within {_START_S:.0f} s, see its log; the same command goes on "
                         "from the last checkpoint"

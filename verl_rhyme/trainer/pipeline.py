@@ -149,6 +149,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def next_batch(self) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
         reply = self._reply = self._driver.next_batch(self.topology)
+        self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
             self._driver.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
@@ -173,6 +174,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _publish(self, version: int) -> None:
         self._driver.publish(version, batches_left=self.total_training_steps - version)
+
+    @property
+    def _rollout_stage(self) -> str:
+        return "step" if self.rules.starts_through_training else "gen"
 
     def _load_prompts(self, count: int) -> list[tuple[str, int]]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
@@ -226,7 +231,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
-        self._recorder.log_untrained(self._reply.wasted, step=global_steps, epoch=self._epoch())
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(self._reply.metrics)
 

@@ -170,8 +170,9 @@ class Recorder:
 
     def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
         rows = self._counts.fill(rows)
-        self._draft_errors += sum(row.get("draft_errors", 0) for row in rows)
-        self._draft_seconds += sum(row.get("draft_seconds", 0.0) for row in rows)
+        errors, seconds = (sum(row.get(name, 0) for row in rows) for name in ("draft_errors", "draft_seconds"))
+        self._draft_errors += errors
+        self._draft_seconds += seconds
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
 

@@ -166,7 +166,8 @@ def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object])
 
     def mended(partition_id: str, *args: Any) -> Any:
         nonlocal looked
-        if time.monotonic() - looked > _LOOK_S:
+        # Within a step of several updates the actor has other weights than the engines.
+        if time.monotonic() - looked > _LOOK_S and (partition_id == "val" or not trainer.local_trigger_step):
             # A step waits before it publishes its policy, validation afterwards.
             mend(trainer.global_steps - (partition_id != "val"))
             looked = time.monotonic()

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before samples whose data could not be fetched are given back to the coordinator.
 _RETRY_S = 1.0
-#: Of a validation prompt that is done, as verl tags it.
-_TERMINAL = ("finished", "failure")
+#: Of a validation prompt that is not done, as verl tags it.
+_OPEN = ("pending", "running")
 #: The end of an error's text that is reported: a remote one has its traceback before its message.
 _ERROR_CHARS = 1000
 
@@ -310,9 +310,10 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
     def look(self) -> None:
         """Validation prompts that a worker had taken which is gone, and that are not done, go to others."""
         handed, self._handed = self._handed, []
-        done = {uid for uid, tag in (tq.kv_list() or {}).get("val", {}).items() if tag.get("status") in _TERMINAL}
+        tags = (tq.kv_list() or {}).get("val", {})  # without those of earlier validations, which verl has cleared
+        undone = {uid for uid, tag in tags.items() if tag.get("is_prompt") and tag.get("status") in _OPEN}
         for worker, chunk in handed:
-            rows = [row for row, uid in enumerate(chunk["uid"]) if str(uid) not in done]
+            rows = [row for row, uid in enumerate(chunk["uid"]) if str(uid) in undone]
             if not rows:
                 continue
             try:

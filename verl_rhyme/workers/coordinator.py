@@ -39,8 +39,8 @@ _PATIENCE_S = 60.0
 _LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
-#: Seconds for which samples are lost at their start, and none gets further, before the run ends.
-_LOSING_S = 180.0
+#: Seconds for which samples are lost at their start (one at least in so many), and none gets further, before it ends.
+_LOSING_S, _LOSS_S = 180.0, 30.0
 #: Of an error's text, the latest.
 _ERROR_CHARS = 4000
 
@@ -58,7 +58,7 @@ class Coordinator:
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
-        self._losing: float | None = None  # since when attempts were lost at their start, and none got further
+        self._losing: tuple[float, float] | None = None  # since when starts are lost one after another; the latest
         self._trained: tuple[dict[str, Any], set[str]] | None = None  # all keys at the last batch, and its own
         self._announced = False  # to the router, under this version
         self._changes: set[asyncio.Future[None]] = set()
@@ -269,8 +269,10 @@ class Coordinator:
             self._losing = None
             return
         logger.warning("%s could not start, and starts again: %s", report.name, report.error)
-        self._losing = now if self._losing is None else self._losing
-        if now - self._losing > _LOSING_S:
+        since, latest = self._losing or (now, now)
+        since = now if now - latest > _LOSS_S else since  # one that starts tells nothing
+        self._losing = since, now
+        if now - since > _LOSING_S:
             self._fail(
                 RuntimeError(f"no sample could be started for {_LOSING_S:.0f} s; the latest error: {report.error}")
             )

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
@@ -38,34 +38,43 @@ class ReplicaDied(RuntimeError):
 def is_death(error: Exception) -> bool:
     """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, RayActorError) or "EngineDeadError" in kinds
+    gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
+    return gone or "EngineDeadError" in kinds
 
 
 def dead(replicas: Iterable[Any]) -> dict[Any, str]:
     """Those of verl's replicas that cannot serve any more, and why: a process of theirs is gone, or an engine."""
-    replicas = list(replicas)
-    asked = {
-        (server.healthy if server is replica.servers[0] else server.__ray_ready__).remote(): replica
+    began, found, replicas = time.monotonic(), {}, list(replicas)
+    questions = [
+        (replica, server.healthy if server is replica.servers[0] else server.__ray_ready__)
         for replica in replicas
         for server in replica.servers
-    }
-    asked |= {worker.__ray_ready__.remote(): replica for replica in replicas for worker in replica.workers}
-    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SILENT_S) if asked else ([], [])
-    if silent:
-        ranks = sorted({asked[answer].replica_rank for answer in silent})
-        logger.warning(
-            "replicas %s live, but have not answered for %.0f s; after %.0f s they are taken for dead",
-            ranks,
-            _SILENT_S,
-            _HUNG_S,
-        )
-        told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_HUNG_S - _SILENT_S)
-    found = {asked[answer]: f"no answer for {_HUNG_S:.0f} s" for answer in silent}
-    for answer in told:
-        try:
-            ray.get(answer)
-        except Exception as error:
-            found[asked[answer]] = last_line(error)
+    ]
+    questions += [(replica, worker.__ray_ready__) for replica in replicas for worker in replica.workers]
+    asked: dict[Any, tuple[Any, Any]] = {}
+    while questions or asked:
+        asked |= {ask.remote(): (replica, ask) for replica, ask in questions}
+        questions = []
+        left = _HUNG_S - (time.monotonic() - began)
+        told, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(0.0, min(_SILENT_S, left)))
+        for answer in told:
+            replica, ask = asked.pop(answer)
+            try:
+                ray.get(answer)
+            except ActorUnavailableError:  # the network between: it may come back
+                questions.append((replica, ask))
+            except Exception as error:
+                found[replica] = last_line(error)
+        missing = {replica for replica, _ in [*questions, *asked.values()]}
+        if missing and left <= 0:
+            return {**dict.fromkeys(missing, f"no answer for {_HUNG_S:.0f} s"), **found}
+        if missing:
+            logger.warning(
+                "replicas %s live, but do not answer; after %.0f s they are taken for dead",
+                *(sorted(replica.replica_rank for replica in missing), _HUNG_S),
+            )
+        if questions:
+            time.sleep(_PAUSE_S)
     return found
 
 
@@ -154,7 +163,8 @@ class Spares:
                         "command goes on from the last checkpoint."
                     ) from error
                 self._failures += 1
-                pause = min(_LONGEST_PAUSE_S, max(spent, _PAUSE_S) * 2**self._failures)
+                # The trainer waits while one is tried: a tenth of its time at most goes to what hangs.
+                pause = max(min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._failures), 10 * spent)
                 self._retry_at = time.monotonic() + pause
                 logger.warning(
                     "%d replicas are missing, the next try to start one is in %.0f s: %s", self._owed, pause, error

@@ -164,3 +164,22 @@ def test_rules_of_drafting_ahead_that_contradict_each_other_say_how_to_mend_them
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
         Rules(1, 2, **rules)
     assert not [word for word in words if word not in str(caught.value)]
+
+
+def test_what_is_due_is_not_passed_by_for_what_is_shorter_though_little_is_there():
+    rules = named("partial", batch_prompts=1, batch_samples=2, group_batches=4, max_staleness=3, through_training=True)
+    scheduler = Scheduler(rules)
+    scheduler.begin(4)
+    for uid in ("old", "a", "b", "new"):
+        scheduler.load(uid, 2)
+    scheduler.dispatch()
+    for uid in ("old", "a", "b"):
+        for number in range(2):
+            scheduler.progress(uid, number, 4)
+    scheduler.begin(5)
+    for uid, tokens, version in (("old", 900, 4), ("new", 10, 5)):
+        for number in range(2):
+            scheduler.progress(uid, number, version)
+            scheduler.generate(uid, number, tokens, version)
+            scheduler.finish(uid, number)
+    assert {uid for uid, _ in scheduler.harvest().samples} == {"old"}, "three groups of version 4, and three updates"

@@ -198,6 +198,18 @@ class RhymeHttpServer(vLLMHttpServer):
         output.extra_fields[FIELD] = [record.to_dict()]
         return output
 
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """End one request; nothing happens when it is not known.
+
+        verl's looks for it by its name, while vLLM 0.24 knows it by another (``<name>-<8 characters>``).
+        """
+        known = self.node_rank == 0 and bool(self.engine.output_processor.external_req_ids.get(request_id))
+        if known:
+            await self.engine.abort(request_id)
+            if reset_prefix_cache:
+                await self.clear_kv_cache()
+        return {"aborted": known, "request_id": request_id}
+
     async def take_counts(self) -> dict[str, dict[str, Any]]:
         """What the drafter did for the requests that finished since the last call: record columns by request id."""
         if not self._finished:

@@ -1,0 +1,52 @@
+"""An abandoned request ends in the engine, by the name that verl gave it."""
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from verl_rhyme.workers.vllm.server import RhymeHttpServer
+
+
+class Core:
+    """The engine's process."""
+
+    def __init__(self):
+        self.aborted = []
+
+    async def abort_requests_async(self, names):
+        self.aborted += names
+
+
+@pytest.fixture
+def server():
+    """With vLLM's own front end around one request, which vLLM has named anew."""
+    built = object.__new__(RhymeHttpServer)
+    engine = SimpleNamespace(
+        output_processor=OutputProcessor(None, log_stats=False), engine_core=Core(), log_requests=False
+    )
+    engine.abort = partial(AsyncLLM.abort, engine)
+    built.engine, built.node_rank, built.cleared = engine, 0, 0
+    params = SamplingParams(max_tokens=8, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    request = EngineCoreRequest("r-12345678", [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r")
+    built.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    engine.output_processor.add_request(request, None, None, 0, built.queue)
+    return built
+
+
+async def test_it_ends_for_the_engine_and_for_whoever_waits_for_it(server):
+    assert await server.abort_request("r", reset_prefix_cache=False) == {"aborted": True, "request_id": "r"}
+    assert server.engine.engine_core.aborted == ["r-12345678"]
+    output = await asyncio.wait_for(server.queue.get(), 1)
+    assert output.outputs[0].finish_reason == "abort"
+
+
+async def test_one_that_is_not_there_is_nobodys(server):
+    assert not (await server.abort_request("another", reset_prefix_cache=False))["aborted"]
+    assert server.engine.engine_core.aborted == []
