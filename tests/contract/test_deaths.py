@@ -115,7 +115,7 @@ def test_one_that_is_busy_is_waited_for_and_one_that_hangs_is_dead(
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
     assert dead([replica]) == {}
-    assert [line for line in warned if "replicas [0] live, but have not answered" in line]
+    assert [line for line in warned if "replicas [0] live, but do not answer" in line]
     monkeypatch.setattr(replicas, "_HUNG_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     assert dead([replica]) == {replica: "no answer for 1 s"}
