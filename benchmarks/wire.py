@@ -34,8 +34,10 @@ ARMS: dict[str, dict[str, str]] = {
 #: By how a process's title begins.
 ROLES = {
     "ray::TaskRunner": "trainer",
+    "python -m verl": "main process",
     "ray::Coordinator": "coordinator",
     "ray::SessionAgentLoopWorker": "agent loop workers",
+    "ray::RhymeAgentLoopWorker": "agent loop workers",
     "ray::SimpleStorageUnit": "TransferQueue",
     "ray::TransferQueueController": "TransferQueue",
     "ray::History": "history writers",
