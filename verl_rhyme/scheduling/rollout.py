@@ -301,9 +301,7 @@ class Rollout:
             state = "finished"
         elif known.running:
             state = "generated" if generated else "running"
-        elif generated:
-            return  # its worker was lost before it could tell the reward: it starts again, from what it had said
-        else:
+        else:  # cut short, or its worker was lost before it could tell the reward: it goes on from what it had said
             state = "pending"
         running = known.running
         before = self._remembered.attempt.get(attempt.sample)

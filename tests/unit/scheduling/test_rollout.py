@@ -436,3 +436,17 @@ def test_what_is_left_in_stock_begins_a_load_and_is_not_all_of_it():
     made.hand([(f"p{i}", 2) for i in range(8)])
     made.fill()
     assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)
+
+
+def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_trained():
+    """Its worker died with it, and then the coordinator: as old as it is, the ledger is to know."""
+    made = rollout("partial")
+    evidence = {"a_0": Evidence("generated", 5, 0)}
+    again = Rollout(made.rules, generation=1)
+    again.restore(made.state_dict(), 1, 8, evidence, {"a"})
+    assert again.scheduler.ledger.prompt("a").samples[0].first_version == 0
+    again.publish(2, 7)
+    assert {start.predecessor for start in again.fill()} == {None}
+    again = Rollout(made.rules, generation=1)
+    again.restore(made.state_dict(), 1, 8, evidence, {"a"})
+    assert "a_0" in {start.predecessor for start in again.fill()}
