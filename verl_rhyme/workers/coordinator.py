@@ -41,6 +41,8 @@ _LOOK_S = 20.0
 _TICK_S = 0.05
 #: Seconds for which samples are lost at their start (one at least in so many), and none gets further, before it ends.
 _LOSING_S, _LOSS_S = 180.0, 30.0
+#: How often all agent loop workers may fail to start before the run ends.
+_CREWS = 5
 #: Of an error's text, the latest.
 _ERROR_CHARS = 4000
 
@@ -61,6 +63,7 @@ class Coordinator:
         self._losing: tuple[float, float] | None = None  # since when starts are lost one after another; the latest
         self._trained: tuple[dict[str, Any], set[str]] | None = None  # all keys at the last batch, and its own
         self._announced = False  # to the router, under this version
+        self._crewless = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -109,8 +112,9 @@ class Coordinator:
         crew.close()
         crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
         await crew.join()
-        if not len(crew):
-            raise RuntimeError(f"no agent loop worker starts:\n{crew.start_error[-_ERROR_CHARS:]}")
+        self._crewless = 0 if len(crew) else self._crewless + 1
+        if self._crewless == _CREWS:
+            raise RuntimeError(f"no agent loop worker starts, {_CREWS} times over:\n{crew.start_error[-_ERROR_CHARS:]}")
         self._opened = setting, rollout, crew
         self._go()
 
