@@ -98,9 +98,10 @@ def test_a_server_with_many_requests_says_that_it_lives(cluster: None, monkeypat
     full = Replica()
     server = ray.remote(num_cpus=0, max_concurrency=ours.max_concurrency)(Server).remote()
     full.servers = [server]
+    ray.get(server.healthy.remote())  # it has started
     requests = [server.generate.remote() for _ in range(2100)]
-    monkeypatch.setattr(replicas, "_SILENT_S", 15.0)
-    monkeypatch.setattr(replicas, "_HUNG_S", 15.0)
+    monkeypatch.setattr(replicas, "_SILENT_S", 30.0)
+    monkeypatch.setattr(replicas, "_HUNG_S", 60.0)
     assert dead([full]) == {}
     assert ray.wait(requests, timeout=0)[0] == []
     ray.kill(server)
