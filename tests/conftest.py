@@ -1,6 +1,9 @@
 """Makes ``pytest.mark.xdist_group`` hold: xdist 3.8 writes a test's group into ``_nodeid``, which pytest 9.2 does not
 read any more, so that groups are ignored in silence (``tests/unit/test_groups.py``)."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -10,3 +13,13 @@ def pytest_collection_modifyitems(items):
         grouped = getattr(item, "_nodeid", item.nodeid)
         if grouped != item.nodeid:
             item._id = type(item._id).parse(grouped)
+
+
+@pytest.fixture(autouse=True)
+def our_logger() -> Iterator[None]:
+    """As it was: a trainer in a test's own process gives it a handler of its own, and caplog hears nothing."""
+    logger = logging.getLogger("verl_rhyme")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
