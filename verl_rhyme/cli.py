@@ -153,8 +153,8 @@ def claim(
 
     Exits 1, and says why, if the folder is another run's or cannot be written, and 3 if the run is finished.
     """
-    from verl_rhyme import run_folder
     from verl_rhyme.config import ConfigError
+    from verl_rhyme.preflight import run_folder
     from verl_rhyme.preflight.checks import examine
     from verl_rhyme.preflight.compose import compose
 

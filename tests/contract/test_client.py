@@ -28,6 +28,7 @@ from verl_rhyme.workers.session import Session, current, enter
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
 pytestmark = pytest.mark.xdist_group("client")  # of one cluster
+ACTORS = pytest.mark.slow  # each of their processes takes seconds to start
 
 N = 4
 PROMPT = [3, 1, 4, 1, 5]
@@ -121,6 +122,7 @@ class Worker:
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
 
+@ACTORS
 @pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer: Any, theirs: type) -> None:
     client = rhymed(theirs(config(), load_balancer_handle=balancer))
@@ -167,6 +169,7 @@ class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignor
         self.stored[kwargs["session_id"]] = output.extra_fields[FIELD]
 
 
+@ACTORS
 @pytest.mark.parametrize("validate", [False, True])
 async def test_in_verls_own_modes_each_request_has_its_samples_number(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch, validate: bool
@@ -209,6 +212,7 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
         assert client._only_hybrid == bool(more)
 
 
+@ACTORS
 async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
     stopping = ray.remote(num_cpus=0)(Server).remote(2)
     alone = _create_global_sticky_inflight({"s": stopping}, load_balancer_cls=Watched)
@@ -235,6 +239,7 @@ def test_a_client_of_another_kind_is_refused() -> None:
     assert derived._patient
 
 
+@ACTORS
 async def test_workers_that_say_nothing_are_remembered_by_request_for_a_while(
     servers: list[Any], balancer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +290,8 @@ async def samples(client: Any) -> list[list[Any]]:
     return await asyncio.gather(*(asyncio.create_task(sample(client, number)) for number in range(N)))
 
 
-@pytest.mark.parametrize("theirs", [LLMServerClient, pytest.param(FullyAsyncLLMServerClient, marks=pytest.mark.slow)])
+@ACTORS
+@pytest.mark.parametrize("theirs", [LLMServerClient, FullyAsyncLLMServerClient])
 async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls: Any, theirs: type) -> None:
     """One process is gone, of the other the engine."""
     await balanced(verls, process=None, engine=None, well=servers[0])
@@ -312,6 +318,7 @@ class Slow(Server):
         return self.take_asked()
 
 
+@ACTORS
 async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
     """Neither a request in the engine nor one in the router's count, wherever it was."""
     slow = ray.remote(num_cpus=0)(Slow).remote()
@@ -332,6 +339,7 @@ async def test_who_is_abandoned_leaves_nothing_behind(verls: Any) -> None:
     assert await verls.get_total_inflight.remote() == 0
 
 
+@ACTORS
 async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(servers: list[Any], verls: Any) -> None:
     await balanced(verls, process=None)
     with pytest.raises(RuntimeError, match="No available servers"):
@@ -343,6 +351,7 @@ async def test_where_none_is_left_a_trainer_that_replaces_them_is_waited_for(ser
     assert len(await running) == N
 
 
+@ACTORS
 async def test_an_error_of_a_server_that_lives_is_the_requests_own(verls: Any) -> None:
     await balanced(verls, bug=None)
     with pytest.raises(ValueError, match="no such option"):

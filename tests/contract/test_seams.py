@@ -69,6 +69,7 @@ def broken() -> Any:
     return run_doctor("\n".join(before for before, _ in BREAKAGES.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_doctor_names_what_is_broken(broken: Any, breakage: str) -> None:
     report = json.loads(broken.stdout)
@@ -79,11 +80,13 @@ def test_doctor_names_what_is_broken(broken: Any, breakage: str) -> None:
     assert found["remedy"]
 
 
+@pytest.mark.slow
 def test_doctor_names_nothing_else(broken: Any) -> None:
     failed = {check["name"] for check in json.loads(broken.stdout)["checks"] if check["status"] == "fail"}
     assert failed == {culprit for _, culprit in BREAKAGES.values()}
 
 
+@pytest.mark.slow
 def test_doctor_without_the_plugin() -> None:
     done = run_doctor(arguments=("doctor",), VERL_USE_EXTERNAL_PLUGINS="none", COLUMNS="200")
     assert done.returncode == 1

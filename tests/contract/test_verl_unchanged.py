@@ -16,7 +16,7 @@ VERL = distribution("verl")
 #: (they start Ray, their number, how many of them may fail or be skipped, if they do so without the plugin, too)
 PARTS = [
     pytest.param(True, 10, 5, id="Ray", marks=pytest.mark.slow),  # minutes; time limits of their own
-    pytest.param(False, 307, 2, id="no Ray"),
+    pytest.param(False, 307, 2, id="no Ray", marks=pytest.mark.slow),
 ]
 
 

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_rhyme import run_folder
 from verl_rhyme.cli import FINISHED, app
+from verl_rhyme.preflight import run_folder
 from verl_rhyme.preflight.compose import compose
 
 R = "actor_rollout_ref.rollout"

@@ -79,7 +79,7 @@ RESPONSES = pa.schema(
 )
 
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
-#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (:mod:`verl_rhyme.run_folder`).
+#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (``preflight/run_folder.py``).
 INFO_FILE = "run.json"
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 

@@ -159,7 +159,7 @@ def _logged_arm(info: Mapping[str, Any]) -> str:
 
 
 def _marked_arm(run: Path) -> str | None:
-    """What the marker of the checkpoint folder (:mod:`verl_rhyme.run_folder`), the run folder or one in it, says."""
+    """What the marker of the checkpoint folder (``preflight/run_folder.py``), the run folder or one in it, says."""
     for path in (run / "run.json", *sorted(run.glob("*/run.json"))):
         if path.parent.name != EVENTS_FOLDER:  # the event log's own
             try:

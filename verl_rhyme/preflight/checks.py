@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_rhyme import doctor, run_folder
+from verl_rhyme import doctor
 from verl_rhyme.doctor import FAIL, WARN, Check
-from verl_rhyme.preflight import config_checks, history_room, machine_checks
+from verl_rhyme.preflight import config_checks, history_room, machine_checks, run_folder
 from verl_rhyme.preflight.estimate import Estimate, estimate
 from verl_rhyme.preflight.machine import Machine, look
 from verl_rhyme.preflight.plan import ENGINES, Plan, read
@@ -50,7 +50,7 @@ def examine(
         config: From :func:`verl_rhyme.preflight.compose.compose`.
         dry_run: What only this machine lacks warns instead of failing, and the doctor looks at versions only.
         with_doctor: Look at Python, packages, plugin and patches at all; 20 to 45 s unless ``dry_run``.
-        notes: Of :func:`verl_rhyme.run_folder.describe`.
+        notes: Of :func:`verl_rhyme.preflight.run_folder.describe`.
 
     Raises:
         ValueError: ``GPU_MEMORY_GB`` is no number.

@@ -183,6 +183,12 @@ print("pids", os.getpid(), child.pid, flush=True)
 """
 )
 
+IMPATIENT = """
+from verl_rhyme.observability import progress, supervise
+supervise.LINGER_S = 1.0
+raise SystemExit(progress.main())
+"""
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -192,7 +198,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def call(script: str, total: int = 2) -> subprocess.Popen[str]:
         files = ["--metrics", str(tmp_path / "run" / "metrics.jsonl"), "--log", str(tmp_path / "run" / "train.log")]
-        command = [sys.executable, "-m", "verl_rhyme.observability.progress", *files, "--total-steps", str(total)]
+        command = [sys.executable, "-c", IMPATIENT, *files, "--total-steps", str(total)]
         command += ["--", sys.executable, "-c", script]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return running[-1]

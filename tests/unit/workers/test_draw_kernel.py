@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.xdist_group("draw kernel")  # of one probe
 PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 
