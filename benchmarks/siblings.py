@@ -23,6 +23,7 @@ from verl_rhyme.observability import metrics, steps
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, BATCH, SAMPLES = 64, 16, 8
+BLOCKS = 512  # of 128 tokens: all that may run at once. vLLM would take 1 GiB in each replica
 POLICY = "actor_rollout_ref.rollout.custom.rhyme.placement.policy"
 ARMS = {"least_loaded": "null", "sticky_group": "sticky_group"}
 
@@ -37,6 +38,7 @@ def train(arm: str, replicas: int, seed: int, folder: Path) -> None:
         *("bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), f"{POLICY}={ARMS[arm]}"),
         *(f"trainer.n_gpus_per_node={replicas}", f"data.train_batch_size={BATCH}"),
         f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override={BLOCKS}",
     ]
     with folder.with_suffix(".log").open("w") as log:
         subprocess.run(command, env={**os.environ, **settings}, stdout=log, stderr=log, check=True, timeout=1200)
