@@ -143,6 +143,40 @@ class Weights:
         self.sent += [(replica.replica_rank, version) for replica in self.replicas]
 
 
+class Sender:
+    """As the worker that sends an engine its weights: it blocks until somebody receives them."""
+
+    def send(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(600)
+
+
+def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_WATCH_S", 0.2)
+    monkeypatch.setattr(replicas, "_NOTICE_S", 0.2)
+    sender = ray.remote(num_cpus=0)(Sender).remote()
+    replica.workers = [sender]
+    weights = Weights(replicas=[replica])
+    monkeypatch.setattr(weights, "update_weights", lambda version: ray.get(sender.send.remote(replica.pid())))
+    replicas.outlive(weights)
+    with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"):
+        weights.update_weights(3)
+
+
+def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_WATCH_S", 0.1)
+    monkeypatch.setattr(replicas, "_NOTICE_S", 0.1)
+    pid = replica.pid()
+    weights = Weights(replicas=[replica])
+    monkeypatch.setattr(weights, "update_weights", lambda version: time.sleep(1.0) or version)
+    replicas.outlive(weights)
+    os.kill(pid, signal.SIGSTOP)
+    assert weights.update_weights(3) == 3
+    os.kill(pid, signal.SIGCONT)
+    assert weights.update_weights(4) == 4
+    assert replica.pid() == pid
+
+
 class Kept(router(policy="least_loaded")):  # type: ignore[misc]
     """Remembers how much each holds."""
 

@@ -214,7 +214,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineManager.update_weights",
-        "pipeline: weights for a replica in the place of a dead one",
+        "weights for a replica in the place of a dead one; a replica that dies meanwhile",
         accepts=("global_steps",),
     ),
     # ---- platform, engines, weight transfer ----

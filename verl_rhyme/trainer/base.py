@@ -27,6 +27,7 @@ from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
+from verl_rhyme.workers.replicas import outlive
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,9 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _setup(self) -> None:
         super()._setup()
+        for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
+            if (weights := getattr(self, name, None)) is not None:
+                outlive(weights)
         if (router := self._router()) is not None:
             for address, tokens in self._cache_tokens(self._serving()).items():
                 if tokens:

@@ -7,9 +7,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -29,6 +29,8 @@ _START_S = 1200.0
 #: Seconds for which one is tried to be started while others serve, and where none is left; those between two tries.
 _FREE_S, _NONE_LEFT_S, _PAUSE_S = 10.0, 300.0, 2.0
 _LONGEST_PAUSE_S = 600.0
+#: Seconds between two looks at the replicas during a weight sync, and those that it has to notice a death by itself.
+_WATCH_S, _NOTICE_S = 5.0, 10.0
 
 
 class ReplicaDied(RuntimeError):
@@ -45,11 +47,7 @@ def is_death(error: Exception) -> bool:
 def dead(replicas: Iterable[Any]) -> dict[Any, str]:
     """Those of verl's replicas that cannot serve any more, and why: a process of theirs is gone, or an engine."""
     began, found, replicas = time.monotonic(), {}, list(replicas)
-    questions = [
-        (replica, server.healthy if server is replica.servers[0] else server.__ray_ready__)
-        for replica in replicas
-        for server in replica.servers
-    ]
+    questions = _of_servers(replicas)
     questions += [(replica, worker.__ray_ready__) for replica in replicas for worker in replica.workers]
     asked: dict[Any, tuple[Any, Any]] = {}
     while questions or asked:
@@ -76,6 +74,73 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
         if questions:
             time.sleep(_PAUSE_S)
     return found
+
+
+def _of_servers(replicas: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Who is asked, and the method to ask."""
+    return [
+        (replica, server.healthy if server is replica.servers[0] else server.__ray_ready__)
+        for replica in replicas
+        for server in replica.servers
+    ]
+
+
+def outlive(weights: Any) -> None:
+    """A replica that dies during a weight sync ends it with :class:`ReplicaDied`; verl's would wait for it for ever.
+
+    Args:
+        weights: verl's ``CheckpointEngineManager``. Its workers send to a replica's engine over a socket at whose other
+            end nobody is any more (``BucketedWeightSender``), in the thread in which they are asked.
+    """
+    sync = weights.update_weights
+
+    def outliving(*args: Any, **kwargs: Any) -> Any:
+        with _watched(weights.replicas):
+            return sync(*args, **kwargs)
+
+    weights.update_weights = outliving
+
+
+@contextmanager
+def _watched(replicas: Iterable[Any]) -> Iterator[None]:
+    """Workers that wait for a dead replica are killed, so that whoever waits for them goes on, with an error."""
+    over, found = threading.Event(), dict[Any, str]()
+    threading.Thread(target=_watch, args=(list(replicas), over, found), daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        if not found:
+            raise
+        replica, why = next(iter(found.items()))
+        raise ReplicaDied(
+            f"rollout replica {replica.replica_rank} died while it got its weights: {why}\nThe same command goes on "
+            "from the last checkpoint."
+        ) from error
+    finally:
+        over.set()
+
+
+def _watch(replicas: list[Any], over: threading.Event, found: dict[Any, str]) -> None:
+    """Until it is over; ``found`` are those that died, and why. Who says nothing may be busy with the weights."""
+    asked: dict[Any, tuple[Any, Any]] = {}
+    questions = _of_servers(replicas)
+    while not over.wait(_WATCH_S):
+        asked |= {ask.remote(): (replica, ask) for replica, ask in questions}
+        questions = []
+        told, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        for answer in told:
+            replica, ask = asked.pop(answer)
+            try:
+                ray.get(answer)
+            except Exception as error:
+                if is_death(error):
+                    found[replica] = last_line(error)
+                    continue
+            questions.append((replica, ask))
+        if found and not over.wait(_NOTICE_S):
+            for worker in [worker for replica in found for worker in replica.workers]:
+                ray.kill(worker)
+            return
 
 
 def serve(servers: Any) -> None:
@@ -127,7 +192,8 @@ class Spares:
             How many had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started, some time long.
+            ReplicaDied: None is left, and none could be started, some time long; or a new one died while the actor sent
+                it its weights.
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas)
@@ -152,6 +218,8 @@ class Spares:
         while self._owed:
             try:
                 new = self._start(version)
+            except ReplicaDied:  # with the actor in the midst of sending
+                raise
             except Exception as error:
                 spent, left = time.monotonic() - began, len(manager.rollout_replicas)
                 if spent < (_FREE_S if left else _NONE_LEFT_S):
@@ -188,7 +256,8 @@ class Spares:
         )
         try:
             _within(_START_S, lambda: asyncio.run(new.init_standalone()))
-            CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
+            with _watched([new]):
+                CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except BaseException:
             _end(new)
             raise
