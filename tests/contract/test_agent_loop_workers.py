@@ -21,8 +21,10 @@ from verl_rhyme.workers import crew as module
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
 from verl_rhyme.workers.crew import Crew
 
-pytestmark = pytest.mark.xdist_group("agent loop workers")  # of one cluster
-ACTORS = pytest.mark.slow  # many, and each of their processes takes seconds to start
+pytestmark = [
+    pytest.mark.xdist_group("agent loop workers"),  # of one cluster
+    pytest.mark.slow,  # their processes take seconds to start
+]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # spares actors the import
 
 
@@ -162,7 +164,6 @@ async def test_what_a_worker_does_not_know_of_is_lost_and_the_worker_stays(monke
     watched.crew.close()
 
 
-@ACTORS
 async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_out():
     watched = Watched(["cannot start", "starts late"], patience_s=1.0)
     await watched.crew.join()
@@ -184,7 +185,6 @@ class Manager(SessionAgentLoopManager):
         self.agent_loop_workers = [Worker.remote()]
 
 
-@ACTORS
 @pytest.mark.parametrize(
     "moods",
     [
@@ -202,7 +202,6 @@ def test_validation_prompts_of_a_worker_that_is_gone_go_to_others(moods):
     assert len(manager.agent_loop_workers) == max(1, moods.count("well") + moods.count("starts late"))
 
 
-@ACTORS
 def test_validation_prompts_that_a_worker_took_before_it_died_go_to_others(monkeypatch):
     manager = Manager(["well", "well"], patience_s=30.0)
     prompts = tu.get_tensordict({"number": torch.arange(6), "uid": [f"v{n}" for n in range(6)]})

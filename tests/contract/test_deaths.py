@@ -26,7 +26,10 @@ from verl_rhyme.workers.vllm.replica import RhymeReplica
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
-pytestmark = pytest.mark.xdist_group("deaths")  # of one cluster
+pytestmark = [
+    pytest.mark.xdist_group("deaths"),  # of one cluster
+    pytest.mark.slow,  # their processes take seconds to start
+]
 
 
 class Server:

@@ -24,6 +24,7 @@ EXPANDED = [1, 1, 2, 2, 2, -9, -9]  # 0 becomes 1; the second request has no tok
 pytestmark = [
     pytest.mark.skipif(not vllm_runs_on_cpu(), reason="these patches are for vLLM's CPU platform"),
     pytest.mark.xdist_group("patches"),  # of one probe each
+    pytest.mark.slow,  # which takes a quarter of a minute
 ]
 
 

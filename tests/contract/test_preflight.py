@@ -72,6 +72,7 @@ def test_parameters_are_those_that_transformers_makes(kind):
     assert Architecture.read(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
     from dataclasses import replace
 
@@ -87,6 +88,7 @@ def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
         assert memory.optimizer_step(model, training).total == pytest.approx(step, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_reward_that_verl_cannot_load_is_found_before_the_run(tmp_path):
     file = tmp_path / "reward.py"
     config = OmegaConf.create({"reward": {"custom_reward_function": {"path": str(file), "name": "compute_score"}}})
