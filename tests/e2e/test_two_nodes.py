@@ -220,7 +220,7 @@ def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, c
 
 
 def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
-    service = started(tmp_path / "history", timeout=8.0)
+    service = started(tmp_path / "history", timeout=12.0)
     service.append(named(4), step=1)
     os.kill(pid_of(service, one_node), signal.SIGSTOP)
     began = time.monotonic()
@@ -228,8 +228,8 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
         with suppress(HistoryUnavailable):
             service.append(named(4, epoch=step), step=step)
     assert time.monotonic() - began < 60
-    assert "did not answer within 8 s" in caplog.text
-    deadline = time.monotonic() + 90
+    assert "did not answer within 12 s" in caplog.text
+    deadline = time.monotonic() + 240  # beside other tests a process may take longer to start, and is tried again
     while time.monotonic() < deadline:
         with suppress(HistoryUnavailable):
             stats = service.append(named(4, epoch=9), step=9)
