@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
+from ray.exceptions import RayError
 from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 
-from verl_rhyme.workers import replicas
-from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead
+from verl_rhyme.workers import deaths, replicas
+from verl_rhyme.workers.deaths import Outliving, ReplicaDied, dead, is_death
+from verl_rhyme.workers.replicas import Spares
 from verl_rhyme.workers.router import router
 from verl_rhyme.workers.vllm.replica import RhymeReplica
 
@@ -32,11 +34,22 @@ pytestmark = [
 ]
 
 
+class EngineDeadError(Exception):
+    """vLLM's, by its name."""
+
+
 class Server:
     """Of a replica, as far as it is asked whether it lives."""
 
+    engine = True
+
     async def healthy(self) -> int:
+        if not self.engine:
+            raise EngineDeadError
         return os.getpid()
+
+    async def lose_engine(self) -> None:
+        self.engine = False
 
     async def cache_tokens(self) -> int:
         return 4096
@@ -90,7 +103,8 @@ def replica(cluster: None) -> Iterator[Replica]:
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(replicas.logger, "warning", lambda message, *values: lines.append(message % values))
+    for module in (deaths, replicas):
+        monkeypatch.setattr(module.logger, "warning", lambda message, *values: lines.append(message % values))
     return lines
 
 
@@ -103,8 +117,8 @@ def test_a_server_with_many_requests_says_that_it_lives(cluster: None, monkeypat
     full.servers = [server]
     ray.get(server.healthy.remote())  # it has started
     requests = [server.generate.remote() for _ in range(2100)]
-    monkeypatch.setattr(replicas, "_SILENT_S", 30.0)
-    monkeypatch.setattr(replicas, "_HUNG_S", 60.0)
+    monkeypatch.setattr(deaths, "_SILENT_S", 30.0)
+    monkeypatch.setattr(deaths, "_HUNG_S", 60.0)
     assert dead([full]) == {}
     assert ray.wait(requests, timeout=0)[0] == []
     ray.kill(server)
@@ -114,13 +128,13 @@ def test_one_that_is_busy_is_waited_for_and_one_that_hangs_is_dead(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     pid = replica.pid()
-    monkeypatch.setattr(replicas, "_SILENT_S", 0.3)
-    monkeypatch.setattr(replicas, "_HUNG_S", 30.0)
+    monkeypatch.setattr(deaths, "_SILENT_S", 0.3)
+    monkeypatch.setattr(deaths, "_HUNG_S", 30.0)
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
     assert dead([replica]) == {}
     assert [line for line in warned if "replicas [0] live, but do not answer" in line]
-    monkeypatch.setattr(replicas, "_HUNG_S", 1.0)
+    monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     assert dead([replica]) == {replica: "no answer for 1 s"}
 
@@ -149,34 +163,59 @@ class Weights:
 class Sender:
     """As the worker that sends an engine its weights: it blocks until somebody receives them."""
 
-    def send(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(600)
+    def send(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
 
 
-def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_WATCH_S", 0.2)
-    monkeypatch.setattr(replicas, "_NOTICE_S", 0.2)
-    sender = ray.remote(num_cpus=0)(Sender).remote()
-    replica.workers = [sender]
-    weights = Weights(replicas=[replica])
-    monkeypatch.setattr(weights, "update_weights", lambda version: ray.get(sender.send.remote(replica.pid())))
-    replicas.outlive(weights)
+@pytest.fixture
+def sender(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(deaths, "_WATCH_S", 0.1)
+    monkeypatch.setattr(deaths, "_NOTICE_S", 0.1)
+    made = ray.remote(num_cpus=0)(Sender).remote()
+    replica.workers = [made]
+    yield made
+    ray.kill(made)
+
+
+class Waiting(Weights):
+    """Waits for the worker of its replica."""
+
+    def update_weights(self, version: int) -> None:  # seconds, here
+        return ray.get(self.replicas[0].workers[0].send.remote(version))
+
+    def resume_generation_replicas(self) -> None:
+        ray.get([replica.servers[0].generate.remote() for replica in self.replicas])
+
+
+def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, sender: Any) -> None:
+    threading.Timer(0.5, os.kill, (replica.pid(), signal.SIGKILL)).start()
     with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"):
-        weights.update_weights(3)
+        Outliving(Waiting(replicas=[replica])).update_weights(600)
 
 
-def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_WATCH_S", 0.1)
-    monkeypatch.setattr(replicas, "_NOTICE_S", 0.1)
+def test_nor_for_one_that_hangs(replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
+    os.kill(replica.pid(), signal.SIGSTOP)
+    with pytest.raises(ReplicaDied, match="no answer for 1 s"):
+        Outliving(Waiting(replicas=[replica])).update_weights(600)
+
+
+def test_nobody_waits_for_what_a_dead_engine_was_told(replica: Replica, sender: Any) -> None:
+    """The server outlives its engine, and its call does not end."""
+    threading.Timer(0.5, lambda: replica.servers[0].lose_engine.remote()).start()
+    with pytest.raises(RayError) as told:
+        Outliving(Waiting(replicas=[replica])).resume_generation_replicas()
+    assert is_death(told.value)
+
+
+def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: Any) -> None:
     pid = replica.pid()
-    weights = Weights(replicas=[replica])
-    monkeypatch.setattr(weights, "update_weights", lambda version: time.sleep(1.0) or version)
-    replicas.outlive(weights)
+    weights = Outliving(Waiting(replicas=[replica]))
     os.kill(pid, signal.SIGSTOP)
-    assert weights.update_weights(3) == 3
+    assert weights.update_weights(1.0) == 1.0
     os.kill(pid, signal.SIGCONT)
-    assert weights.update_weights(4) == 4
+    assert weights.update_weights(0.5) == 0.5
     assert replica.pid() == pid
 
 
@@ -290,6 +329,16 @@ def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
     while threading.active_count() > threads:
         assert time.monotonic() < deadline, "its thread waits on"
         time.sleep(0.1)
+
+
+def test_a_successor_that_gets_no_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor may be in the midst of sending: it is not asked again."""
+    monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
+    sent: list[int] = []
+    world.kill(0)
+    with pytest.raises(ReplicaDied, match=r"replica 2, .*, did not get its weights: .*\nThe same command"):
+        world.spares.mend(7)
+    assert sent == [7]
 
 
 def test_where_none_is_left_and_none_can_be_started_the_run_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

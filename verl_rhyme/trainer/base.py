@@ -26,8 +26,8 @@ from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
+from verl_rhyme.workers.deaths import Outliving
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
-from verl_rhyme.workers.replicas import outlive
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
             if (weights := getattr(self, name, None)) is not None:
-                outlive(weights)
+                setattr(self, name, Outliving(weights))
         if (router := self._router()) is not None:
             for address, tokens in self._cache_tokens(self._serving()).items():
                 if tokens:

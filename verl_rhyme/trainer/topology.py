@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.workers.replicas import ReplicaDied, Spares, dead, is_death, serve
+from verl_rhyme.workers.deaths import ReplicaDied, dead, is_death
+from verl_rhyme.workers.replicas import Spares, serve
 
 #: Seconds between two looks at the replicas while the trainer waits.
 _LOOK_S = 20.0

@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.workers.replicas import is_death
+from verl_rhyme.workers.deaths import is_death
 from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
 from verl_rhyme.workers.session import Conversation, Session, current
 

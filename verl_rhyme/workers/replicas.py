@@ -1,4 +1,4 @@
-"""Rollout replicas that died: which they are, and others in their place."""
+"""Others in the place of rollout replicas that died (:mod:`verl_rhyme.workers.deaths`)."""
 
 from __future__ import annotations
 
@@ -7,140 +7,27 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_rhyme.observability.errors import last_line
+from verl_rhyme.workers.deaths import Outliving, ReplicaDied, dead
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without an answer after which a server is warned of, and after which it is taken for dead. Where a process is
-#: gone Ray says so: one that is silent lives and may be busy, but one that hangs would hold up the next weight sync.
-_SILENT_S, _HUNG_S = 60.0, 300.0
+#: Seconds that a server has to tell its capacity.
+_ANSWER_S = 60.0
 #: Seconds that a new replica has to be up, its engine compiled.
 _START_S = 1200.0
 #: Seconds for which one is tried to be started while others serve, and where none is left; those between two tries.
 _FREE_S, _NONE_LEFT_S, _PAUSE_S = 10.0, 300.0, 2.0
 _LONGEST_PAUSE_S = 600.0
-#: Seconds between two looks at the replicas during a weight sync, and those that it has to notice a death by itself.
-_WATCH_S, _NOTICE_S = 5.0, 10.0
-
-
-class ReplicaDied(RuntimeError):
-    """A replica is gone that nothing can replace while the run goes on."""
-
-
-def is_death(error: Exception) -> bool:
-    """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
-    return gone or "EngineDeadError" in kinds
-
-
-def dead(replicas: Iterable[Any]) -> dict[Any, str]:
-    """Those of verl's replicas that cannot serve any more, and why: a process of theirs is gone, or an engine."""
-    began, found, replicas = time.monotonic(), {}, list(replicas)
-    questions = _of_servers(replicas)
-    questions += [(replica, worker.__ray_ready__) for replica in replicas for worker in replica.workers]
-    asked: dict[Any, tuple[Any, Any]] = {}
-    while questions or asked:
-        asked |= {ask.remote(): (replica, ask) for replica, ask in questions}
-        questions = []
-        left = _HUNG_S - (time.monotonic() - began)
-        told, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(0.0, min(_SILENT_S, left)))
-        for answer in told:
-            replica, ask = asked.pop(answer)
-            try:
-                ray.get(answer)
-            except ActorUnavailableError:  # the network between: it may come back
-                questions.append((replica, ask))
-            except Exception as error:
-                found[replica] = last_line(error)
-        missing = {replica for replica, _ in [*questions, *asked.values()]}
-        if missing and left <= 0:
-            return {**dict.fromkeys(missing, f"no answer for {_HUNG_S:.0f} s"), **found}
-        if missing:
-            logger.warning(
-                "replicas %s live, but do not answer; after %.0f s they are taken for dead",
-                *(sorted(replica.replica_rank for replica in missing), _HUNG_S),
-            )
-        if questions:
-            time.sleep(_PAUSE_S)
-    return found
-
-
-def _of_servers(replicas: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Who is asked, and the method to ask."""
-    return [
-        (replica, server.healthy if server is replica.servers[0] else server.__ray_ready__)
-        for replica in replicas
-        for server in replica.servers
-    ]
-
-
-def outlive(weights: Any) -> None:
-    """A replica that dies during a weight sync ends it with :class:`ReplicaDied`; verl's would wait for it for ever.
-
-    Args:
-        weights: verl's ``CheckpointEngineManager``. Its workers send to a replica's engine over a socket at whose other
-            end nobody is any more (``BucketedWeightSender``), in the thread in which they are asked.
-    """
-    sync = weights.update_weights
-
-    def outliving(*args: Any, **kwargs: Any) -> Any:
-        with _watched(weights.replicas):
-            return sync(*args, **kwargs)
-
-    weights.update_weights = outliving
-
-
-@contextmanager
-def _watched(replicas: Iterable[Any]) -> Iterator[None]:
-    """Workers that wait for a dead replica are killed, so that whoever waits for them goes on, with an error."""
-    over, found = threading.Event(), dict[Any, str]()
-    threading.Thread(target=_watch, args=(list(replicas), over, found), daemon=True).start()
-    try:
-        yield
-    except Exception as error:
-        if not found:
-            raise
-        replica, why = next(iter(found.items()))
-        raise ReplicaDied(
-            f"rollout replica {replica.replica_rank} died while it got its weights: {why}\nThe same command goes on "
-            "from the last checkpoint."
-        ) from error
-    finally:
-        over.set()
-
-
-def _watch(replicas: list[Any], over: threading.Event, found: dict[Any, str]) -> None:
-    """Until it is over; ``found`` are those that died, and why. Who says nothing may be busy with the weights."""
-    asked: dict[Any, tuple[Any, Any]] = {}
-    questions = _of_servers(replicas)
-    while not over.wait(_WATCH_S):
-        asked |= {ask.remote(): (replica, ask) for replica, ask in questions}
-        questions = []
-        told, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
-        for answer in told:
-            replica, ask = asked.pop(answer)
-            try:
-                ray.get(answer)
-            except Exception as error:
-                if is_death(error):
-                    found[replica] = last_line(error)
-                    continue
-            questions.append((replica, ask))
-        if found and not over.wait(_NOTICE_S):
-            for worker in [worker for replica in found for worker in replica.workers]:
-                ray.kill(worker)
-            return
 
 
 def serve(servers: Any) -> None:
@@ -162,7 +49,7 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
     report: Any = getattr(router, "report_capacity", None)
     for address, server in servers.items() if report else ():
         with suppress(RayError):  # it died just now, as the next look finds
-            if tokens := ray.get(server.cache_tokens.remote(), timeout=_SILENT_S):
+            if tokens := ray.get(server.cache_tokens.remote(), timeout=_ANSWER_S):
                 report.remote(address, tokens)
 
 
@@ -192,8 +79,7 @@ class Spares:
             How many had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started, some time long; or a new one died while the actor sent
-                it its weights.
+            ReplicaDied: None is left, and none could be started, some time long; or a new one did not get its weights.
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas)
@@ -218,7 +104,7 @@ class Spares:
         while self._owed:
             try:
                 new = self._start(version)
-            except ReplicaDied:  # with the actor in the midst of sending
+            except ReplicaDied:
                 raise
             except Exception as error:
                 spent, left = time.monotonic() - began, len(manager.rollout_replicas)
@@ -256,12 +142,24 @@ class Spares:
         )
         try:
             _within(_START_S, lambda: asyncio.run(new.init_standalone()))
-            with _watched([new]):
-                CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
+            self._send(new, version)
         except BaseException:
             _end(new)
             raise
         return new
+
+    def _send(self, new: Any, version: int) -> None:
+        """The actor's weights, once: after a failure it may be in the midst of sending."""
+        weights = Outliving(CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]))
+        try:
+            weights.update_weights(version)
+        except ReplicaDied:
+            raise
+        except Exception as error:
+            raise ReplicaDied(
+                f"rollout replica {new.replica_rank}, in the place of a dead one, did not get its weights: {error}\n"
+                "The same command goes on from the last checkpoint."
+            ) from error
 
     def _set(self, replicas: list[Any]) -> None:
         manager = self._servers

@@ -5,14 +5,15 @@ from unittest.mock import Mock
 
 import pytest
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.trainer import topology
-from verl_rhyme.trainer.registry import TRAINERS
+from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
-from verl_rhyme.workers.replicas import ReplicaDied
+from verl_rhyme.workers.deaths import Outliving, ReplicaDied
 
 MODES = {"colocate_async": Colocated, "separate_async": Separate}
 
@@ -73,3 +74,16 @@ def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
         Separate(trainer).mend(1)
+
+
+@pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None))])
+def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
+    names = ("checkpoint_manager", "standalone_checkpoint_manager")
+    managers = {name: SimpleNamespace(replicas=[]) for name in names}
+    monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
+    trainer = object.__new__(RhymeTrainerSync)
+    trainer._rhyme, trainer._event_log = rhyme, None
+    trainer._setup()
+    for name, manager in managers.items():
+        assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)
+        assert getattr(trainer, name) == manager
