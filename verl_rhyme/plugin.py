@@ -24,6 +24,7 @@ REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
     ("verl.checkpoint_engine.base", "verl_rhyme.workers.shm_checkpoint_engine:register"),
     ("verl.workers.rollout.replica", "verl_rhyme.workers.registry:register"),
+    ("verl.workers.rollout.base", "verl_rhyme.workers.registry:register_adapter"),
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
 )
 

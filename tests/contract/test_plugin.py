@@ -51,10 +51,12 @@ from verl.plugin.platform import get_platform
 from verl.workers.engine import EngineRegistry
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
+from verl.workers.rollout import get_rollout_class
 assert verl_rhyme.plugin.FAILURES == []
 assert type(get_platform()).__name__ == "PlatformCPU"
 assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHead"
 assert CheckpointEngineRegistry.get("shm").__name__ == "ShmCheckpointEngine"
+assert get_rollout_class("vllm").__name__ == "RhymeServerAdapter"
 sync = get_trainer_cls("sync")
 assert issubclass(sync, PPOTrainerSync) and sync.__name__ == "RhymeTrainerSync", sync
 """

@@ -39,6 +39,24 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
+        "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
+        "the socket of a run's weights: engines",
+        contains=('job_id = os.environ.get("VERL_RAY_JOB_ID", "0")', "/tmp/rl-colocate-zmq-{job_id}-replica-"),
+    ),
+    Seam(
+        "verl.workers.rollout.vllm_rollout:ServerAdapter.__init__",
+        "the socket of a run's weights: workers",
+        contains=(
+            "job_id = ray.get_runtime_context().get_job_id()",
+            'self.zmq_handle = f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-',
+        ),
+    ),
+    Seam(
+        "verl.workers.rollout.base:get_rollout_class",
+        "the socket of a run's weights: workers",
+        contains=("fqdn = _ROLLOUT_REGISTRY[(rollout_name, mode)]",),
+    ),
+    Seam(
         f"{_SERVER}:vLLMHttpServer._preprocess_engine_kwargs",
         "speculative_config of our proposer",
         signature="(self, engine_kwargs)",
@@ -60,7 +78,15 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, args)",
         contains=('method="monkey_patch_model"', "self.engine = engine_client"),
     ),
-    Seam(f"{_SERVER}:vLLMHttpServer.__init__", "policy version of a request", contains=("self.global_steps = None",)),
+    Seam(
+        f"{_SERVER}:vLLMHttpServer.__init__",
+        "policy version of a request; the socket of a run's weights: engines",
+        contains=(
+            "self.global_steps = None",
+            'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()',
+            "self._post_init(",
+        ),
+    ),
     Seam(f"{_SERVER}:vLLMHttpServer.set_global_steps", "policy version of a request", signature="(self, global_steps)"),
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension",

@@ -1,4 +1,4 @@
-"""Puts our rollout replica into verl's registry."""
+"""Puts our rollout replica, and our workers' hand on it, into verl's registries."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def register() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     RolloutReplicaRegistry.register("vllm", _load_vllm_replica)
+
+
+def register_adapter() -> None:
+    from verl.workers.rollout import base
+
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_rhyme.workers.vllm.weight_socket.RhymeServerAdapter"

@@ -19,7 +19,7 @@ from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
-from verl_rhyme.workers.vllm import cuda_graphs, sampler
+from verl_rhyme.workers.vllm import cuda_graphs, sampler, weight_socket
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
+        weight_socket.receive_here()
         rhyme = config_tree.from_rollout(self.config)
         assert rhyme is not None, "RhymeReplica builds this server only when rhyme is enabled"
         self._rhyme = rhyme

@@ -1,0 +1,48 @@
+"""A run's weights go to its own engines, whatever else runs on the machine."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import ray
+from verl.workers.rollout.vllm_rollout import ServerAdapter
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from verl_rhyme.workers.vllm import weight_socket
+from verl_rhyme.workers.vllm.weight_socket import RhymeServerAdapter
+
+
+@pytest.fixture
+def sockets(monkeypatch):
+    """Of the worker and of the engine in a run on a Ray cluster."""
+
+    def begin(self, config):
+        self.config = config
+        self.zmq_handle = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+    def call(cluster, rhyme=True):
+        context = SimpleNamespace(gcs_address=cluster, get_job_id=lambda: "01000000")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(weight_socket.config_tree, "from_rollout", lambda config: config)
+        monkeypatch.setattr(ServerAdapter, "__init__", begin)
+        monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
+        monkeypatch.setenv("VERL_REPLICA_RANK", "0")
+        if rhyme:
+            weight_socket.receive_here()
+        engine = object.__new__(vLLMColocateWorkerExtension)
+        engine.model_runner, engine.local_rank = None, 0
+        return RhymeServerAdapter("rhyme" if rhyme else None).zmq_handle, engine._get_zmq_handle()
+
+    return call
+
+
+@pytest.mark.parametrize("rhyme", [True, False])
+def test_workers_and_engines_meet(sockets, rhyme):
+    worker, engine = sockets("10.0.0.1:6379", rhyme)
+    assert worker == engine
+    assert len(worker.removeprefix("ipc://")) < 108, "a socket's path has no more bytes"
+
+
+def test_runs_on_clusters_of_their_own_do_not(sockets):
+    assert sockets("10.0.0.1:6379")[0] != sockets("10.0.0.1:6380")[0]
+    assert "01000000" in os.environ["VERL_RAY_JOB_ID"]
