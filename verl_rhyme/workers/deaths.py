@@ -119,7 +119,8 @@ def _watch(replicas: list[Any], over: threading.Event, found: dict[Any, str]) ->
                     ray.kill(actor)
                 return
     except Exception:
-        logger.warning("nobody sees now whether replicas die", exc_info=not over.is_set())
+        if not over.is_set():
+            logger.warning("nobody sees now whether replicas die", exc_info=True)
 
 
 def _telling(name: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_rhyme.workers.deaths import Outliving, ReplicaDied, dead
+from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +150,9 @@ class Spares:
 
     def _send(self, new: Any, version: int) -> None:
         """The actor's weights, once: after a failure it may be in the midst of sending."""
-        weights = Outliving(CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]))
         try:
-            weights.update_weights(version)
-        except ReplicaDied:
-            raise
+            with watched([new]):
+                CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(
                 f"rollout replica {new.replica_rank}, in the place of a dead one, did not get its weights: {error}\n"
