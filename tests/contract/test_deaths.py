@@ -154,6 +154,7 @@ class Weights:
     sent: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, config: Any = None, actor_wg: Any = None, replicas: Any = ()) -> None:
+        config = config or SimpleNamespace(backend="shm", engine_kwargs={})
         self.config, self.actor_wg, self.replicas = config, actor_wg, replicas
 
     def update_weights(self, version: int) -> None:
@@ -192,6 +193,32 @@ def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, s
     threading.Timer(0.5, os.kill, (replica.pid(), signal.SIGKILL)).start()
     with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"):
         Outliving(Waiting(replicas=[replica])).update_weights(600)
+
+
+def test_a_death_that_is_noticed_at_once_says_how_to_go_on(replica: Replica, sender: Any) -> None:
+    """Of a worker alone, too, while its server lives."""
+    threading.Timer(0.5, ray.kill, (sender,)).start()
+    with pytest.raises(ReplicaDied, match=r"died during a weight sync: .*\n.* from the last checkpoint"):
+        Outliving(Waiting(replicas=[replica])).update_weights(600)
+
+
+def test_one_death_is_seen_while_others_block(replica: Replica, sender: Any) -> None:
+    other = Replica(1)
+    asyncio.run(other.init_standalone())
+    blocked = ray.remote(num_cpus=0)(Sender).remote()
+    replica.workers = [blocked, sender]  # of the living one
+
+    class All(Weights):
+        def update_weights(self, version: int) -> None:
+            ray.get([worker.send.remote(version) for r in self.replicas for worker in r.workers])
+
+    dying = ray.remote(num_cpus=0)(Sender).remote()
+    other.workers = [dying]
+    threading.Timer(0.5, os.kill, (other.pid(), signal.SIGKILL)).start()
+    with pytest.raises(ReplicaDied, match="replica 1 died while it got its weights"):
+        Outliving(All(replicas=[replica, other])).update_weights(60)
+    assert replica.pid()
+    ray.kill(blocked)
 
 
 def test_nor_for_one_that_hangs(replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +314,26 @@ def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> Non
     assert world.spares.mend(7) == 0
     assert world.ranks() == [1, 2]
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s1": 4096, "s2": 4096}
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"backend": "nccl", "engine_kwargs": {"nccl": {"rebuild_group": False}}}, "rebuild_group=false"),
+        ({"backend": "nccl", "engine_kwargs": {}}, "rebuild_group=false"),
+        ({"backend": "delta_sharded", "engine_kwargs": {}}, "what changed since"),
+    ],
+)
+def test_where_weights_do_not_reach_one_alone_none_is_started(world: World, engine: dict, why: str) -> None:
+    """Half an update, or another group's, would be served in silence."""
+    world.weights.config = SimpleNamespace(**engine)
+    world.kill(0)
+    with pytest.raises(ReplicaDied, match=rf"replica 0 died .* cannot be replaced: .*{why}.*\nThe same command"):
+        world.spares.mend(7)
+    assert (world.spares.started, Weights.sent) == (0, [])
+    world.weights.config = SimpleNamespace(backend="nccl", engine_kwargs={"nccl": {"rebuild_group": True}})
+    assert world.spares.mend(7) == 1
+    assert Weights.sent == [(2, 7)]
 
 
 def test_one_that_could_not_be_started_is_tried_again(world: World, warned: list[str]) -> None:

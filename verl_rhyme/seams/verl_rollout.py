@@ -91,7 +91,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension",
         "our worker extension",
-        has=("monkey_patch_model", "update_weights_from_ipc"),
+        has=("monkey_patch_model", "update_weights_from_ipc", "update_verl_delta_weights"),
     ),
     Seam(
         f"{_CLIENT}:LLMServerClient.generate",

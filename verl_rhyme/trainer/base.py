@@ -28,6 +28,7 @@ from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.deaths import Outliving
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
+from verl_rhyme.workers.replicas import let_change
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class RhymeTrainerMixin(PPOTrainer):
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
+        let_change(config)
         super().__init__(config)
         if rhyme.poll_interval is not None:
             self.replay_buffer.poll_interval = rhyme.poll_interval

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ray.exceptions import ActorUnavailableError
+
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.workers.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.workers.replicas import Spares, serve
@@ -131,12 +133,15 @@ class Separate(_OnVerl):
         self._over_deaths(super().resume)
 
     def _over_deaths(self, tell: Callable[[], None]) -> None:
-        """Tell all replicas; those that died since the last look are replaced first."""
+        """Tell all replicas; those that died since the last look are replaced first, broken connections waited for."""
         for _ in range(_DEATHS):
             try:
                 return tell()
             except Exception as error:
-                if not is_death(error) or not self.mend(self._trainer.global_steps - 1):
+                broken = isinstance(error, ActorUnavailableError)
+                if not (broken or is_death(error)):
+                    raise
+                if not self.mend(self._trainer.global_steps - 1) and not broken:
                     raise
         tell()
 

@@ -96,7 +96,7 @@ def watched(replicas: Iterable[Any]) -> Iterator[dict[Any, str]]:
 def _watch(replicas: list[Any], over: threading.Event, found: dict[Any, str]) -> None:
     try:
         asked: dict[Any, tuple[Any, Any, float]] = {}
-        questions = _of_servers(replicas)
+        questions, silent = _of_servers(replicas), set[Any]()
         while replicas and not over.wait(_WATCH_S):
             now = time.monotonic()
             asked |= {ask.remote(): (replica, ask, now) for replica, ask in questions}
@@ -112,11 +112,18 @@ def _watch(replicas: list[Any], over: threading.Event, found: dict[Any, str]) ->
                         continue
                 questions.append((replica, ask))
             for replica, _, since in asked.values():
+                if now - since > _SILENT_S and replica not in silent:
+                    silent.add(replica)
+                    logger.warning("replica %d has not answered for %.0f s", replica.replica_rank, now - since)
                 if now - since > _HUNG_S:
                     found.setdefault(replica, f"no answer for {_HUNG_S:.0f} s")
             if found and not over.wait(_NOTICE_S):
-                for actor in [actor for replica in found for actor in [*replica.servers, *replica.workers]]:
-                    ray.kill(actor)
+                for replica, why in found.items():
+                    logger.warning(
+                        "replica %d is gone, and what waits for it ends with it: %s", replica.replica_rank, why
+                    )
+                    for actor in [*replica.servers, *replica.workers]:
+                        ray.kill(actor)
                 return
     except Exception:
         if not over.is_set():
@@ -154,10 +161,12 @@ class Outliving(wrapt.ObjectProxy):
             try:
                 return self.__wrapped__.update_weights(*args, **kwargs)
             except Exception as error:
-                if not found:
+                if not found and not is_death(error):  # noticed before the watch looked, or of a worker alone
                     raise
-                replica, why = next(iter(found.items()))
+                dead = [
+                    f" {replica.replica_rank} died while it got its weights: {why}" for replica, why in found.items()
+                ]
+                what = dead[0] if dead else f", or one who sends, died during a weight sync: {last_line(error)}"
                 raise ReplicaDied(
-                    f"rollout replica {replica.replica_rank} died while it got its weights: {why}\nThe same command "
-                    "goes on from the last checkpoint."
+                    f"rollout replica{what}\nThe same command goes on from the last checkpoint."
                 ) from error

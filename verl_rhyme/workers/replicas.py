@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from omegaconf import DictConfig, open_dict
 from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -53,6 +54,43 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
                 report.remote(address, tokens)
 
 
+def let_change(config: DictConfig) -> None:
+    """Have verl's NCCL engine build its process group anew for each weight sync, unless the user says otherwise.
+
+    As verl has it the group of the first sync stays, and a replica that is missing or new does not fit in: no weights
+    could be synced any more after a death.
+
+    Args:
+        config: verl's, before its workers are made.
+    """
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if engine.backend == "nccl":
+        with open_dict(config):
+            known = engine.get("engine_kwargs") or {}
+            engine.engine_kwargs = {**known, "nccl": {"rebuild_group": True, **(known.get("nccl") or {})}}
+
+
+def obstacle(engine: Any, workers: int) -> str:
+    """Why weights cannot be sent to a new replica alone; empty when they can.
+
+    Args:
+        engine: verl's ``CheckpointEngineConfig``.
+        workers: Of a replica.
+    """
+    backend = engine.backend
+    if backend == "nccl" and not (engine.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
+        return (
+            "checkpoint_engine.engine_kwargs.nccl.rebuild_group=false keeps the process group of the first weight sync"
+        )
+    if backend == "kimi_ckpt_engine":
+        return f"checkpoint_engine.backend={backend} keeps the process group of the first weight sync"
+    if backend == "delta_sharded":
+        return f"checkpoint_engine.backend={backend} sends what changed since the last weight sync only"
+    if backend == "nixl" and workers == 1:
+        return f"checkpoint_engine.backend={backend} cannot send to a replica of one GPU alone"
+    return ""
+
+
 class Spares:
     """Puts new replicas in the place of dead ones among those that have devices of their own.
 
@@ -79,13 +117,20 @@ class Spares:
             How many had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started, some time long; or a new one did not get its weights.
+            ReplicaDied: None is left, and none could be started, some time long; a new one did not get its weights, or
+                cannot (:func:`obstacle`).
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas)
         for replica, why in gone.items():
             logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)
         if gone:
+            if why := obstacle(self._weights.config, len(manager.rollout_replicas[0].workers)):
+                first = next(iter(gone))
+                raise ReplicaDied(
+                    f"rollout replica {first.replica_rank} died ({gone[first]}) and cannot be replaced: {why}\n"
+                    "The same command goes on from the last checkpoint."
+                )
             router = manager.global_load_balancer
             ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
             self._set([replica for replica in manager.rollout_replicas if replica not in gone])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
@@ -14,6 +15,7 @@ from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers.deaths import Outliving, ReplicaDied
+from verl_rhyme.workers.replicas import let_change, obstacle
 
 MODES = {"colocate_async": Colocated, "separate_async": Separate}
 
@@ -74,6 +76,45 @@ def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
     servers["llm_server_manager"].append(replica)
     with pytest.raises(ReplicaDied, match="on the devices of the actor: gone"):
         Separate(trainer).mend(1)
+
+
+@pytest.mark.parametrize(("gone", "told"), [(0, 2), (1, 2)])
+def test_a_broken_connection_is_tried_again(monkeypatch, gone, told):
+    """`gone` have died meanwhile."""
+    answers = [ActorUnavailableError("the network", None)]
+    calls = []
+
+    def abort_replicas(**_):
+        calls.append(1)
+        if answers:
+            raise answers.pop()
+
+    trainer = SimpleNamespace(
+        standalone_checkpoint_manager=SimpleNamespace(abort_replicas=abort_replicas), global_steps=1
+    )
+    monkeypatch.setattr(Separate, "mend", lambda self, version: gone)
+    Separate(trainer).stop()
+    assert len(calls) == told
+    answers.append(ValueError("no death"))
+    with pytest.raises(ValueError, match="no death"):
+        Separate(trainer).stop()
+
+
+@pytest.mark.parametrize(("mode", "given", "kept"), [("nccl", [], True), ("nccl", ["false"], False)])
+def test_nccl_lets_replicas_change_unless_it_is_told_otherwise(mode, given, kept):
+    path = "actor_rollout_ref.rollout.checkpoint_engine"
+    said = [f"+{path}.engine_kwargs.nccl.rebuild_group={value}" for value in given]
+    config = compose(["+rhyme=histospec", f"{path}.backend={mode}", *said])
+    let_change(config)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert engine.engine_kwargs.nccl.rebuild_group is kept
+    assert bool(obstacle(engine, 8)) is not kept
+
+
+def test_the_engines_that_cannot_send_to_one_replica_alone():
+    for backend, workers, stopped in (("nixl", 1, True), ("nixl", 2, False), ("kimi_ckpt_engine", 8, True)):
+        assert bool(obstacle(SimpleNamespace(backend=backend, engine_kwargs={}), workers)) is stopped
+    assert not obstacle(SimpleNamespace(backend="mooncake", engine_kwargs={}), 1)
 
 
 @pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None))])

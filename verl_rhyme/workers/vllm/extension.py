@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+from collections.abc import Callable
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_rhyme.workers.vllm.proposer import HistoryProposer
+
+logger = logging.getLogger(__name__)
 
 
 class RhymeWorkerMethods:
@@ -60,5 +66,24 @@ class RhymeWorkerMethods:
         return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
 
 
+def _or_end(load: Callable[..., None]) -> Callable[..., None]:
+    """A worker that could not load its weights ends, and its engine with it: who sends them waits for its word without
+    end (``BucketedWeightSender``), but an engine that died is noticed (:mod:`verl_rhyme.workers.deaths`)."""
+
+    @functools.wraps(load)
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            load(self, *args, **kwargs)
+        except BaseException:
+            logger.exception("this worker could not load its weights, and ends")
+            logging.shutdown()
+            os._exit(1)
+
+    return loaded
+
+
 class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     """verl's extension and ours."""
+
+    update_weights_from_ipc = _or_end(vLLMColocateWorkerExtension.update_weights_from_ipc)
+    update_verl_delta_weights = _or_end(vLLMColocateWorkerExtension.update_verl_delta_weights)
