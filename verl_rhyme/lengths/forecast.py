@@ -1,0 +1,76 @@
+"""What is forecast of responses: for each the distribution of its final length, given the tokens it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_rhyme.lengths.residuals import Residuals
+
+Floats = npt.NDArray[np.float64]
+
+#: Equally likely lengths that a mean is taken over.
+_MEAN_OVER = 32
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Distributions of the final lengths of B responses, ``exp(location + scale Z)`` tokens with Z of one of
+    :attr:`shapes`, on condition that they exceed what was emitted.
+
+    Attributes:
+        location: float64[B], of the log length.
+        scale: float64[B], of the log length: how unsure the forecast is. 0.3 says that most lengths are within a
+            third of the median.
+        emitted: int64[B], tokens that each has so far; 0 before it starts.
+        seen: bool[B], whether anything was known of its prompt.
+        limit: Tokens a response can have.
+        shapes: Of the residuals, of responses not :attr:`seen` and of others.
+    """
+
+    location: Floats
+    scale: Floats
+    emitted: npt.NDArray[np.int64]
+    seen: npt.NDArray[np.bool_]
+    limit: int
+    shapes: tuple[Residuals, Residuals]
+
+    def __len__(self) -> int:
+        return len(self.location)
+
+    def quantile(self, share: float | Floats) -> Floats:
+        """float64[B], the length that so large a share of the response's possible ends does not exceed.
+
+        Args:
+            share: Between 0 and 1; one for all, or float64[B].
+        """
+        return self._length(self._before() - np.log1p(-np.asarray(share, dtype=np.float64)))
+
+    def mean(self) -> Floats:
+        """float64[B], expected final length in tokens, the emitted ones included."""
+        total, before = np.zeros(len(self)), self._before()
+        for k in range(_MEAN_OVER):
+            total += self._length(before - np.log1p(-(k + 0.5) / _MEAN_OVER))
+        return total / _MEAN_OVER
+
+    def exceeds(self, tokens: int | Floats) -> Floats:
+        """float64[B], probability that each gets longer than so many tokens (one number, or one for each)."""
+        bound = np.maximum(np.broadcast_to(np.asarray(tokens, dtype=np.float64), (len(self),)), self.emitted)
+        longer = np.exp(self._before() - self._hazard(bound))
+        return np.where(bound >= self.limit, 0.0, np.minimum(longer, 1.0))
+
+    def _before(self) -> Floats:
+        """H at what was emitted."""
+        return self._hazard(self.emitted)
+
+    def _hazard(self, tokens: npt.ArrayLike) -> Floats:
+        with np.errstate(divide="ignore"):
+            residuals = (np.log(np.asarray(tokens, dtype=np.float64)) - self.location) / self.scale
+        return np.where(self.seen, self.shapes[1].hazard(residuals), self.shapes[0].hazard(residuals))
+
+    def _length(self, hazard: Floats) -> Floats:
+        residuals = np.where(self.seen, self.shapes[1].inverse(hazard), self.shapes[0].inverse(hazard))
+        tokens = np.exp(np.minimum(self.location + self.scale * residuals, np.log(self.limit) + 1))
+        return np.clip(tokens, np.minimum(self.emitted + 1, self.limit), self.limit)

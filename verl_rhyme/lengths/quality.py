@@ -1,0 +1,100 @@
+"""How good forecasts of lengths were, once the lengths are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_rhyme.lengths.predictor import Learnt
+
+Floats = npt.NDArray[np.float64]
+
+#: Shares of the longest responses that a forecast is to find (StreamRL, arXiv:2504.15930, section 6 reports these).
+TAILS = (0.05, 0.1, 0.2)
+#: Quantiles that are held against what came.
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Quality:
+    """Collects groups, each with what was forecast before it began, and tells how good that was.
+
+    Args:
+        samples: The latest ones that are kept.
+    """
+
+    def __init__(self, samples: int = 65536) -> None:
+        self._samples = samples
+        self._groups: list[tuple[Floats, Floats, Floats, Floats]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, learnt: Learnt) -> None:
+        """A group. What was cut short counts with the tokens it has."""
+        forecast, lengths = learnt.forecast, learnt.tokens.astype(np.float64)
+        covered = np.array([lengths <= forecast.quantile(share) for share in QUANTILES], dtype=np.float64)
+        self._groups.append((forecast.quantile(0.5), lengths, covered, forecast.seen.astype(np.float64)))
+        self._count += len(lengths)
+        while self._count - len(self._groups[0][1]) >= self._samples:
+            self._count -= len(self._groups.pop(0)[1])
+
+    def take(self) -> dict[str, float]:
+        """The measures (:func:`measures`) of all since the last call; empty when there was nothing."""
+        if not self._groups:
+            return {}
+        predicted, lengths, seen = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3))
+        covered = np.concatenate([group[2] for group in self._groups], axis=1).mean(axis=1)
+        self._groups, self._count = [], 0
+        return {
+            **measures(predicted, lengths),
+            **{f"coverage_{round(100 * q)}": float(c) for q, c in zip(QUANTILES, covered, strict=True)},
+            "seen": float(seen.mean()),
+        }
+
+
+def measures(predicted: Floats, lengths: Floats) -> dict[str, float]:
+    """How well predictions rank lengths.
+
+    Args:
+        predicted: float64[N].
+        lengths: float64[N].
+
+    Returns:
+        ``rank_correlation`` (Spearman's; 0 where one of them is constant), ``recall_5``, ``recall_10``, ``recall_20``
+        (:func:`tail_recall`), ``mean_ratio`` (mean prediction over mean length).
+    """
+    recalls = {f"recall_{round(100 * share)}": tail_recall(predicted, lengths, share) for share in TAILS}
+    ratio = float(predicted.mean() / max(lengths.mean(), 1e-9))
+    return {"rank_correlation": rank_correlation(predicted, lengths), **recalls, "mean_ratio": ratio}
+
+
+def rank_correlation(predicted: Floats, lengths: Floats) -> float:
+    """Spearman's; 0 where one of them is constant."""
+    if len(lengths) < 2 or not np.ptp(predicted) or not np.ptp(lengths):
+        return 0.0
+    from scipy.stats import rankdata  # loads for half a second
+
+    return float(np.corrcoef(rankdata(predicted), rankdata(lengths))[0, 1])
+
+
+def tail_recall(predicted: Floats, lengths: Floats, share: float) -> float:
+    """Of the longest responses, the part that is among as many predicted longest.
+
+    Where equal values lie across the bound, each counts by the chance that a draw among them takes it: siblings that
+    have not begun all have one prediction.
+
+    Args:
+        predicted: float64[N].
+        lengths: float64[N].
+        share: Of N, that are the longest; at least one is.
+    """
+    top = max(1, round(share * len(lengths)))
+    return float((_among(predicted, top) * _among(lengths, top)).sum() / top)
+
+
+def _among(values: Floats, top: int) -> Floats:
+    """Probability of each to be among the greatest ``top``."""
+    bound = np.partition(values, len(values) - top)[len(values) - top]
+    above, equal = values > bound, values == bound
+    return above + equal * (top - above.sum()) / max(equal.sum(), 1)
