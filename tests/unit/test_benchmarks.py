@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import eviction, placement, scheduler, simulated_fleet, traces
+from benchmarks import eviction, lengths, placement, scheduler, simulated_fleet, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
@@ -117,3 +117,14 @@ def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
     worker = {"begun": np.array([0.1, 0.1, 1.3, 1.4, 6.0]), "freed": np.array([1.0, 1.2, 3.0])}
     windows = [(0.0, 2.0), (5.0, 7.0)]
     assert simulated_fleet.latencies([worker], 2, windows) == pytest.approx([0.3, 0.2])
+
+
+def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
+    """What is left is what no history can know: the spread of a prompt's own responses."""
+    rows = list(lengths.evaluate(*lengths.made_up(between=0.8, within=0.3, prompts=512, epochs=2)))
+    last = {row["arm"]: row for row in rows if row["epoch"] == 1}
+    ours, ceiling = last["ours"], last["siblings' mean"]
+    assert ours["rank_correlation"] > 0.97 * ceiling["rank_correlation"]
+    assert last["ours, half a group on"]["recall_10"] > ours["recall_10"]
+    assert ours["coverage_90"] == pytest.approx(0.9, abs=0.03)
+    assert abs({row["arm"]: row for row in rows if row["epoch"] == 0}["ours"]["rank_correlation"]) < 0.2

@@ -219,4 +219,4 @@ def test_an_epoch_of_dapo_is_learnt_and_a_large_step_forecast_in_time():
     forecast = predictor.forecast(np.repeat(np.arange(6250), 16), rng.integers(0, 4000, 100_000))
     forecast.mean(), forecast.quantile(0.9)
     forecasting = time.process_time() - began
-    assert learning < 10 and forecasting < 3, (learning, forecasting)
+    assert max(learning / 10, forecasting / 3) < 1, (learning, forecasting)
