@@ -12,12 +12,12 @@ FLOORS = [
     {"history", "lengths"},
     {"drafting", "sampling", "scheduling"},
     {"observability"},
-    {"platforms", "patches"},
+    {"platforms", "patches", "simulation"},
     {"workers"},
     {"trainer"},
 ]
 ANYWHERE = {"config", "config_tree", "__init__"}
-POLICIES = FLOORS[0] | FLOORS[1]
+POLICIES = FLOORS[0] | FLOORS[1] | {"simulation"}
 ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 #: (module, what it may import all the same) and why.
 EXCEPTIONS = {
@@ -96,6 +96,9 @@ def test_imports_point_down(path, module):
         ("verl_rhyme.lengths.earlier", "from verl_rhyme.history.record import PromptHistory", True),
         ("verl_rhyme.lengths.earlier", "import torch", True),
         ("verl_rhyme.sampling.noise", "import torch", True),
+        ("verl_rhyme.simulation.run", "from verl_rhyme.scheduling.rollout import Rollout", False),
+        ("verl_rhyme.simulation.run", "from verl_rhyme.workers import router", True),
+        ("verl_rhyme.simulation.engine", "import ray", True),
         ("verl_rhyme.workers.agent_loop", "from verl_rhyme.sampling.noise import key_of", False),
         ("verl_rhyme.history.store", "from verl_rhyme import __version__", False),
         ("verl_rhyme.history.store", "import verl_rhyme_other", False),

@@ -24,7 +24,7 @@ class Quality:
 
     def __init__(self, samples: int = 65536) -> None:
         self._samples = samples
-        self._groups: list[tuple[Floats, Floats, Floats, Floats]] = []
+        self._groups: list[tuple[Floats, Floats, Floats, Floats, Floats]] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -34,20 +34,24 @@ class Quality:
         """A group. What was cut short counts with the tokens it has."""
         forecast, lengths = learnt.forecast, learnt.tokens.astype(np.float64)
         covered = np.array([lengths <= forecast.quantile(share) for share in QUANTILES], dtype=np.float64)
-        self._groups.append((forecast.quantile(0.5), lengths, covered, forecast.seen.astype(np.float64)))
+        seen = forecast.seen.astype(np.float64)
+        self._groups.append((forecast.quantile(0.5), lengths, covered, seen, forecast.mean()))
         self._count += len(lengths)
         while self._count - len(self._groups[0][1]) >= self._samples:
             self._count -= len(self._groups.pop(0)[1])
 
     def take(self) -> dict[str, float]:
-        """The measures (:func:`measures`) of all since the last call; empty when there was nothing."""
+        """Of all since the last call: the :func:`measures` of the medians; ``coverage_10``, ``_50`` and ``_90``, shares
+        of responses that were no longer than that quantile; ``mean_ratio``, expected length over length; ``seen``, the
+        share of which anything was known. Empty when there was nothing."""
         if not self._groups:
             return {}
-        predicted, lengths, seen = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3))
+        predicted, lengths, seen, mean = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3, 4))
         covered = np.concatenate([group[2] for group in self._groups], axis=1).mean(axis=1)
         self._groups, self._count = [], 0
         return {
             **measures(predicted, lengths),
+            "mean_ratio": float(mean.mean() / lengths.mean()),
             **{f"coverage_{round(100 * q)}": float(c) for q, c in zip(QUANTILES, covered, strict=True)},
             "seen": float(seen.mean()),
         }
@@ -61,12 +65,11 @@ def measures(predicted: Floats, lengths: Floats) -> dict[str, float]:
         lengths: float64[N].
 
     Returns:
-        ``rank_correlation`` (Spearman's; 0 where one of them is constant), ``recall_5``, ``recall_10``, ``recall_20``
-        (:func:`tail_recall`), ``mean_ratio`` (mean prediction over mean length).
+        ``rank_correlation`` (Spearman's; 0 where one of them is constant), ``recall_5``, ``recall_10`` and
+        ``recall_20`` (:func:`tail_recall`).
     """
     recalls = {f"recall_{round(100 * share)}": tail_recall(predicted, lengths, share) for share in TAILS}
-    ratio = float(predicted.mean() / max(lengths.mean(), 1e-9))
-    return {"rank_correlation": rank_correlation(predicted, lengths), **recalls, "mean_ratio": ratio}
+    return {"rank_correlation": rank_correlation(predicted, lengths), **recalls}
 
 
 def rank_correlation(predicted: Floats, lengths: Floats) -> float:

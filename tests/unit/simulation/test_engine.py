@@ -1,0 +1,141 @@
+"""The engine in virtual time against one that takes every step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.simulation.engine import Engine, Request, Segment
+
+STEP = StepCost(base=0.01, row=0.001, cached=1e-6, draft=0.0005, drafting=0.002)
+
+
+def run(engine: Engine, limit: int = 100_000) -> list[tuple[object, float]]:
+    """Until it is idle: who was done when."""
+    done = []
+    for _ in range(limit):
+        now = engine.next_event()
+        if now == math.inf:
+            assert not engine.waiting
+            return done
+        done += [(request.name, now) for request in engine.step(now)]
+    raise AssertionError("it does not come to an end")
+
+
+def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float]:
+    """Whole steps, requests at time 0, no bound of the cache; a step's cache is what it has in its middle."""
+    now, waiting, running, done = 0.0, list(requests), {}, {}
+    seen: set[object] = set()
+    while waiting or running:
+        while waiting and len(running) < cost.slots:
+            request = waiting.pop(0)
+            now += cost.prefill * (0 if request.prompt in seen else request.prompt_tokens)
+            seen.add(request.prompt)
+            running[request.name] = [request, 0.0]
+        prompts = {request.prompt: request.prompt_tokens for request, _ in running.values()}
+        cached = sum(prompts.values()) + sum(had + request.pace / 2 for request, had in running.values())
+        now += cost.step.seconds(len(running), cached, sum(request.drafts for request, _ in running.values()))
+        for name, (request, had) in list(running.items()):
+            running[name][1] = had + request.pace
+            if had + request.pace >= request.tokens:
+                done[name] = now
+                del running[name]
+    return done
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.sampled_from([1.0, 2.0]),
+)
+def test_it_agrees_with_every_step(wanted, slots, pace):
+    cost = ReplicaCost(STEP, prefill=1e-4, slots=slots)
+    requests = [
+        Request(i, prompt, 10 + prompt, tokens * pace, pace=pace, drafts=3 * (pace > 1))
+        for i, (prompt, tokens) in enumerate(wanted)
+    ]
+    engine = Engine(cost)
+    for request in requests:
+        engine.submit(request, 0.0)
+    done, expected = dict(run(engine)), every_step(requests, cost)
+    assert done == {name: pytest.approx(at, rel=1e-6) for name, at in expected.items()}
+    assert engine.made == pytest.approx(sum(request.tokens for request in requests))
+    assert engine.cached == 0
+
+
+def test_a_full_cache_makes_the_latest_give_way():
+    segments: list[Segment] = []
+    engine = Engine(ReplicaCost(STEP, slots=8, room=100), segments.append)
+    for i in range(4):
+        engine.submit(Request(i, i, 10, 40), 0.0)
+    most = 0.0
+    done = []
+    while (now := engine.next_event()) < math.inf:
+        done += [request.name for request in engine.step(now)]
+        most = max(most, engine.cached)
+    assert sorted(done) == [0, 1, 2, 3]
+    assert done[:2] == [0, 1], "those admitted first have their room"
+    assert engine.preempted >= 2
+    assert {s.request.name for s in segments if s.why == "preempted"} == {2, 3}
+    assert most <= 100 + 1e-6
+    assert engine.made == pytest.approx(160), "what was preempted goes on where it stood"
+    assert engine.recomputed > 0
+
+
+def test_one_that_is_larger_than_the_cache_runs_alone():
+    engine = Engine(ReplicaCost(STEP, slots=8, room=100))
+    engine.submit(Request("huge", 0, 10, 400), 0.0)
+    engine.submit(Request("small", 1, 10, 5), 0.0)
+    assert [name for name, _ in run(engine)] == ["small", "huge"]
+
+
+def test_what_is_withdrawn_goes_on_elsewhere_with_its_tokens():
+    here, there = (Engine(ReplicaCost(STEP, prefill=1e-3, slots=1)) for _ in range(2))
+    for i in range(3):
+        here.submit(Request(i, "p", 100, 50), 0.0)
+    now = here.cost.prefill * 100 + 20.5 * STEP.seconds(1, 110)
+    assert here.withdraw(2, now) == 0
+    emitted = here.withdraw(0, now)
+    assert emitted == pytest.approx(20.5, rel=0.01)
+    there.submit(Request(0, "p", 100, 50, emitted=emitted), now)
+    ends = dict(run(there))
+    assert ends[0] > now + there.cost.prefill * 120, "its prefix is computed anew there"
+    assert here.made + there.made == pytest.approx(50)
+    assert [name for name, _ in run(here)] == [1]
+    with pytest.raises(KeyError):
+        here.withdraw(1, 1e9)
+
+
+def test_nothing_moves_while_it_is_paused():
+    engine = Engine(ReplicaCost(STEP, slots=2))
+    for i in range(3):
+        engine.submit(Request(i, i, 10, 10), 0.0)
+    end = engine.next_event()
+    engine.pause(end / 2)
+    assert engine.next_event() == math.inf
+    engine.resume(end / 2 + 100)
+    assert engine.next_event() == pytest.approx(end + 100)
+    taken = engine.withdraw_all(end + 99)
+    assert [request.name for request, _ in taken] == [0, 1, 2]
+    assert [emitted > 0 for _, emitted in taken] == [True, True, False]
+    assert (engine.running, engine.waiting, engine.cached) == (0, 0, 0)
+
+
+def test_lower_priority_numbers_go_first():
+    engine = Engine(ReplicaCost(STEP, slots=1))
+    for name, priority in ((0, 5), (1, 3), (2, 4), (3, 3)):
+        engine.submit(Request(name, name, 1, 5, priority=priority), 0.0)
+    assert [name for name, _ in run(engine)] == [0, 1, 3, 2]
+
+
+@pytest.mark.parametrize("change", [{"base": -1.0}, {"base": 0.0}, {"base": math.nan}, {"base": 1.0, "row": math.inf}])
+def test_costs_that_cannot_be(change):
+    with pytest.raises(ValueError, match=r"step\."):
+        StepCost(**change)
+    with pytest.raises(ValueError, match="slots"):
+        ReplicaCost(STEP, slots=0)

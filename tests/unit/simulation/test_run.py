@@ -1,0 +1,137 @@
+"""Whole runs in virtual time, with training's own rollout."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl_rhyme.lengths.predictor import LengthPredictor
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.run import Drafts, Setting, Simulation
+from verl_rhyme.simulation.workload import Lengths, Prompt
+
+COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
+BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
+MODES = {
+    "sync": (True, Rules(**BATCH, group_batches=1)),
+    "sorted on-policy": (True, named("on_policy", **BATCH, group_batches=2)),
+    "sorted partial": (True, named("partial", **BATCH, group_batches=2, max_staleness=2)),
+    "separate on-policy": (False, named("on_policy", **BATCH, group_batches=2, through_training=True)),
+    "separate ahead": (False, named("on_policy", **BATCH, group_batches=2, through_training=True, draft_ahead=True)),
+    "separate partial": (False, named("partial", **BATCH, group_batches=2, max_staleness=2, through_training=True)),
+}
+LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
+
+
+def setting(mode: str = "sync", **changes: Any) -> Setting:
+    colocated, rules = MODES[mode]
+    training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
+    return Setting(**{"replicas": (COST,) * 3, "rules": rules, "training": training, "colocated": colocated, **changes})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("room", [np.inf, 2500])
+def test_every_sample_is_trained_once(mode, room):
+    cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
+    segments: list[tuple[str, Segment]] = []
+    prompts = list(LENGTHS.epochs(32, 4, 2, 20))
+    simulation = Simulation(setting(mode, replicas=(cost,) * 3), prompts, None, LengthPredictor(1000), segments)
+    steps = simulation.run()
+    assert [step.version for step in steps] == list(range(8))
+    assert sum(step.samples for step in steps) == 32 * 4 * 2
+    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
+    assert max(step.staleness for step in steps) <= MODES[mode][1].max_staleness
+    done = Counter(segment.request.name for _, segment in segments if segment.why == "done")
+    assert max(done.values()) == 1
+    made = sum(engine.made for engine in simulation.cluster.engines.values())
+    assert made == pytest.approx(sum(step.tokens + step.wasted for step in steps), rel=0.01)
+    for before, after in itertools.pairwise(steps):
+        assert before.began < before.harvested < before.ended == after.began
+    assert all(0 <= step.bubble < 1 for step in steps)
+    for replica in simulation.cluster.engines:  # nobody is in two slots, or more than there are
+        own = sorted((s.began, s.ended) for name, s in segments if name == replica)
+        for at in {began for began, _ in own}:
+            assert sum(began <= at < ended for began, ended in own) <= cost.slots
+    assert not simulation.placement.errors
+    assert sum(simulation.placement.status()["requests"].values()) == 0
+
+
+def test_a_step_takes_as_long_as_its_longest_replica():
+    """One request a replica: known in closed form, bubble and all."""
+    costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
+    rules = Rules(batch_prompts=2, batch_samples=2, group_batches=1)
+    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
+    [step] = Simulation(setting(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
+    assert (step.rollout, step.seconds) == (pytest.approx(3.0), pytest.approx(5.0))
+    assert step.bubble == pytest.approx(1 - 400 / 600)
+    assert step.tokens == 400
+
+
+def test_replicas_share_the_work():
+    prompts = list(LENGTHS.epochs(16, 4, 1, 20))
+    few = ReplicaCost(COST.step, slots=2)
+    spans = [
+        sum(step.rollout for step in Simulation(setting(replicas=(few,) * count), prompts).run()) for count in (1, 2, 4)
+    ]
+    assert spans[0] > 1.5 * spans[1]
+    assert spans[1] > spans[2]
+
+
+def test_drafts_shorten_what_comes_back():
+    prompts = list(LENGTHS.epochs(16, 4, 2, 20))
+    plain, drafted = (
+        Simulation(setting(drafts=drafts), prompts).run() for drafts in (Drafts(), Drafts((1.0, 2.0), overhead=1.5))
+    )
+    first, second = (sum(step.rollout for step in steps[:2]) for steps in (plain, drafted))
+    assert first == pytest.approx(second)
+    assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
+
+
+def test_engines_of_their_own_work_while_the_actor_trains():
+    prompts = list(LENGTHS.epochs(64, 4, 1, 20))
+    training = TrainingCost(update=20.0)
+    spans = {
+        mode: Simulation(setting(mode, training=training), prompts).run()[-1].ended
+        for mode in ("sorted partial", "separate partial")
+    }
+    assert spans["separate partial"] < 0.9 * spans["sorted partial"]
+
+
+def test_forecasts_get_good():
+    steps = Simulation(setting(), LENGTHS.epochs(64, 4, 4, 20), None, LengthPredictor(1000)).run()
+    first, last = steps[0].lengths, steps[-1].lengths
+    assert (first["seen"], last["seen"]) == (0, 1)
+    assert last["rank_correlation"] > 0.5
+
+
+def test_made_up_lengths_go_through_their_percentiles():
+    lengths = np.concatenate([prompt.lengths for prompt in LENGTHS.epochs(20_000, 4, 1, 20)])
+    for percentile, tokens in ((50, 100), (90, 400), (99, 900)):
+        assert np.percentile(lengths, percentile) == pytest.approx(tokens, rel=0.06)
+    assert lengths.max() <= 1000
+
+
+def test_prompts_are_alike_as_said():
+    groups = np.log([prompt.lengths for prompt in Lengths({10: 50, 90: 500}, 10**6, alike=0.6).epochs(5000, 8, 1, 1)])
+    within, total = groups.var(axis=1, ddof=1).mean(), groups.var()
+    assert 1 - within / total == pytest.approx(0.6, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"percentiles": {50: 100}}, "percentiles"),
+        ({"percentiles": {50: 100, 90: 90}}, "rising"),
+        ({"alike": 1.5}, "alike"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+def test_lengths_that_cannot_be(change, told):
+    with pytest.raises(ValueError, match=told):
+        Lengths(**{"percentiles": {50: 100, 90: 400}, "limit": 1000, **change})

@@ -1,0 +1,110 @@
+"""What a replica's work costs in seconds, by a few coefficients: what planner and simulator reckon with.
+
+A decode step of R rows, whose KV caches hold C tokens together and which verifies D draft tokens, takes::
+
+    base + row R + cached C + draft D + drafting [D > 0]
+
+The base is the reading of the weights, C the reading of the caches; a step is bound by memory until rows and drafts are
+many. A prefill of P tokens takes ``prefill P`` and no row advances meanwhile: engines that mix prefill with decoding
+(chunked prefill) lose as much time, only spread out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Coefficients of a decode step, seconds each; none below 0.
+
+    Attributes:
+        base: Of a step.
+        row: Of each request in it.
+        cached: Of each token in their KV caches.
+        draft: Of each draft token that is verified.
+        drafting: Of drafting at all.
+
+    Raises:
+        ValueError: One is negative or not finite, or a step takes no time.
+    """
+
+    base: float
+    row: float = 0.0
+    cached: float = 0.0
+    draft: float = 0.0
+    drafting: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"step.{field.name} must be seconds of at least 0, not {value!r}")
+        if not self.base + self.row > 0:
+            raise ValueError("step.base and step.row are both 0: a step takes time")
+
+    def seconds(self, rows: int, cached: float = 0.0, drafts: float = 0.0) -> float:
+        """Of one step."""
+        return self.base + self.row * rows + self.cached * cached + self.draft * drafts + self.drafting * (drafts > 0)
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """What one kind of replica costs and holds.
+
+    Attributes:
+        step: Of decoding.
+        prefill: Seconds of a prompt token.
+        slots: Requests that it decodes at a time (``max_num_seqs``).
+        room: Tokens that fit into its KV cache.
+        gpus: That it has.
+
+    Raises:
+        ValueError: Sizes that cannot be.
+    """
+
+    step: StepCost
+    prefill: float = 0.0
+    slots: int = 256
+    room: float = math.inf
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.prefill) and self.prefill >= 0):
+            raise ValueError(f"prefill must be seconds of at least 0, not {self.prefill!r}")
+        for name in ("slots", "room", "gpus"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+    def alone(self, prompt: float, tokens: float) -> float:
+        """Seconds of a response that has the replica to itself."""
+        step = self.step
+        return self.prefill * prompt + tokens * step.seconds(1) + step.cached * tokens * (prompt + tokens / 2)
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What happens between the rollouts, on the GPUs that train.
+
+    Attributes:
+        token: Seconds of a token of prompt and response, log-probs and update together.
+        update: Seconds of an update beside that.
+        sync: Seconds until a new version's weights are in the engines.
+        reward: Seconds from a response's end to its reward.
+    """
+
+    token: float = 0.0
+    update: float = 0.0
+    sync: float = 0.0
+    reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
+
+    def seconds(self, tokens: float) -> float:
+        """Of an update of so many tokens."""
+        return self.update + self.token * tokens

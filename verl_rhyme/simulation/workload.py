@@ -1,0 +1,116 @@
+"""What is generated in a simulation: prompts, epoch by epoch, and how long each response will be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtri
+
+Ints = npt.NDArray[np.int64]
+
+
+class Prompt(NamedTuple):
+    """A prompt's turn in an epoch.
+
+    Attributes:
+        key: The same in every epoch.
+        epoch: From 0.
+        tokens: Of the prompt.
+        lengths: int64[samples], response tokens that each sample will have.
+    """
+
+    key: str
+    epoch: int
+    tokens: int
+    lengths: Ints
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Long-tailed response lengths that go through given percentiles, alike within a prompt.
+
+    A response's place in the distribution is a normal draw, of which the prompt has a share: samples and epochs of a
+    prompt have it in common (a Gaussian copula). Between the percentiles the logarithm of the length is linear in the
+    normal's quantile; below the first and above the last the nearest slope goes on, up to the limit.
+
+    Args:
+        percentiles: Tokens by percentile, two at least: ``{50: 2000, 90: 7000, 99: 16000}``.
+        limit: Tokens a response can have.
+        alike: Share of the variance (of log length) that lies between prompts.
+        growth: Of all lengths from an epoch to the next: 1.05 is 5%.
+        wander: Of a prompt's place from an epoch to the next, as a share of the spread between prompts.
+
+    Raises:
+        ValueError: Percentiles that do not rise, or shares that are none.
+    """
+
+    percentiles: Mapping[float, float]
+    limit: int
+    alike: float = 0.6
+    growth: float = 1.0
+    wander: float = 0.2
+
+    def __post_init__(self) -> None:
+        points = sorted(self.percentiles.items())
+        rising = all(a[1] < b[1] for a, b in itertools.pairwise(points))
+        if len(points) < 2 or not rising or not all(0 < p < 100 and tokens > 0 for p, tokens in points):
+            raise ValueError(
+                f"percentiles must be two or more, between 0 and 100, with rising tokens, not {dict(self.percentiles)}"
+            )
+        for name in ("alike", "wander"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if self.limit < 1 or not self.growth > 0:
+            raise ValueError(f"limit must be at least 1 and growth above 0, not {self.limit} and {self.growth}")
+
+    def at(self, place: npt.NDArray[np.float64]) -> Ints:
+        """Tokens at these quantiles of the standard normal."""
+        points = sorted(self.percentiles.items())
+        places = ndtri(np.array([p for p, _ in points]) / 100)
+        logs = np.log([tokens for _, tokens in points])
+        low, high = (np.diff(logs)[i] / np.diff(places)[i] for i in (0, -1))
+        log = np.interp(place, places, logs)
+        log += low * np.minimum(place - places[0], 0) + high * np.maximum(place - places[-1], 0)
+        return np.clip(np.exp(log), 1, self.limit).astype(np.int64)
+
+    def epochs(
+        self, prompts: int, samples: int, epochs: int, prompt_tokens: int, seed: int = 0, unseen: float = 0.0
+    ) -> Iterator[Prompt]:
+        """A dataset's epochs, each in an order of its own.
+
+        Args:
+            prompts: Of an epoch.
+            samples: Of each.
+            epochs: How many.
+            prompt_tokens: Of each prompt.
+            seed: Of all draws.
+            unseen: Share of prompts that are others in each epoch.
+        """
+        rng = np.random.default_rng(seed)
+        own = rng.standard_normal(prompts)
+        names = np.arange(prompts)
+        fresh = prompts
+        for epoch in range(epochs):
+            if epoch:
+                own = np.sqrt(1 - self.wander**2) * own + self.wander * rng.standard_normal(prompts)
+                others = np.flatnonzero(rng.random(prompts) < unseen)
+                own[others] = rng.standard_normal(len(others))
+                names[others] = np.arange(fresh, fresh + len(others))
+                fresh += len(others)
+            each = rng.standard_normal((prompts, samples))
+            lengths = self.at(np.sqrt(self.alike) * own[:, None] + np.sqrt(1 - self.alike) * each)
+            lengths = np.clip(lengths * self.growth**epoch, 1, self.limit).astype(np.int64)
+            for i in rng.permutation(prompts).tolist():
+                yield Prompt(str(names[i]), epoch, prompt_tokens, lengths[i])
+
+
+def recorded(groups: Sequence[Sequence[tuple[str, int, Sequence[int]]]]) -> Iterator[Prompt]:
+    """Of a run: for each epoch its prompts in their order, as key, prompt tokens and response lengths."""
+    for epoch, prompts in enumerate(groups):
+        for key, tokens, lengths in prompts:
+            yield Prompt(key, epoch, tokens, np.asarray(lengths, dtype=np.int64))
