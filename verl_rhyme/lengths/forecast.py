@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,19 +42,19 @@ class Forecast:
         return len(self.location)
 
     def quantile(self, share: float | Floats) -> Floats:
-        """float64[B], the length that so large a share of the response's possible ends does not exceed.
+        """The length that so large a share of a response's possible ends does not exceed.
 
         Args:
-            share: Between 0 and 1; one for all, or float64[B].
+            share: Between 0 and 1; one for all, float64[B], or float64[Q, 1] for Q quantiles.
+
+        Returns:
+            float64[B], or float64[Q, B].
         """
         return self._length(self._before() - np.log1p(-np.asarray(share, dtype=np.float64)))
 
     def mean(self) -> Floats:
         """float64[B], expected final length in tokens, the emitted ones included."""
-        total, before = np.zeros(len(self)), self._before()
-        for k in range(_MEAN_OVER):
-            total += self._length(before - np.log1p(-(k + 0.5) / _MEAN_OVER))
-        return total / _MEAN_OVER
+        return self.quantile((np.arange(_MEAN_OVER)[:, None] + 0.5) / _MEAN_OVER).mean(axis=0)
 
     def exceeds(self, tokens: int | Floats) -> Floats:
         """float64[B], probability that each gets longer than so many tokens (one number, or one for each)."""
@@ -68,9 +69,17 @@ class Forecast:
     def _hazard(self, tokens: npt.ArrayLike) -> Floats:
         with np.errstate(divide="ignore"):
             residuals = (np.log(np.asarray(tokens, dtype=np.float64)) - self.location) / self.scale
-        return np.where(self.seen, self.shapes[1].hazard(residuals), self.shapes[0].hazard(residuals))
+        return self._by_shape(Residuals.hazard, residuals)
+
+    def _by_shape(self, function: Callable[[Residuals, Floats], Floats], values: Floats) -> Floats:
+        new, known = self.shapes
+        if self.seen.all():
+            return function(known, values)
+        if not self.seen.any():
+            return function(new, values)
+        return np.where(self.seen, function(known, values), function(new, values))
 
     def _length(self, hazard: Floats) -> Floats:
-        residuals = np.where(self.seen, self.shapes[1].inverse(hazard), self.shapes[0].inverse(hazard))
+        residuals = self._by_shape(Residuals.inverse, hazard)
         tokens = np.exp(np.minimum(self.location + self.scale * residuals, np.log(self.limit) + 1))
         return np.clip(tokens, np.minimum(self.emitted + 1, self.limit), self.limit)

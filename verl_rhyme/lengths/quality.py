@@ -33,7 +33,7 @@ class Quality:
     def add(self, learnt: Learnt) -> None:
         """A group. What was cut short counts with the tokens it has."""
         forecast, lengths = learnt.forecast, learnt.tokens.astype(np.float64)
-        covered = np.array([lengths <= forecast.quantile(share) for share in QUANTILES], dtype=np.float64)
+        covered = (lengths <= forecast.quantile(np.array(QUANTILES)[:, None])).astype(np.float64)
         seen = forecast.seen.astype(np.float64)
         self._groups.append((forecast.quantile(0.5), lengths, covered, seen, forecast.mean()))
         self._count += len(lengths)

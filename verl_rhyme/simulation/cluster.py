@@ -18,17 +18,25 @@ class Cluster:
     Args:
         engines: By name.
         done: Is called with an engine's name and each request that is done there.
+        occupied: Is called with the time and the requests in slots, whenever these are others.
 
     Attributes:
         now: Seconds.
         events: That came to pass.
     """
 
-    def __init__(self, engines: dict[str, Engine], done: Callable[[str, Request], None]) -> None:
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        done: Callable[[str, Request], None],
+        occupied: Callable[[float, int], None] = lambda now, running: None,
+    ) -> None:
         self.engines = engines
         self.now = 0.0
         self.events = 0
-        self._done = done
+        self._done, self._occupied = done, occupied
+        self._rows = dict.fromkeys(engines, 0)
+        self._running = 0
         self._heap: list[tuple[float, int, str | None, Any]] = []
         self._stamps = dict.fromkeys(engines, 0)
         self._count = 0
@@ -40,6 +48,7 @@ class Cluster:
     def touch(self, name: str) -> None:
         """An engine's next event may be another one now."""
         engine = self.engines.get(name)
+        self._settle(name, 0 if engine is None else engine.running)
         if engine is None:
             return
         self._stamps[name] += 1
@@ -50,11 +59,13 @@ class Cluster:
         """Another engine."""
         self.engines[name] = engine
         self._stamps.setdefault(name, 0)
+        self.touch(name)
 
     def remove(self, name: str) -> None:
         """An engine is gone; what ran there is its caller's care."""
         del self.engines[name]
         self._stamps[name] += 1
+        self.touch(name)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until nothing is announced any more, or ``until`` says so after an event."""
@@ -70,6 +81,13 @@ class Cluster:
                 for request in self.engines[name].step(when):
                     self._done(name, request)
                 self.touch(name)
+
+    def _settle(self, name: str, rows: int) -> None:
+        change = rows - self._rows.get(name, 0)
+        if change:
+            self._rows[name] = rows
+            self._running += change
+            self._occupied(self.now, self._running)
 
     def _push(self, when: float, name: str | None, what: Any) -> None:
         self._count += 1

@@ -166,8 +166,8 @@ class Simulation:
             self.placement.add(name)
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
-        self.cluster = Cluster(engines, self._generated)
         self._occupancy = Occupancy(setting.slots, 0.0)
+        self.cluster = Cluster(engines, self._generated, self._occupancy.at)
         self._began = 0.0
 
     def run(self) -> list[Step]:
@@ -215,7 +215,6 @@ class Simulation:
         starts = self.rollout.fill(self.setting.limit)
         if starts:
             self._start(starts)
-        self._count()
 
     def _start(self, starts: list[Start]) -> None:
         self.placement.expect(len(starts))
@@ -300,7 +299,7 @@ class Simulation:
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
-        self._count()
+        self._settle()
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
@@ -356,7 +355,7 @@ class Simulation:
             engine.forget()
         self._training = self._stopped = False
         if self.setting.colocated:
-            self._occupancy.at(self.cluster.now, 0)
+            self._settle()
             self._occupancy.take()
         self.rollout.publish(self._version, self._batches_left())
         self.placement.forget()
@@ -375,5 +374,6 @@ class Simulation:
             self.placement.release(self._name(Attempt.named(name)), sample.replica)
             self.cluster.touch(sample.replica)
 
-    def _count(self) -> None:
+    def _settle(self) -> None:
+        """Count until now."""
         self._occupancy.at(self.cluster.now, sum(engine.running for engine in self.cluster.engines.values()))
