@@ -48,7 +48,7 @@ from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Setting
+from verl_rhyme.workers.messages import Handed, Setting
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 
@@ -130,7 +130,7 @@ class Trainer:
     def tell(self, method: str, *arguments: Any) -> None:
         ray.get([getattr(worker, method).remote(*arguments) for worker in self.workers])
 
-    def load(self, count: int) -> list[tuple[str, int]]:
+    def load(self, count: int) -> list[Handed]:
         uids = [f"{self.loaded + i:032x}" for i in range(-(-count // self.batch) * self.batch)]
         self.loaded += len(uids)
         rows = [
@@ -146,7 +146,7 @@ class Trainer:
             for number, uid in enumerate(uids)
         ]
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=list_of_dict_to_tensordict(rows), tags=[{}] * len(uids))
-        return [(uid, SAMPLES) for uid in uids]
+        return [Handed(uid, SAMPLES) for uid in uids]
 
     def run(self, steps: int) -> None:
         self.driver.publish(0, steps + GROUP_BATCHES)

@@ -38,6 +38,9 @@ VERIFIERS = ("ours", "vllm")
 SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
 
+#: Values of ``sorting.start_order``.
+START_ORDERS = ("load", "longest", "shortest")
+
 #: Values of ``trainer.v1.trainer_mode`` that ``sorting.mode`` works with, and where engines and training then live.
 TOPOLOGIES = {"rhyme_sorted": "colocated", "colocate_async": "colocated", "separate_async": "separate"}
 
@@ -228,6 +231,8 @@ class SortingConfig:
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
         max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
+        start_order: Which prompts of a load are started first: ``"load"``, as they were loaded, or by the length that
+            their earlier responses let expect, ``"longest"`` or ``"shortest"``.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
@@ -245,6 +250,7 @@ class SortingConfig:
     unit: str | None = None
     harvest_tokens: int | None = None
     max_staleness: int = 1
+    start_order: str = "load"
     order: float | None = None
     redraft: bool = True
     draft_ahead: bool = False
@@ -275,6 +281,9 @@ class SortingConfig:
             self.max_staleness,
             "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
         )
+        orders = ", ".join(START_ORDERS)
+        near = _nearest(str(self.start_order), START_ORDERS)
+        _require(self.start_order in START_ORDERS, "sorting.start_order", self.start_order, f"one of {orders}", near)
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")

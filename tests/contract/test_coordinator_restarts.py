@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.messages import NotOpen, Setting
+from verl_rhyme.workers.messages import Handed, NotOpen, Setting
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
 from verl_rhyme.workers.stored_attempts import TRAIN
 
@@ -71,7 +71,7 @@ def test_a_killed_coordinator_comes_back_and_nothing_is_trained_twice():
             new = [next(uids) for _ in range(count)]
             data = TensorDict({"index": torch.zeros(count)}, batch_size=count)
             tq.kv_batch_put(keys=new, partition_id=PROMPTS, fields=data, tags=[{}] * count)
-            return [(uid, 2) for uid in new]
+            return [Handed(uid, 2) for uid in new]
 
         rules = named("on_policy", batch_prompts=2, batch_samples=4, group_batches=2)
         setting = Setting(rules, filters=False, limit=16, lot=1, slots=8, lost_after=30.0)

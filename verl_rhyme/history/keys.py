@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,3 +30,23 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
     if tokens.size and not (tokens.min() >= -(1 << 31) and tokens.max() < 1 << 31):
         raise OverflowError(f"a prompt's token ids must fit in int32, found {tokens.min()}..{tokens.max()}")
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def messages_key(messages: Any) -> str:
+    """Key of a prompt before it is tokenized: of the texts and roles of its messages, what is no text left out.
+
+    Args:
+        messages: verl's ``raw_prompt``: dicts with ``role`` and ``content``, the latter a text or parts of which some
+            have a ``text``.
+
+    Returns:
+        32 hex digits. Another name than :func:`prompt_key` gives, for the same prompt.
+    """
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for message in messages:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or ()]
+        for text in (str(message.get("role")), *parts):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()

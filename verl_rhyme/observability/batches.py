@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.remembered import Batch
 
 
@@ -30,6 +31,13 @@ class Occupancy:
         span, busy = self._now - self._since, self._busy
         self._since, self._busy = self._now, 0.0
         return 1.0 - busy / (self._slots * span) if span > 0 else 0.0
+
+
+def forecast_metrics(expectations: Expectations) -> dict[str, float]:
+    """``rollout/lengths/*``, of the groups that were completed since the last call: what forecasts were worth."""
+    measures = expectations.measures()
+    failed = {names.LENGTH_ERRORS: float(expectations.errors)} if expectations.errors else {}
+    return {**{names.LENGTHS + name: value for name, value in measures.items()}, **failed}
 
 
 def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict[str, float]:

@@ -111,6 +111,11 @@ class Ledger:
         self._tally.changed(self._prompts[uid])
         self.loaded += 1
 
+    def expect(self, uid: str, tokens: float) -> None:
+        """A response of this prompt is expected to have so many tokens; one that is not here is passed over."""
+        if uid in self._prompts:
+            self._prompts[uid].expected = tokens
+
     def start(self, uid: str, number: int, version: int | None = None) -> None:
         """``version``: what its new tokens are at least of, where it may run on over version changes."""
         sample = self._move(uid, number, ("pending",), "running")
@@ -201,6 +206,7 @@ class Ledger:
                 "number": prompt.number,
                 "samples": [_saved(sample) for sample in prompt.samples],
                 "waited": prompt.waited,
+                "expected": prompt.expected,
             }
             for prompt in self
         ]

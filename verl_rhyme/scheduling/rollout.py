@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl_rhyme.scheduling.admission import priority
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
 from verl_rhyme.scheduling.remembered import Batch, Evidence, Hopeless, Name, Record, Remembered
@@ -37,6 +38,7 @@ class Rollout:
         self._generation = generation
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
+        self._expected: dict[str, float] = {}  # of those, where it is known
         self._batches_left: int | None = None
         self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
@@ -56,6 +58,14 @@ class Rollout:
         for uid, samples in prompts:
             if uid not in self.scheduler.ledger:
                 self._stock.setdefault(uid, samples)
+
+    def expect(self, tokens: Mapping[str, float]) -> None:
+        """How many tokens a response of each of these prompts is expected to have."""
+        for uid, length in tokens.items():
+            if uid in self._stock:
+                self._expected[uid] = length
+            else:
+                self.scheduler.ledger.expect(uid, length)
 
     def wanted(self) -> int:
         """Prompts that are to be handed over now."""
@@ -95,6 +105,8 @@ class Rollout:
         for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
+            if (expected := self._expected.pop(uid, None)) is not None:
+                self.scheduler.ledger.expect(uid, expected)
         self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
         rules, starts = self.rules, []
         for uid, number in self.scheduler.dispatch(limit, lot):
@@ -102,7 +114,7 @@ class Rollout:
             before = self._remembered.attempt.get((uid, number)) if rules.continues or rules.redraft else None
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
-            starts.append(Start(name, predecessor, prompt.number + 1, rules.continues))
+            starts.append(Start(name, predecessor, priority(rules, prompt), rules.continues))
         return starts
 
     def ended(self, report: Ended) -> list[Record]:

@@ -16,6 +16,9 @@ OnInterrupt = Literal["regenerate", "continue", "keep_running"]
 #: REINFORCE++).
 Unit = Literal["group", "trajectory"]
 
+#: Which prompts of a load are started first: as they were loaded, or by the length that is expected of them.
+StartOrder = Literal["load", "longest", "shortest"]
+
 #: What ``sorting.mode`` stands for.
 MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
@@ -37,6 +40,7 @@ class Rules:
         on_interrupt: See :data:`OnInterrupt`.
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
+        start_order: See :data:`StartOrder`.
         harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
         redraft: ``regenerate``: the text of what was cut short becomes the draft.
         stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
@@ -56,6 +60,7 @@ class Rules:
     on_interrupt: OnInterrupt = "regenerate"
     max_staleness: int = 0
     unit: Unit = "group"
+    start_order: StartOrder = "load"
     harvest_tokens: int | None = None
     redraft: bool = True
     stop_wait: float = 30.0
@@ -65,7 +70,7 @@ class Rules:
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts or self.group_batches < 1:
             raise ValueError(f"an update batch needs prompts, a sample of each, and a load at least one batch: {self}")
-        for name, kind in (("on_interrupt", OnInterrupt), ("unit", Unit)):
+        for name, kind in (("on_interrupt", OnInterrupt), ("unit", Unit), ("start_order", StartOrder)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         if self.max_staleness < 0:

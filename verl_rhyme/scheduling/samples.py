@@ -52,12 +52,14 @@ class Prompt:
         number: How many were loaded before it.
         samples: Its group.
         waited: Updates that passed since it was loaded.
+        expected: Tokens that a response of it is expected to have; ``None`` where nobody said.
     """
 
     uid: str
     number: int
     samples: list[Sample] = field(default_factory=list)
     waited: int = 0
+    expected: float | None = None
 
     def complete(self, *states: State) -> bool:
         """Every sample is in one of the states."""

@@ -6,7 +6,7 @@ counted anew when somebody asks next; all others keep what they were counted wit
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,11 +126,10 @@ class Tally:
             self._replace(number, part(prompt, self.unit))
         self._changed.clear()
 
-    def prompts(self, having: Having, after: int = -1) -> Iterator[Prompt]:
-        """In the order of loading, those past number ``after``. Nothing may change meanwhile."""
-        numbers = self._numbers.get(having, [])
-        for at in range(bisect_right(numbers, after), len(numbers)):
-            yield self._prompts[numbers[at]]
+    def prompts(self, having: Having) -> Iterator[Prompt]:
+        """In the order of loading. Nothing may change meanwhile."""
+        for number in self._numbers.get(having, ()):
+            yield self._prompts[number]
 
     @property
     def untrained(self) -> int:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from verl_rhyme.lengths.predictor import LengthPredictor
-from verl_rhyme.lengths.quality import Quality
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.placement import Request as Asked
 from verl_rhyme.scheduling.rollout import Rollout
@@ -59,6 +58,9 @@ class Setting:
         placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
         drafts: What drafting gains.
         limit: Samples that are given to the engines at a time; ``None``: all that may start.
+        forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
+            there will be; ``none``: nothing.
+        response_limit: Tokens a response can have.
     """
 
     replicas: tuple[ReplicaCost, ...]
@@ -69,6 +71,8 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
     limit: int | None = None
+    forecasts: Literal["history", "oracle", "none"] = "history"
+    response_limit: int = 1 << 20
 
     @property
     def slots(self) -> int:
@@ -133,6 +137,7 @@ class Simulation:
     Attributes:
         steps: Those that ended.
         cluster: Clock and engines.
+        expectations: Of lengths.
     """
 
     def __init__(
@@ -140,13 +145,14 @@ class Simulation:
         setting: Setting,
         prompts: Iterable[Prompt],
         updates: int | None = None,
-        predictor: LengthPredictor | None = None,
         segments: list[tuple[str, Segment]] | None = None,
     ) -> None:
-        self.setting, self.predictor = setting, predictor
+        self.setting = setting
+        self.expectations = Expectations(setting.response_limit)
         self.steps: list[Step] = []
         self.rollout = Rollout(setting.rules)
-        self.placement = Placement(setting.placement, {"seed": 0, **setting.options})
+        drawn = {"seed": 0} if setting.placement == "least_loaded" else {}  # the same run each time
+        self.placement = Placement(setting.placement, {**drawn, **setting.options})
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._left: dict[str, int] = {}  # samples of each prompt that have not ended
@@ -156,7 +162,6 @@ class Simulation:
         self._exhausted = self._training = self._stopped = False
         self._version = self._count_loaded = 0
         self._versions: dict[str, int] = {}
-        self._quality = Quality()
         engines: dict[str, Engine] = {}
         for i, cost in enumerate(setting.replicas):
             name = f"replica-{i}"
@@ -207,6 +212,12 @@ class Simulation:
                     break
             self._exhausted = len(handed) < wanted
             self.rollout.hand(handed)
+            prompts = {uid: self._loaded[uid] for uid, _ in handed}
+            expected = self.expectations.hand(handed, {uid: prompt.key for uid, prompt in prompts.items()})
+            if self.setting.forecasts == "oracle":
+                expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
+            if self.setting.forecasts != "none":
+                self.rollout.expect(expected)
 
     def _dispatch(self) -> None:
         if self._stopped:
@@ -221,8 +232,10 @@ class Simulation:
         attempts = [Attempt.named(start.name) for start in starts]
         prompts = [self._loaded[attempt.uid] for attempt in attempts]
         predicted: list[float | None] = [None] * len(starts)
-        if self.predictor is not None:
-            predicted = self.predictor.forecast([prompt.key for prompt in prompts]).mean().tolist()
+        if self.setting.forecasts == "oracle":
+            predicted = [float(p.lengths[a.number]) for p, a in zip(prompts, attempts, strict=True)]
+        elif self.setting.forecasts == "history":
+            predicted = self.expectations.predictor.forecast([prompt.key for prompt in prompts]).mean().tolist()
         touched = set()
         for start, attempt, prompt, tokens in zip(starts, attempts, prompts, predicted, strict=True):
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
@@ -267,13 +280,10 @@ class Simulation:
         first = sample.started if sample.first_version is None else sample.first_version
         self.rollout.ended(Ended(name, "generated", int(request.tokens), first))
         prompt = sample.prompt
-        if self.predictor is not None:
-            self.predictor.ended(prompt.key, int(request.tokens))
+        self.expectations.generated(attempt.uid, int(request.tokens))
         self._left[attempt.uid] -= 1
         if not self._left[attempt.uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
-            if self.predictor is not None and (learnt := self.predictor.close(prompt.key)) is not None:
-                self._quality.add(learnt)
         if self.setting.training.reward:
             self.cluster.call(self.setting.training.reward, lambda: self._rewarded(name))
         else:
@@ -317,7 +327,7 @@ class Simulation:
             self.steps.append(
                 Step(
                     *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
-                    *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self._quality.take()),
+                    *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
                 )
             )
             self._version += 1

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Reply, Setting, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,17 @@ class Driver:
 
     Args:
         setting: The run's.
-        load: Fetches so many prompts (or a few more) and stores their data in TransferQueue's ``PROMPTS``: their uids,
-            and how many samples each is to have.
+        load: Fetches so many prompts (or a few more) and stores their data in TransferQueue's ``PROMPTS``.
         crew: Makes other agent loop workers when all are gone.
     """
 
-    def __init__(
-        self, setting: Setting, load: Callable[[int], list[tuple[str, int]]], crew: Callable[[], list[Any]]
-    ) -> None:
+    def __init__(self, setting: Setting, load: Callable[[int], list[Handed]], crew: Callable[[], list[Any]]) -> None:
         self._setting, self._load, self._crew = setting, load, crew
         self._actor = coordinator.start()
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # of the last batch
-        self._handed: list[tuple[str, int]] = []  # prompts since then
+        self._handed: list[Handed] = []  # prompts since then
+        self._lengths: dict[str, Any] | None = None  # what was known of them at the last checkpoint
         self._version = 0
         self._batches_left = 0
         self._generation = 0
@@ -52,6 +50,7 @@ class Driver:
         """Begin; ``state`` is a checkpoint's, ``None`` without one."""
         self._workers, self._state, self._version = workers, state, version
         self._generation = 0 if state is None else state.get("generation", 0)
+        self._lengths = None if state is None else state.get("lengths")
         self._state = self._opened(fresh=True)
 
     def publish(self, version: int, batches_left: int) -> None:
@@ -90,7 +89,9 @@ class Driver:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
-        return self._ask("state")
+        state = self._ask("state")
+        self._lengths = state.get("lengths")
+        return state
 
     def close(self) -> None:
         ray.kill(self._actor)
@@ -122,7 +123,8 @@ class Driver:
         began = time.monotonic()
         while True:
             self._generation += 1
-            before = Before(self._state, list(self._handed), self._version, self._batches_left, self._generation)
+            now = self._version, self._batches_left, self._generation
+            before = Before(self._state, list(self._handed), *now, self._lengths)
             try:
                 return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
             except RayActorError as error:

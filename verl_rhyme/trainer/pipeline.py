@@ -26,6 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_unit
+from verl_rhyme.history.keys import messages_key
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
 from verl_rhyme.scheduling.rules import Rules, named
@@ -33,7 +34,7 @@ from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.messages import Reply, Setting
+from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 
@@ -80,6 +81,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
             group_batches=sorting.group_batches,
             unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
+            start_order=sorting.start_order,
             harvest_tokens=sorting.harvest_tokens,
             max_staleness=sorting.max_staleness,
             redraft=sorting.redraft and self._rhyme.drafting.enable,
@@ -124,6 +126,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             lost_after=self._rhyme.sorting.lost_after,
             room=self._cache_room(),
             router=self._router(),
+            response_limit=self.config.data.max_response_length,
         )
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
@@ -179,7 +182,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _rollout_stage(self) -> str:
         return "step" if self.rules.starts_through_training else "gen"
 
-    def _load_prompts(self, count: int) -> list[tuple[str, int]]:
+    def _load_prompts(self, count: int) -> list[Handed]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
@@ -187,7 +190,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
-        return [(uid, int(count)) for uid, count in zip(uids, samples, strict=True)]
+        keys = map(messages_key, batch["raw_prompt"]) if "raw_prompt" in columns else [""] * len(uids)
+        return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:

@@ -14,20 +14,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import ray
 import transfer_queue as tq
 
 from verl_rhyme.observability.audible import keep_audible
-from verl_rhyme.observability.batches import Occupancy, batch_metrics
+from verl_rhyme.observability.batches import Occupancy, batch_metrics, forecast_metrics
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
-from verl_rhyme.workers.messages import Before, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Reply, Setting, Wants
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
 from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
 
@@ -84,6 +85,9 @@ class Coordinator:
         if self._opened is not None:
             self._opened[2].close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
+        self._expectations = expectations = Expectations(setting.response_limit)
+        if before.lengths is not None:
+            expectations.load_state_dict(before.lengths)
         rollout.scheduler.version = before.version
         me = ray.get_runtime_context().current_actor
         crew = Crew(workers, me, setting.lost_after, self._lost)
@@ -92,8 +96,12 @@ class Coordinator:
         if before.state is not None:
             known, prompts = await evidence(listing, running), set(listing.get(PROMPTS, ()))
             now = before.version, before.batches_left
-            for uid in rollout.restore(before.state, *now, known, prompts, before.handed):
+            handed = [prompt[:2] for prompt in before.handed]
+            for uid in rollout.restore(before.state, *now, known, prompts, handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
+            keys = {**before.state.get("keys", {}), **{prompt.uid: prompt.key for prompt in before.handed}}
+            wanted = {prompt.uid: len(prompt.samples) for prompt in rollout.scheduler.ledger} | dict(handed)
+            self._expect(rollout, [(uid, count) for uid, count in wanted.items() if rollout.needs_prompt(uid)], keys)
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
         self._trained = self._losing = None
@@ -118,9 +126,12 @@ class Coordinator:
         self._opened = setting, rollout, crew
         self._go()
 
-    async def hand(self, prompts: list[tuple[str, int]]) -> None:
-        """Prompts whose data are in TransferQueue's :data:`PROMPTS`: uid, and samples wanted."""
-        self._open[1].hand(prompts)
+    async def hand(self, prompts: list[Handed]) -> None:
+        """Prompts whose data are in TransferQueue's :data:`PROMPTS`."""
+        rollout = self._open[1]
+        wanted = [prompt[:2] for prompt in prompts]
+        rollout.hand(wanted)
+        self._expect(rollout, wanted, {prompt.uid: prompt.key for prompt in prompts})
         self._go()
 
     async def publish(self, version: int, batches_left: int) -> Wants:
@@ -192,6 +203,7 @@ class Coordinator:
         self._occupancy.at(clock(), rollout.scheduler.running)
         bubble = self._occupancy.take() if setting.rules.starts_through_training else None
         batch, state = rollout.take(), self._state()
+        self._expectations.keep(rollout.needs_prompt)
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
         keys = [key for name in batch.attempts for key in stored[name]]
@@ -200,7 +212,7 @@ class Coordinator:
         return Reply(
             keys=keys,
             tags=[listing[TRAIN][key] for key in keys],
-            metrics=batch_metrics(batch, setting.slots, bubble),
+            metrics={**batch_metrics(batch, setting.slots, bubble), **forecast_metrics(self._expectations)},
             filtered=batch.filtered,
             failed=batch.failed,
             wasted=batch.wasted,
@@ -209,7 +221,7 @@ class Coordinator:
 
     async def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
-        return self._state()
+        return {**self._state(), "lengths": self._expectations.state_dict()}
 
     async def wants(self) -> Wants:
         """Without waiting."""
@@ -228,6 +240,8 @@ class Coordinator:
             if report.status != "generated":
                 crew.ended(report.name)
             try:
+                if report.status == "generated":
+                    self._expectations.generated(Attempt.named(report.name).uid, report.tokens)
                 for record in rollout.ended(report):
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
@@ -237,7 +251,11 @@ class Coordinator:
     # ---- within ----
 
     def _state(self) -> dict[str, Any]:
-        return {**self._open[1].state_dict(), "capacity": self._capacity.state}
+        keys = self._expectations.keys
+        return {**self._open[1].state_dict(), "capacity": self._capacity.state, "keys": keys}
+
+    def _expect(self, rollout: Rollout, prompts: list[tuple[str, int]], keys: Mapping[str, str]) -> None:
+        rollout.expect(self._expectations.hand(prompts, keys))
 
     @property
     def _open(self) -> tuple[Setting, Rollout, Crew]:

@@ -40,6 +40,7 @@ class Setting:
         lost_after: Seconds without an answer after which an agent loop worker is given up.
         room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
         router: A ``PlacementRouter`` that is told how many requests are about to come; ``None``: verl's.
+        response_limit: Tokens a response can have.
     """
 
     rules: Rules
@@ -50,6 +51,21 @@ class Setting:
     lost_after: float
     room: int | None = None
     router: Any = None
+    response_limit: int = 1 << 20
+
+
+class Handed(NamedTuple):
+    """A prompt whose data are in TransferQueue.
+
+    Attributes:
+        uid: Of this loading.
+        samples: Responses that are wanted.
+        key: Of the prompt itself, the same in every epoch; empty where nobody knows.
+    """
+
+    uid: str
+    samples: int
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,13 +77,15 @@ class Before:
         handed: Prompts that were handed over since.
         version, batches_left: Of the current policy, and update batches until training ends.
         generation: Above that of every coordinator before (:class:`Rollout`).
+        lengths: What was known of response lengths at the last checkpoint; ``None``: nothing.
     """
 
     state: dict[str, Any] | None
-    handed: list[tuple[str, int]]
+    handed: list[Handed]
     version: int
     batches_left: int
     generation: int
+    lengths: dict[str, Any] | None = None
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_rhyme.lengths.predictor import LengthPredictor
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation.engine import Segment
@@ -32,7 +31,16 @@ LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 def setting(mode: str = "sync", **changes: Any) -> Setting:
     colocated, rules = MODES[mode]
     training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
-    return Setting(**{"replicas": (COST,) * 3, "rules": rules, "training": training, "colocated": colocated, **changes})
+    return Setting(
+        **{
+            "replicas": (COST,) * 3,
+            "rules": rules,
+            "training": training,
+            "colocated": colocated,
+            "response_limit": 1000,
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -41,7 +49,7 @@ def test_every_sample_is_trained_once(mode, room):
     cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
     segments: list[tuple[str, Segment]] = []
     prompts = list(LENGTHS.epochs(32, 4, 2, 20))
-    simulation = Simulation(setting(mode, replicas=(cost,) * 3), prompts, None, LengthPredictor(1000), segments)
+    simulation = Simulation(setting(mode, replicas=(cost,) * 3), prompts, None, segments)
     steps = simulation.run()
     assert [step.version for step in steps] == list(range(8))
     assert sum(step.samples for step in steps) == 32 * 4 * 2
@@ -104,7 +112,7 @@ def test_engines_of_their_own_work_while_the_actor_trains():
 
 
 def test_forecasts_get_good():
-    steps = Simulation(setting(), LENGTHS.epochs(64, 4, 4, 20), None, LengthPredictor(1000)).run()
+    steps = Simulation(setting(), LENGTHS.epochs(64, 4, 4, 20)).run()
     first, last = steps[0].lengths, steps[-1].lengths
     assert (first["seen"], last["seen"]) == (0, 1)
     assert last["rank_correlation"] > 0.5

@@ -7,7 +7,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.trainer import driver as module
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.messages import Wants
+from verl_rhyme.workers.messages import Handed, Wants
 
 
 class Coordinator:
@@ -39,7 +39,7 @@ def driver(monkeypatch):
     def make(dies):
         actor = Coordinator(dies)
         monkeypatch.setattr(module.coordinator, "start", lambda: actor)
-        return Driver(None, lambda count: [(f"p{i}", 2) for i in range(count)], list), actor
+        return Driver(None, lambda count: [Handed(f"p{i}", 2) for i in range(count)], list), actor
 
     return make
 
@@ -53,7 +53,7 @@ def test_it_is_opened_again_with_all_that_was_told_and_starts_nothing(driver):
     assert [method for method, _ in actor.asked] == ["open", "publish", "hand", "pause", "open", "pause"]
     before = actor.asked[4][1][2]
     assert (before.version, before.batches_left, before.generation) == (2, 5, 2)
-    assert before.handed == [("p0", 2), ("p1", 2), ("p2", 2)]
+    assert before.handed == [("p0", 2, ""), ("p1", 2, ""), ("p2", 2, "")]
     assert made.reopened == 1
 
 

@@ -27,7 +27,7 @@ from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.workers import agent_loop, coordinator, crew, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import Coordinator
-from verl_rhyme.workers.messages import Setting
+from verl_rhyme.workers.messages import Handed, Setting
 from verl_rhyme.workers.session import PROMPTS, STARTS, current
 from verl_rhyme.workers.stored_attempts import TRAIN
 
@@ -98,6 +98,7 @@ class World:
             stop_wait=self.random.choice([5.0, 30.0]),
             through_training=self.separate,
             harvest_tokens=self.random.choice([None, None, 150]),
+            start_order=random.Random(seed).choice(["load", "load", "longest", "shortest"]),
             **more,
         )
         slots = REPLICAS * 8
@@ -209,7 +210,7 @@ class World:
         self.loaded = rows.stop
         self.uids |= zip(rows, uids, strict=True)
         self.index |= zip(uids, rows, strict=True)
-        return [(uid, SAMPLES) for uid in uids]
+        return [Handed(uid, SAMPLES, f"prompt {row % 7}") for row, uid in zip(rows, uids, strict=True)]
 
     def make_workers(self):
         self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
@@ -247,6 +248,7 @@ class World:
         """An update batch, as it is trained."""
         assert len(set(reply.keys)) == len(reply.keys)
         assert reply.keys, "nothing to train"
+        assert "rollout/lengths/forecast_errors" not in reply.metrics
         rows = self.queue.partitions[TRAIN]
         samples = [Attempt.named(key.rpartition("_")[0]).sample for key in reply.keys]
         for key, (uid, number), tag in zip(reply.keys, samples, reply.tags, strict=True):

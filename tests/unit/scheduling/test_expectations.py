@@ -1,0 +1,102 @@
+"""What is expected of prompts, as they come, are answered and go."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl_rhyme.scheduling.expectations import Expectations
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import Rules, named
+
+PROMPTS = {"a": 100, "b": 400, "c": 50}
+
+
+def epoch(expectations: Expectations, number: int) -> dict[str, float]:
+    """One visit of all prompts; what had been expected, by key."""
+    uids = {f"{key}{number}": key for key in PROMPTS}
+    expected = expectations.hand([(uid, 4) for uid in uids], uids)
+    for uid, key in uids.items():
+        for i in range(4):
+            expectations.generated(uid, PROMPTS[key] + 10 * i)
+    return {uids[uid]: tokens for uid, tokens in expected.items()}
+
+
+def test_what_came_before_is_expected_again():
+    expectations = Expectations(1000)
+    first = epoch(expectations, 0)
+    assert len(set(first.values())) == 1, "nothing is known yet"
+    for number in range(1, 4):
+        expected = epoch(expectations, number)
+    assert expected["c"] < expected["a"] < expected["b"]
+    assert expected["b"] == pytest.approx(415, rel=0.2)
+    told = expectations.measures()
+    assert told["rank_correlation"] > 0
+    assert expectations.measures() == {}
+    assert expectations.keys == {}
+
+
+def test_a_prompt_that_leaves_early_has_told_what_came():
+    expectations = Expectations(1000)
+    expectations.hand([("u", 4), ("v", 4)], {"u": "key"})
+    expectations.generated("u", 500)
+    assert expectations.keys == {"u": "key"}
+    expectations.keep(lambda uid: uid == "v")
+    assert expectations.measures()["seen"] == 0
+    expectations.generated("u", 700)  # late, and nobody's
+    assert expectations.predictor.forecast(["key"]).seen.all()
+    assert expectations.measures() == {}
+
+
+def test_it_survives_a_restart():
+    expectations, again = Expectations(1000), Expectations(1000)
+    for number in range(3):
+        epoch(expectations, number)
+    again.load_state_dict(json.loads(json.dumps(expectations.state_dict())))
+    assert epoch(again, 9) == pytest.approx(epoch(expectations, 9))
+
+
+def test_an_error_costs_the_expectation_alone():
+    expectations = Expectations(1000)
+    expectations.load_state_dict({"prompts": "torn"})
+    assert expectations.errors == 1
+    assert "length predictor" in expectations.last_error
+    expectations.predictor = None  # type: ignore[assignment]
+    assert expectations.hand([("u", 4)], {}) == {}
+    expectations.generated("u", 3)
+    assert expectations.measures() == {}
+    assert expectations.errors == 3
+
+
+@pytest.mark.parametrize(("order", "begun"), [("load", "abcd"), ("longest", "dbac"), ("shortest", "cabd")])
+def test_prompts_start_in_the_order_of_what_is_expected(order, begun):
+    """`d` is known to nobody: it may be long."""
+    rollout = Rollout(Rules(batch_prompts=4, batch_samples=8, group_batches=1, start_order=order))
+    rollout.publish(0, 1)
+    rollout.hand([(uid, 2) for uid in "abcd"])
+    rollout.expect(PROMPTS)
+    starts = rollout.fill(limit=6)
+    assert [start.name[0] for start in starts] == [uid for uid in begun[:3] for _ in range(2)]
+    priorities = [start.priority for start in starts]
+    assert priorities == sorted(priorities)
+    assert min(priorities) >= 1
+    assert [start.name[0] for start in rollout.fill()] == [begun[3]] * 2
+
+
+def test_the_order_holds_under_the_bound_of_what_may_begin():
+    """Separate engines, partial: prompts that have begun go on, whatever their length."""
+    rules = named(
+        "partial",
+        **{"batch_prompts": 2, "batch_samples": 4, "group_batches": 2, "max_staleness": 1},
+        through_training=True,
+        start_order="longest",
+    )
+    rollout = Rollout(rules)
+    rollout.publish(0, 2)
+    rollout.hand([(uid, 2) for uid in "abcd"])
+    rollout.expect({"a": 10, "b": 20, "c": 30, "d": 40})
+    assert [start.name for start in rollout.fill(limit=3)] == ["d_0", "d_1", "c_0"]
+    rollout.lost(["d_0"])
+    rollout.expect({"a": 99})
+    assert [start.name[0] for start in rollout.fill()] == ["a", "a", "d", "c", "b", "b"]
