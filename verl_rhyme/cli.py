@@ -265,6 +265,47 @@ def history(
         raise typer.Exit(1) from error
 
 
+@app.command()
+def simulate(
+    cluster: Annotated[Path, typer.Argument(help="A cluster file, such as examples/simulate/dapo32b.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a step, and one of them all.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Write Chrome trace JSON here; Perfetto opens it.")] = None,
+) -> None:
+    """A run in virtual time, with the scheduler, placement and length predictor of training."""
+    from rich.progress import Progress
+
+    from verl_rhyme.simulation import cluster_file, summary
+    from verl_rhyme.simulation.run import Simulation
+    from verl_rhyme.simulation.timeline import trace
+
+    try:
+        loaded = cluster_file.load(cluster, overrides or [])
+        segments: list | None = [] if timeline else None
+        simulation = Simulation(loaded.setting, loaded.prompts, loaded.updates, segments)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("updates", total=loaded.updates)
+            steps = simulation.run(lambda step: progress.update(task, completed=step.version + 1))
+        if timeline is not None:
+            timeline.write_text(json.dumps(trace(segments or [], steps)))
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"verl-rhyme simulate: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if as_json:
+        for step in steps:
+            print(json.dumps(summary.row(step)))
+        print(json.dumps({**summary.whole(simulation), "sources": loaded.sources}))
+        return
+    table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
+    for step in steps:
+        table.add_row(str(step.version), *summary.cells(step))
+    Console().print(table)
+    for line in summary.lines(simulation):
+        print(line)
+    for source in loaded.sources:
+        print(f"what steps cost: {source}")
+
+
 def _told(found: Inspection) -> str:
     lines = [
         found.folder,

@@ -7,7 +7,7 @@ are placement and the length predictor; what stands in is who carries their mess
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -175,12 +175,13 @@ class Simulation:
         self.cluster = Cluster(engines, self._generated, self._occupancy.at)
         self._began = 0.0
 
-    def run(self) -> list[Step]:
-        """All of it.
+    def run(self, told: Callable[[Step], object] = lambda step: None) -> list[Step]:
+        """All of it; ``told`` is called with each step that ended.
 
         Raises:
             RuntimeError: It stands still though updates are left: a rule waits for what never comes.
         """
+        self._told = told
         self._publish()
         self.cluster.run(lambda: self._ended)
         if not self._ended:
@@ -330,6 +331,7 @@ class Simulation:
                     *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
                 )
             )
+            self._told(self.steps[-1])
             self._version += 1
             self._publish()
 

@@ -1,0 +1,121 @@
+"""Cluster files, right and wrong, and ``verl-rhyme simulate`` over them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_rhyme.cli import app
+from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, load, profile
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
+SMALL = ["workload.prompts=16", "workload.samples=4", "rules.batch_prompts=8"]
+
+
+def test_every_profile_can_be_read_and_says_where_it_is_from():
+    names = [path.stem for path in PROFILES.glob("*.yaml")]
+    assert names
+    for name in names:
+        cost, source = profile(name, EXAMPLE)
+        assert source
+        assert cost.step.base > 0
+        assert cost.room > cost.slots
+
+
+def test_the_example_is_a_cluster_of_128_gpus():
+    loaded = load(EXAMPLE)
+    assert sum(cost.gpus for cost in loaded.setting.replicas) == 128
+    assert loaded.updates == 4
+    assert loaded.setting.rules.batch_samples == 512 * 16
+
+
+def test_simulate_tells_each_update_and_all(tmp_path):
+    out = tmp_path / "timeline.json"
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json", "--timeline", str(out)])
+    assert told.exit_code == 0, told.output
+    rows = [json.loads(line) for line in told.stdout.splitlines()]
+    *steps, whole = rows
+    assert [step["version"] for step in steps] == [0, 1, 2, 3]
+    assert whole["updates"] == 4
+    assert whole["samples"] == 16 * 4 * 2
+    assert whole["gpus"] == 128
+    assert whole["sources"]
+    again = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
+    assert again.stdout == told.stdout, "the same run each time"
+    lanes = defaultdict(list)
+    events = json.loads(out.read_text())["traceEvents"]
+    for event in events:
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len({pid for pid, _ in lanes}) == 33
+    for spans in lanes.values():
+        ordered = sorted(spans)
+        assert all(a[1] <= b[0] + 0.01 for a, b in itertools.pairwise(ordered)), "one lies over another"
+    assert sum(event["ph"] == "X" for event in events) == 16 * 4 * 2 + 2 * 4
+
+
+def test_simulate_prints_a_table():
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "rules.mode=partial", "rules.max_staleness=2"])
+    assert told.exit_code == 0, told.output
+    assert "useful tokens/s on 128 GPUs of 32 replicas" in told.stdout
+    assert "roofline" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rules.mod=sync", "unknown key rules.mod: did you mean mode?"),
+        ("replicas=[]", "replicas is empty"),
+        ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "count must be at least 1"),
+        ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h800-tp4?"),
+        ("replicas=[{count: 1}]", "missing"),
+        ("rules.mode=sorted", "rules.mode must be sync, on_policy or partial, not 'sorted'"),
+        ("rules.batch_prompts=many", "rules.batch_prompts"),
+        ("rules.max_staleness=-1", "max_staleness must be at least 0"),
+        ("rules.start_order=random", "start_order must be one of load, longest, shortest"),
+        ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
+        ("workload.response_limit=0", "limit must be at least 1"),
+        ("workload.prompts=3", "fewer prompts than rules.batch_prompts=512"),
+        ("workload.unseen=2", "unseen a share"),
+        ("topology=apart", "topology must be colocated, separate"),
+        ("placement.policy=best", "no placement policy 'best'"),
+        ("placement.options={factor: 2}", "factor"),
+        ("training.sync=-3", "training.sync must be seconds of at least 0"),
+        ("drafts.acceptance=[0.5]", "acceptance lengths must be at least 1"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(override, told):
+    result = CliRunner().invoke(app, ["simulate", str(EXAMPLE), override])
+    assert result.exit_code == 1
+    [line] = result.stderr.strip().splitlines()
+    assert told in line
+    assert "dapo32b.yaml" in line or "rules.mode" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("a: [", "no YAML mapping"), ("- 1", "dictionary|mapping|merge"), ("", "missing"), ("x: 1", "x")]
+)
+def test_files_that_are_none(tmp_path, text, told):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=told):
+        load(path)
+    with pytest.raises(ClusterError, match="cannot be read"):
+        load(tmp_path / "nothing.yaml")
+
+
+def test_a_profile_of_ones_own(tmp_path):
+    (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: 0.02}\nslots: 4\n")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
+    loaded = load(cluster, SMALL)
+    assert loaded.sources == ["measured here"]
+    assert loaded.setting.slots == 32 * 4
+    (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: -1}\n")
+    with pytest.raises(ClusterError, match=r"mine.yaml: step.base must be seconds"):
+        load(cluster)

@@ -1,0 +1,287 @@
+"""A cluster and what it runs, from a YAML file (``verl-rhyme simulate``).
+
+A replica's profile is named (a file in ``profiles/``) or a path. Keys and types are those of the dataclasses here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.scheduling.rules import MODES, Rules, named
+from verl_rhyme.simulation.run import Drafts, Setting
+from verl_rhyme.simulation.workload import Lengths, Prompt
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+class ClusterError(ValueError):
+    """A cluster file or profile is wrong; the message says where and how to mend it."""
+
+
+@dataclass
+class StepFile:
+    """Of a profile: :class:`~verl_rhyme.scheduling.cost.StepCost`."""
+
+    base: float = MISSING
+    row: float = 0.0
+    cached: float = 0.0
+    draft: float = 0.0
+    drafting: float = 0.0
+
+
+@dataclass
+class ProfileFile:
+    """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, and where its figures are from."""
+
+    source: str = MISSING
+    step: StepFile = field(default_factory=StepFile)
+    prefill: float = 0.0
+    slots: int = 256
+    room: float = math.inf
+    gpus: int = 1
+
+
+@dataclass
+class ReplicasFile:
+    """So many replicas of a kind; ``slots`` and ``room`` in place of the profile's."""
+
+    count: int = MISSING
+    profile: str = MISSING
+    slots: int | None = None
+    room: float | None = None
+
+
+@dataclass
+class TrainingFile:
+    """:class:`~verl_rhyme.scheduling.cost.TrainingCost`."""
+
+    token: float = 0.0
+    update: float = 0.0
+    sync: float = 0.0
+    reward: float = 0.0
+
+
+@dataclass
+class WorkloadFile:
+    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`."""
+
+    prompts: int = MISSING
+    samples: int = MISSING
+    epochs: int = 2
+    prompt_tokens: int = 512
+    response_limit: int = MISSING
+    percentiles: dict[Any, float] = MISSING
+    alike: float = 0.6
+    growth: float = 1.0
+    wander: float = 0.2
+    unseen: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class RulesFile:
+    """``mode`` is ``sync`` or one of ``sorting.mode``; the rest as in :class:`~verl_rhyme.scheduling.rules.Rules`."""
+
+    mode: str = "sync"
+    batch_prompts: int = MISSING
+    group_batches: int | None = None
+    max_staleness: int | None = None
+    start_order: str = "load"
+    unit: str = "group"
+    draft_ahead: bool = False
+
+
+@dataclass
+class PlacementFile:
+    """A policy of ``placement.policy`` and its options."""
+
+    policy: str = "least_loaded"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DraftsFile:
+    """:class:`~verl_rhyme.simulation.run.Drafts`."""
+
+    acceptance: list[float] = field(default_factory=lambda: [1.0])
+    overhead: float = 1.5
+
+
+@dataclass
+class ClusterFile:
+    """The whole file."""
+
+    replicas: list[ReplicasFile] = MISSING
+    workload: WorkloadFile = field(default_factory=WorkloadFile)
+    rules: RulesFile = field(default_factory=RulesFile)
+    training: TrainingFile = field(default_factory=TrainingFile)
+    topology: str = "colocated"
+    placement: PlacementFile = field(default_factory=PlacementFile)
+    drafts: DraftsFile = field(default_factory=DraftsFile)
+    forecasts: str = "history"
+    limit: int | None = None
+    updates: int | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is to be simulated.
+
+    Attributes:
+        setting: Cluster and rules.
+        prompts: In the order of the loader.
+        updates: Update batches that they make, or fewer where the file says so.
+        sources: Of the profiles' figures.
+    """
+
+    setting: Setting
+    prompts: Iterable[Prompt]
+    updates: int
+    sources: list[str]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a cluster file.
+
+    Args:
+        path: Of the YAML.
+        overrides: ``key.in.it=value``, as OmegaConf's dot list.
+
+    Raises:
+        ClusterError: It cannot be read, or says what cannot be.
+    """
+    config: ClusterFile = _read(ClusterFile, path, overrides)
+    try:
+        return _setting(config, path)
+    except ClusterError:
+        raise
+    except MissingMandatoryValue as error:
+        raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ClusterError(f"{path}: {error}") from error
+
+
+def profile(name: str, beside: Path) -> tuple[ReplicaCost, str]:
+    """A kind of replica, and where its figures are from.
+
+    Args:
+        name: Of a file in :data:`PROFILES` without its ending, or a path.
+        beside: The file that names it, from which paths count.
+
+    Raises:
+        ClusterError: There is none, or it says what cannot be.
+    """
+    known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
+    path = PROFILES / f"{name}.yaml" if name in known else beside.parent / name
+    if not path.is_file():
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ClusterError(f"{beside}: no profile {name}: {hint}there are {', '.join(known)}, or give a path to a YAML")
+    found: ProfileFile = _read(ProfileFile, path)
+    try:
+        step = StepCost(**vars(found.step))
+        return ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source
+    except ValueError as error:
+        raise ClusterError(f"{path}: {error}") from error
+
+
+def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
+    try:
+        tree = OmegaConf.merge(
+            OmegaConf.structured(kind), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
+        )
+        return OmegaConf.to_object(tree)
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+    except MissingMandatoryValue as error:
+        raise ClusterError(f"{path}: {error.full_key} is missing") from error
+    except ConfigKeyError as error:
+        known = [str(key) for key in getattr(error.object_type, "__dataclass_fields__", ())]
+        near = difflib.get_close_matches(str(error.key), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+        raise ClusterError(f"{path}: unknown key {error.full_key}: {hint}") from error
+    except (OmegaConfBaseException, ValueError) as error:
+        where = getattr(error, "full_key", None)
+        told = str(error).partition("\n")[0]
+        raise ClusterError(f"{path}: {where + ': ' if where else ''}{told}") from error
+    except Exception as error:  # the YAML parser's have no common name
+        raise ClusterError(f"{path} is no YAML mapping: {error}") from error
+
+
+def _setting(config: ClusterFile, path: Path) -> Loaded:
+    costs: list[ReplicaCost] = []
+    sources = []
+    for kind in config.replicas:
+        cost, source = profile(kind.profile, path)
+        slots, room = kind.slots or cost.slots, kind.room or cost.room
+        if kind.count < 1:
+            raise ClusterError(f"{path}: replicas: count must be at least 1, not {kind.count}")
+        costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
+        if source not in sources:
+            sources.append(source)
+    if not costs:
+        raise ClusterError(f"{path}: replicas is empty: name at least one kind")
+    for name, value, values in (
+        ("topology", config.topology, ("colocated", "separate")),
+        ("forecasts", config.forecasts, ("history", "oracle", "none")),
+    ):
+        if value not in values:
+            raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
+    work = config.workload
+    percentiles = {float(percentile): tokens for percentile, tokens in work.percentiles.items()}
+    lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
+    if min(work.prompts, work.samples, work.epochs, work.prompt_tokens) < 1 or not 0 <= work.unseen <= 1:
+        raise ClusterError(
+            f"{path}: workload: prompts, samples, epochs and prompt_tokens are at least 1, unseen a share"
+        )
+    updates = work.prompts * work.epochs // config.rules.batch_prompts
+    if not updates:
+        raise ClusterError(
+            f"{path}: all epochs have fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
+        )
+    updates = min(updates, config.updates or updates)
+    Placement(config.placement.policy, dict(config.placement.options))  # refuses what it does not know
+    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
+    setting = Setting(
+        replicas=tuple(costs),
+        rules=_rules(config.rules, work.samples, config.topology == "separate"),
+        training=TrainingCost(**vars(config.training)),
+        colocated=config.topology == "colocated",
+        placement=config.placement.policy,
+        options=dict(config.placement.options),
+        drafts=drafts,
+        limit=config.limit,
+        forecasts=config.forecasts,  # type: ignore[arg-type]
+        response_limit=work.response_limit,
+    )
+    sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
+    return Loaded(setting, lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen), updates, sources)
+
+
+def _rules(config: RulesFile, samples: int, separate: bool) -> Rules:
+    given: dict[str, Any] = {
+        "batch_prompts": config.batch_prompts,
+        "batch_samples": config.batch_prompts * samples,
+        "start_order": config.start_order,
+        "unit": config.unit,
+        "draft_ahead": config.draft_ahead,
+        "through_training": separate,
+    }
+    given |= {
+        name: value for name in ("group_batches", "max_staleness") if (value := getattr(config, name)) is not None
+    }
+    if config.mode == "sync":
+        return Rules(**{"group_batches": 1, **given})
+    if config.mode not in MODES:
+        raise ClusterError(f"rules.mode must be sync, {' or '.join(MODES)}, not {config.mode!r}")
+    return named(config.mode, **given)
