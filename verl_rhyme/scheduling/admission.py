@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
@@ -20,7 +21,8 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     (:data:`~verl_rhyme.scheduling.rules.StartOrder`). None waits for ever, for nothing is loaded before all of a load
     are trained. Within a prompt those first that were longest when they were cut short. What spans versions must fit
     into the batches of all updates that may still train it: no more prompts are begun (AReaL's bound,
-    arXiv:2505.24298).
+    arXiv:2505.24298), but for those that the next batch waits for. (After a loss more prompts may be here than are
+    loaded otherwise, and those that the batch waits for may not have begun.)
 
     Args:
         training: A batch was harvested, and the policy that it makes is not there yet.
@@ -30,8 +32,10 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     tally, room, seen = ledger.tally, float("inf"), set[int]()
     if rules.spans_versions and rules.max_staleness > 0:
         room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
-    for prompt in _in_order(rules, tally.prompts("pending")):
-        if room <= 0:
+    awaited = islice(ledger, rules.batch_prompts) if rules.harvest == "loaded" else ()
+    next_batch = {prompt.number for prompt in awaited}
+    for prompt in _in_order(rules, ledger, tally.prompts("pending")):
+        if room <= 0 and prompt.number not in next_batch:
             break
         numbers = _longest_first(prompt)
         if not tally.has_begun(prompt):
@@ -41,7 +45,7 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         seen.add(prompt.number)
     else:
         return
-    for prompt in _in_order(rules, tally.prompts("begun")):
+    for prompt in _in_order(rules, ledger, tally.prompts("begun")):
         if prompt.number not in seen:
             for number in _longest_first(prompt):
                 yield prompt.uid, number
@@ -51,17 +55,26 @@ def priority(rules: Rules, prompt: Prompt) -> int:
     """Place of a prompt's samples in an engine's queue, lowest first, from 1: the order of :func:`startable`."""
     if rules.start_order == "load":
         return prompt.number + 1
-    if rules.start_order == "shortest":
-        return 1 + (_MOST if prompt.expected is None else min(int(prompt.expected), _MOST))
-    return 1 + (0 if prompt.expected is None else _MOST - min(int(prompt.expected), _MOST))
+    before = prompt.number // rules.batch_prompts if rules.harvest == "loaded" else 0
+    expected = _MOST if prompt.expected is None else min(int(prompt.expected), _MOST)
+    return 1 + before * (_MOST + 1) + (expected if rules.start_order == "shortest" else _MOST - expected)
 
 
-def _in_order(rules: Rules, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-    """Of which nothing is expected come first where the longest do, for they may be long, and else last."""
+def _in_order(rules: Rules, ledger: Ledger, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
+    """Of which nothing is expected come first where the longest do, for they may be long, and else last. Where a batch
+    waits for the prompts that were loaded first, these go before all others."""
     if rules.start_order == "load":
         return prompts
     sign = -1 if rules.start_order == "longest" else 1
-    return sorted(prompts, key=lambda p: (sign * (math.inf if p.expected is None else p.expected), p.number))
+    batch: dict[int, int] = {}
+    if rules.harvest == "loaded":
+        batch = {prompt.number: place // rules.batch_prompts for place, prompt in enumerate(ledger)}
+
+    def place(prompt: Prompt) -> tuple[int, float, int]:
+        expected = math.inf if prompt.expected is None else prompt.expected
+        return batch.get(prompt.number, 0), sign * expected, prompt.number
+
+    return sorted(prompts, key=place)
 
 
 def _longest_first(prompt: Prompt) -> list[int]:

@@ -8,11 +8,15 @@ Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. O
 have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
 Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
 then, in this order: the one of version 5, the shortest of version 6, and the shortest of the others, until there are 4.
+
+Where batches are taken as they were loaded (``Rules.harvest``), what is due comes first by itself: no more is begun
+than the batches before the bound can hold, and it is begun in the same order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
@@ -30,6 +34,11 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
         rewarded: Count only what is finished.
     """
     tally = ledger.tally
+    if rules.harvest == "loaded":
+        states: tuple[State, ...] = ("finished", "trained") if rewarded else ("generated", "finished", "trained")
+        first = list(islice(ledger, rules.batch_prompts))
+        there = len(first) == rules.batch_prompts or owed <= 0  # else others are yet to come
+        return there and bool(first) and all(prompt.complete(*states) for prompt in first)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
     left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
     if samples >= min(rules.batch_samples, left):
@@ -45,7 +54,15 @@ def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
 
 
 def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is due, then the shortest."""
+    """The update batch, were it taken of what is in these states: what is due, then the shortest; or what was loaded
+    first."""
+    if rules.harvest == "loaded":
+        return [
+            (prompt, number)
+            for prompt in islice(ledger, rules.batch_prompts)
+            for number, sample in enumerate(prompt.samples)
+            if sample.state in states
+        ]
     bundles = sorted(_bundles(rules, ledger, *states), key=_length)
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):

@@ -19,6 +19,14 @@ Unit = Literal["group", "trajectory"]
 #: Which prompts of a load are started first: as they were loaded, or by the length that is expected of them.
 StartOrder = Literal["load", "longest", "shortest"]
 
+#: When prompts are loaded: some update batches together, and no others before all of these are trained (``group``); or
+#: as many as may be begun, always (``rolling``).
+Load = Literal["group", "rolling"]
+
+#: What an update batch is taken from: the shortest groups that are there, or the prompts that were loaded first, all of
+#: which it waits for.
+HarvestOrder = Literal["shortest", "loaded"]
+
 #: What ``sorting.mode`` stands for.
 MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
@@ -30,17 +38,16 @@ MODES: dict[str, dict[str, Any]] = {
 class Rules:
     """What the scheduler goes by.
 
-    Prompts are loaded some batches at a time (a load), and no others before all of a load are trained, except in place
-    of prompts that were dropped.
-
     Attributes:
         batch_prompts: Prompts of an update batch.
         batch_samples: Trajectories of an update batch.
-        group_batches: Update batches of prompts that are loaded together.
+        group_batches: ``load="group"``: update batches of prompts that are loaded together.
         on_interrupt: See :data:`OnInterrupt`.
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
         start_order: See :data:`StartOrder`.
+        load: See :data:`Load`. Prompts that were dropped are replaced at all times.
+        harvest: See :data:`HarvestOrder`.
         harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
         redraft: ``regenerate``: the text of what was cut short becomes the draft.
         stop_wait: Seconds for which stopped engines wait at most for attempts that are busy elsewhere, and for the
@@ -61,6 +68,8 @@ class Rules:
     max_staleness: int = 0
     unit: Unit = "group"
     start_order: StartOrder = "load"
+    load: Load = "group"
+    harvest: HarvestOrder = "shortest"
     harvest_tokens: int | None = None
     redraft: bool = True
     stop_wait: float = 30.0
@@ -70,7 +79,13 @@ class Rules:
     def __post_init__(self) -> None:
         if self.batch_prompts < 1 or self.batch_samples < self.batch_prompts or self.group_batches < 1:
             raise ValueError(f"an update batch needs prompts, a sample of each, and a load at least one batch: {self}")
-        for name, kind in (("on_interrupt", OnInterrupt), ("unit", Unit), ("start_order", StartOrder)):
+        for name, kind in (
+            ("load", Load),
+            ("harvest", HarvestOrder),
+            ("on_interrupt", OnInterrupt),
+            ("unit", Unit),
+            ("start_order", StartOrder),
+        ):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         if self.max_staleness < 0:
@@ -85,6 +100,10 @@ class Rules:
                 "on_interrupt=keep_running with max_staleness=0 needs that nothing runs when the version changes: "
                 "group_batches=1 and harvest_tokens=null (all that is loaded is trained at once), or max_staleness at "
                 "least 1, or on_interrupt=regenerate"
+            )
+        if self.harvest == "loaded" and self.harvest_tokens is not None:
+            raise ValueError(
+                "harvest=loaded trains whole batches as they were loaded: set harvest_tokens=null, or harvest=shortest"
             )
         if self.draft_ahead:
             self._check_draft_ahead()
@@ -106,6 +125,11 @@ class Rules:
                 f"draft_ahead=true with on_interrupt={self.on_interrupt} and max_staleness=0: what starts while the "
                 "actor trains has to be generated anew; set on_interrupt=regenerate, or draft_ahead=false"
             )
+
+    def load_batches(self, batches_left: int | None) -> int:
+        """Update batches of prompts that are here, or on their way, at a time; no more than there are left to train."""
+        batches = self.group_batches if self.load == "group" else self.max_staleness + 1
+        return max(0, batches if batches_left is None else min(batches, batches_left))
 
     @property
     def stops(self) -> bool:

@@ -3,7 +3,8 @@
 Prompts are loaded several update batches at a time, a load. Their samples are given to the engine in the order of
 loading, some more than it has slots for; short answers finish first. As soon as an update batch is finished it is
 harvested, sorted by length. No new prompt is loaded before all of the load are trained, so that every prompt has its
-turn and long ones are only later, never lost.
+turn and long ones are only later, never lost. Other rules load prompts as others leave, start them by their expected
+length, or take a batch as it was loaded.
 
 What still runs at a harvest is interrupted and generated anew (``regenerate``), interrupted and goes on where it stood
 (``continue``: every token keeps the version and the log-probability it was made with), or runs on while the policy is
@@ -66,19 +67,21 @@ class Scheduler:
     # ---- loading ----
 
     def loadable(self, batches_left: int | None = None) -> int:
-        """Prompts that may be loaded now: a whole load when all are consumed, else those owed for dropped ones.
+        """Prompts that may be loaded now: a whole load when all are consumed, else those owed for dropped ones; where
+        loads roll on, those that are missing.
 
         Args:
             batches_left: Update batches until training ends: no more are loaded than will be trained.
         """
-        if len(self.ledger):
+        if len(self.ledger) and self.rules.load == "group":
             return max(0, self._owed)
-        batches = self.rules.group_batches if batches_left is None else min(self.rules.group_batches, batches_left)
-        return max(0, batches) * self.rules.batch_prompts
+        return max(0, self.rules.load_batches(batches_left) * self.rules.batch_prompts - len(self.ledger))
 
     def load_size(self, batches_left: int | None = None) -> int:
         """Prompts of the load, or of the next one, that are not trained, those to come in place of others included."""
-        return len(self.ledger) + self._owed if len(self.ledger) else self.loadable(batches_left)
+        if len(self.ledger) and self.rules.load == "group":
+            return len(self.ledger) + self._owed
+        return self.rules.load_batches(batches_left) * self.rules.batch_prompts
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
@@ -262,7 +265,7 @@ class Scheduler:
         return self.enough(rewarded=True)
 
     def harvest(self) -> Harvest:
-        """Take the update batch: what is due (:mod:`.batch`), then the shortest.
+        """Take the update batch (:mod:`.batch`).
 
         Raises:
             ValueError: It is not :meth:`ready`.

@@ -21,6 +21,8 @@ from verl_rhyme.scheduling.rules import MODES, Rules, named
 from verl_rhyme.simulation.run import Drafts, Setting
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
+_LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
+
 PROFILES = Path(__file__).parent / "profiles"
 
 
@@ -94,7 +96,9 @@ class RulesFile:
 
     mode: str = "sync"
     batch_prompts: int = MISSING
+    load: str | None = None
     group_batches: int | None = None
+    harvest: str | None = None
     max_staleness: int | None = None
     start_order: str = "load"
     unit: str = "group"
@@ -277,9 +281,7 @@ def _rules(config: RulesFile, samples: int, separate: bool) -> Rules:
         "draft_ahead": config.draft_ahead,
         "through_training": separate,
     }
-    given |= {
-        name: value for name in ("group_batches", "max_staleness") if (value := getattr(config, name)) is not None
-    }
+    given |= {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
     if config.mode == "sync":
         return Rules(**{"group_batches": 1, **given})
     if config.mode not in MODES:

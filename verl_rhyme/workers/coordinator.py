@@ -251,8 +251,8 @@ class Coordinator:
     # ---- within ----
 
     def _state(self) -> dict[str, Any]:
-        keys = self._expectations.keys
-        return {**self._open[1].state_dict(), "capacity": self._capacity.state, "keys": keys}
+        state = self._open[1].state_dict()
+        return {**state, "capacity": self._capacity.state, "keys": self._expectations.keys}
 
     def _expect(self, rollout: Rollout, prompts: list[tuple[str, int]], keys: Mapping[str, str]) -> None:
         rollout.expect(self._expectations.hand(prompts, keys))

@@ -450,3 +450,21 @@ def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_traine
     again = Rollout(made.rules, generation=1)
     again.restore(made.state_dict(), 1, 8, evidence, {"a"})
     assert "a_0" in {start.predecessor for start in again.fill()}
+
+
+def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
+    """After a loss a prompt that was replaced is here again, and its replacement too: more than may be begun."""
+    rules = named(
+        "partial",
+        **{"batch_prompts": 1, "batch_samples": 2, "max_staleness": 1, "load": "rolling", "harvest": "loaded"},
+        through_training=True,
+    )
+    rollout = Rollout(rules)
+    rollout.publish(0, 3)
+    for uid in "abc":  # one more than rolls on
+        rollout.scheduler.load(uid, 2)
+    for uid in "bc":
+        for number in range(2):
+            rollout.scheduler.ledger.start(uid, number, 0)
+    assert [start.name for start in rollout.fill()] == ["a_0", "a_1"]
+    assert rollout.fill() == []

@@ -35,6 +35,7 @@ _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
 #: Mode of the rules, engines of their own, further rules.
+_AS_LOADED = {"harvest": "loaded", "harvest_tokens": None}
 MODES = {
     "on_policy colocated": ("on_policy", False, {}),
     "partial colocated": ("partial", False, {"max_staleness": 1}),
@@ -43,6 +44,9 @@ MODES = {
     "on_policy separate ahead": ("on_policy", True, {"draft_ahead": True}),
     "partial separate": ("partial", True, {"max_staleness": 1}),
     "partial separate 2": ("partial", True, {"max_staleness": 2}),
+    "rolling separate": ("partial", True, {"max_staleness": 1, "load": "rolling"}),
+    "rolling as loaded": ("partial", True, {"max_staleness": 1, "load": "rolling", **_AS_LOADED}),
+    "rolling colocated": ("partial", False, {"max_staleness": 2, "load": "rolling", **_AS_LOADED}),
 }
 
 
@@ -88,19 +92,18 @@ class World:
         unit = self.random.choice(["group", "group", "trajectory"])
         self.filters = unit == "group" and self.random.random() < 0.5
         self.slow_tools = self.random.random() < 0.3
-        self.rules = named(
-            rules,
-            batch_prompts=BATCH,
-            batch_samples=BATCH * SAMPLES,
-            group_batches=self.random.choice([1, 2, 4]),
-            unit=unit,
-            redraft=self.random.random() < 0.8,
-            stop_wait=self.random.choice([5.0, 30.0]),
-            through_training=self.separate,
-            harvest_tokens=self.random.choice([None, None, 150]),
-            start_order=random.Random(seed).choice(["load", "load", "longest", "shortest"]),
-            **more,
-        )
+        given = {
+            "batch_prompts": BATCH,
+            "batch_samples": BATCH * SAMPLES,
+            "group_batches": self.random.choice([1, 2, 4]),
+            "unit": unit,
+            "redraft": self.random.random() < 0.8,
+            "stop_wait": self.random.choice([5.0, 30.0]),
+            "through_training": self.separate,
+            "harvest_tokens": self.random.choice([None, None, 150]),
+            "start_order": random.Random(seed).choice(["load", "load", "longest", "shortest"]),
+        }
+        self.rules = named(rules, **{**given, **more})
         slots = REPLICAS * 8
         limit = self.random.choice([slots, 2 * slots, 4])
         self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
