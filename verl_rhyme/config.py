@@ -38,7 +38,9 @@ VERIFIERS = ("ours", "vllm")
 SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
 
-#: Values of ``sorting.start_order``.
+#: Values of ``sorting.load``, ``sorting.harvest`` and ``sorting.start_order``.
+LOADS = ("group", "rolling")
+HARVESTS = ("shortest", "loaded")
 START_ORDERS = ("load", "longest", "shortest")
 
 #: Values of ``trainer.v1.trainer_mode`` that ``sorting.mode`` works with, and where engines and training then live.
@@ -231,6 +233,10 @@ class SortingConfig:
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
         max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
+        load: ``"group"``: ``group_batches`` together, and no others before all of these are trained. ``"rolling"``: as
+            others leave, as many as ``max_staleness`` lets begin (one update batch more than it).
+        harvest: ``"shortest"``: an update trains what is finished first. ``"loaded"``: the prompts that were loaded
+            first, which it waits for; lengths are trained as they come.
         start_order: Which prompts of a load are started first: ``"load"``, as they were loaded, or by the length that
             their earlier responses let expect, ``"longest"`` or ``"shortest"``.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
@@ -250,6 +256,8 @@ class SortingConfig:
     unit: str | None = None
     harvest_tokens: int | None = None
     max_staleness: int = 1
+    load: str = "group"
+    harvest: str = "shortest"
     start_order: str = "load"
     order: float | None = None
     redraft: bool = True
@@ -281,9 +289,16 @@ class SortingConfig:
             self.max_staleness,
             "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
         )
-        orders = ", ".join(START_ORDERS)
-        near = _nearest(str(self.start_order), START_ORDERS)
-        _require(self.start_order in START_ORDERS, "sorting.start_order", self.start_order, f"one of {orders}", near)
+        for name, values in (("load", LOADS), ("harvest", HARVESTS), ("start_order", START_ORDERS)):
+            value = getattr(self, name)
+            near = _nearest(str(value), values)
+            _require(value in values, f"sorting.{name}", value, f"one of {', '.join(values)}", near)
+        _require(
+            self.harvest == "shortest" or tokens is None,
+            "sorting.harvest_tokens",
+            tokens,
+            "null with sorting.harvest=loaded, which trains whole batches",
+        )
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")

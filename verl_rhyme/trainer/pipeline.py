@@ -81,6 +81,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
             group_batches=sorting.group_batches,
             unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
+            load=sorting.load,
+            harvest=sorting.harvest,
             start_order=sorting.start_order,
             harvest_tokens=sorting.harvest_tokens,
             max_staleness=sorting.max_staleness,
