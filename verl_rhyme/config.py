@@ -1,6 +1,7 @@
 """The typed configuration: what options there are, their defaults, ranges and contradictions.
 
-:mod:`verl_rhyme.config_tree` reads it from verl's.
+:mod:`verl_rhyme.config_tree` reads it from verl's. Over 400 lines, half of them what each option means: so that the
+tree stands in one place.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ VERIFIERS = ("ours", "vllm")
 SORTING_MODES = ("on_policy", "partial")
 SORTING_UNITS = ("group", "trajectory")
 
-#: Values of ``sorting.load``, ``sorting.harvest`` and ``sorting.start_order``.
-LOADS = ("group", "rolling")
-HARVESTS = ("shortest", "loaded")
-START_ORDERS = ("load", "longest", "shortest")
+#: Values of other keys of ``sorting``.
+SORTING_CHOICES = {
+    "load": ("group", "rolling"),
+    "harvest": ("shortest", "loaded"),
+    "start_order": ("load", "longest", "shortest"),
+}
 
 #: Values of ``trainer.v1.trainer_mode`` that ``sorting.mode`` works with, and where engines and training then live.
 TOPOLOGIES = {"rhyme_sorted": "colocated", "colocate_async": "colocated", "separate_async": "separate"}
@@ -275,8 +278,9 @@ class SortingConfig:
             self.oversubscription,
             f"from 1 to {MAX_OVERSUBSCRIPTION}",
         )
-        tokens = self.harvest_tokens
-        _require(tokens is None or tokens >= 1, "sorting.harvest_tokens", tokens, "null or at least 1")
+        tokens, shortest = self.harvest_tokens, self.harvest == "shortest"
+        allowed = "null, or at least 1 with sorting.harvest=shortest"
+        _require(tokens is None or (tokens >= 1 and shortest), "sorting.harvest_tokens", tokens, allowed)
         _require(
             self.max_staleness >= (1 if self.mode == "partial" else 0),
             "sorting.max_staleness",
@@ -289,16 +293,10 @@ class SortingConfig:
             self.max_staleness,
             "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
         )
-        for name, values in (("load", LOADS), ("harvest", HARVESTS), ("start_order", START_ORDERS)):
+        for name, values in SORTING_CHOICES.items():
             value = getattr(self, name)
             near = _nearest(str(value), values)
             _require(value in values, f"sorting.{name}", value, f"one of {', '.join(values)}", near)
-        _require(
-            self.harvest == "shortest" or tokens is None,
-            "sorting.harvest_tokens",
-            tokens,
-            "null with sorting.harvest=loaded, which trains whole batches",
-        )
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
@@ -385,7 +383,11 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     """
     if rhyme is None:
         return STOCK_ARM
-    parts = ["sorted", rhyme.sorting.mode] if rhyme.sorting.mode else ["histospec"]
+    sorting = rhyme.sorting
+    parts = ["histospec"]
+    if sorting.mode:
+        chosen = {name: getattr(sorting, name) for name in SORTING_CHOICES}
+        parts = ["sorted", sorting.mode, *(c for name, c in chosen.items() if c != getattr(SortingConfig, name))]
     if switches and rhyme.sampling.coupled:
         parts.append("coupled")
     if switches and not rhyme.drafting.enable:

@@ -8,7 +8,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import CONFIG_PATH, PLACEMENTS, SORTING_MODES, SORTING_UNITS, ConfigError, RhymeConfig
+from verl_rhyme.config import (
+    CONFIG_PATH,
+    PLACEMENTS,
+    SORTING_CHOICES,
+    SORTING_MODES,
+    SORTING_UNITS,
+    ConfigError,
+    RhymeConfig,
+)
 from verl_rhyme.config_tree import parse
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.scheduling import rules
@@ -41,6 +49,9 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ),
         ({"history": {"max_bytes": 10}}, ["history.max_bytes", "1 MiB"]),
         ({"history": {"epochs": 0}}, ["history.epochs"]),
+        ({"sorting": {"load": "roling"}}, ["sorting.load", "group, rolling", "did you mean rolling?"]),
+        ({"sorting": {"harvest": "loaded", "harvest_tokens": 9}}, ["harvest_tokens", "sorting.harvest=shortest"]),
+        ({"sorting": {"start_order": None}}, ["sorting.start_order"]),
         ({"poll_interval": 0}, ["poll_interval"]),
         (
             {"placement": {"policy": "sticky"}},
@@ -182,6 +193,8 @@ def test_every_placement_has_the_options_that_its_policy_takes():
 def test_every_mode_names_a_set_of_rules():
     assert tuple(rules.MODES) == SORTING_MODES
     assert get_args(rules.Unit) == SORTING_UNITS
+    kinds = {"load": rules.Load, "harvest": rules.HarvestOrder, "start_order": rules.StartOrder}
+    assert {name: get_args(kind) for name, kind in kinds.items()} == SORTING_CHOICES
     for mode in SORTING_MODES:
         parsed = parse({"sorting": {"mode": mode}}).sorting
         assert rules.named(mode, batch_prompts=1, batch_samples=1, max_staleness=parsed.max_staleness)
