@@ -40,11 +40,12 @@ def requests_of(run_dir):
 def coupled(tmp_path_factory):
     """Two epochs on-policy, coupled; killed in the middle of a group, past a checkpoint, and resumed."""
     run_dir = tmp_path_factory.mktemp("coupled")
-    process = start(run_dir, epochs=2, SORTED_COUPLED="1")
+    longest = f"{SORTING}.start_order=longest"
+    process = start(run_dir, longest, epochs=2, SORTED_COUPLED="1")
     whole_run.wait_for_step(process, run_dir, 3)
     time.sleep(1)
     whole_run.kill_all(process)
-    whole_run.finish(start(run_dir, epochs=2, SORTED_COUPLED="1"), run_dir)
+    whole_run.finish(start(run_dir, longest, epochs=2, SORTED_COUPLED="1"), run_dir)
     return run_dir
 
 
@@ -52,7 +53,7 @@ def coupled(tmp_path_factory):
 class TestOnPolicy:
     def test_reports_what_it_cost(self, coupled):
         summary = json.loads((coupled / "summary.json").read_text())
-        assert summary["arm"] == "sorted-on_policy-coupled"
+        assert summary["arm"] == "sorted-on_policy-longest-coupled"
         for epoch in summary["epochs"]:
             assert epoch["staleness_max"] == 0
             assert 1 <= epoch["waiting_max"] <= 3
@@ -72,6 +73,19 @@ class TestOnPolicy:
             # vLLM's and the actor's probabilities of every token: made by these very weights.
             assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
             assert metrics["training/sorted/order"] == 1
+
+    def test_lengths_are_forecast_from_the_first_epoch_over_the_kill(self, coupled):
+        told = [metrics for _, metrics in whole_run.steps_of(coupled) if "rollout/lengths/seen" in metrics]
+        first = [metrics["rollout/lengths/seen"] for metrics in told if metrics["training/epoch"] == 0]
+        assert first
+        assert not any(first)
+        later = [metrics for metrics in told if metrics["training/epoch"] == 1]
+        assert later
+        assert all(metrics["rollout/lengths/seen"] == 1 for metrics in later)
+        assert all(0.2 < metrics["rollout/lengths/mean_ratio"] < 5 for metrics in later)
+        assert not any("rollout/lengths/forecast_errors" in metrics for _, metrics in whole_run.steps_of(coupled))
+        last = json.loads((coupled / "summary.json").read_text())["epochs"][1]
+        assert -1 <= last["length_rank_correlation"] <= 1
 
     def test_each_prompt_has_its_turn_once_an_epoch(self, coupled):
         check_each_prompt_once(coupled, epochs=2)

@@ -67,7 +67,7 @@ def test_trains_drafts_and_reports(trained):
     assert set(first) == {
         *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_max"),
-        *("discarded_tokens", "reverified_tokens", "waiting_max"),
+        *("discarded_tokens", "reverified_tokens", "waiting_max", "length_rank_correlation"),
     }
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] == 1

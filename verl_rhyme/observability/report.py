@@ -64,7 +64,8 @@ def summarize(
         when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
         prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
         the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
-        accepted again) and ``waiting_max`` (updates that passed a prompt by); ``None`` for what is unknown.
+        accepted again), ``waiting_max`` (updates that passed a prompt by) and ``length_rank_correlation`` (of lengths
+        with their forecasts); ``None`` for what is unknown.
 
     Raises:
         ReportError: Neither metrics nor events of any training step.
@@ -203,6 +204,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
         "waiting_max": int(max(waiting)) if waiting else None,
+        "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
     }
 
 

@@ -31,6 +31,7 @@ EPOCH_KEYS = {
     "discarded_tokens",
     "reverified_tokens",
     "waiting_max",
+    "length_rank_correlation",
 }
 
 
@@ -126,6 +127,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "discarded_tokens": None,
         "reverified_tokens": None,
         "waiting_max": None,
+        "length_rank_correlation": None,
     }
 
 
