@@ -17,6 +17,7 @@ from verl_rhyme.observability import batches, steps
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
+from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import pipeline, recorder
 from verl_rhyme.workers.history_service import STORE_COUNTS
 
@@ -102,10 +103,15 @@ def emitted(folder: Path) -> set[str]:
     step = m.step_metrics({column.name: np.zeros(1) for column in REQUESTS}, slots=1, rollout_s=1.0)
     sources = [Path(module.__file__).read_text() for module in (recorder, pipeline, batches)]
     named = {getattr(m, name) for source in sources for name in re.findall(r"\bnames\.([A-Z]\w+)", source)}
+    expectations = Expectations(100)
+    expectations.hand({"u": "a prompt"})
+    expectations.generated("u", 0, 9)
+    expectations.keep(lambda uid: False)
+    named |= {m.LENGTHS + name for name in expectations.measures()}
     store = HistoryStore(folder / "history", "", 1 << 20, 1)
     kept = {f"{m.HISTORY}/{name}" for name in (*STORE_COUNTS, *store.stats())}
     store.close()
-    return set(step) | (named - {m.HISTORY}) | kept | {m.STALENESS_MAX}
+    return set(step) | (named - {m.HISTORY, m.LENGTHS}) | kept | {m.STALENESS_MAX}
 
 
 def test_the_documents_name_what_is_logged_and_all_of_it(tmp_path) -> None:

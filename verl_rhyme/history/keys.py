@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,16 +37,26 @@ def messages_key(messages: Any) -> str:
 
     Args:
         messages: verl's ``raw_prompt``: dicts with ``role`` and ``content``, the latter a text or parts of which some
-            have a ``text``.
+            have a ``text``; or one text.
 
     Returns:
-        32 hex digits. Another name than :func:`prompt_key` gives, for the same prompt.
+        32 hex digits, another name than :func:`prompt_key` gives for the same prompt; empty where there is no text.
     """
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for message in messages:
-        content = message.get("content")
-        parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or ()]
-        for text in (str(message.get("role")), *parts):
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()
+    digest, known = hashlib.blake2b(digest_size=KEY_BYTES), False
+    for text in _texts(messages):
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        known = True
+    return digest.hexdigest() if known else ""
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Of a prompt, message or part, whatever it is made of."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping):
+        for name in ("role", "content", "text"):
+            yield from _texts(content.get(name))
+    elif isinstance(content, Iterable) and not isinstance(content, bytes):
+        for part in content:
+            yield from _texts(part)

@@ -18,8 +18,8 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     """(uid, number) of pending samples that can be trained before they get too stale. Nothing may change meanwhile.
 
     Prompt by prompt, so that groups get complete: as they were loaded, or by the length that is expected of them
-    (:data:`~verl_rhyme.scheduling.rules.StartOrder`). None waits for ever, for nothing is loaded before all of a load
-    are trained. Within a prompt those first that were longest when they were cut short. What spans versions must fit
+    (:data:`~verl_rhyme.scheduling.rules.StartOrder`). None of a load waits for ever, for nothing is loaded before it
+    is all trained. Within a prompt those first that were longest when they were cut short. What spans versions must fit
     into the batches of all updates that may still train it: no more prompts are begun (AReaL's bound,
     arXiv:2505.24298), but for those that the next batch waits for. (After a loss more prompts may be here than are
     loaded otherwise, and those that the batch waits for may not have begun.)
@@ -52,7 +52,8 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
 
 
 def priority(rules: Rules, prompt: Prompt) -> int:
-    """Place of a prompt's samples in an engine's queue, lowest first, from 1: the order of :func:`startable`."""
+    """Place of a prompt's samples in an engine's queue, lowest first, from 1: as :func:`startable` has it, but that a
+    prompt which moved up to an earlier batch, in place of one that was dropped, keeps its place here."""
     if rules.start_order == "load":
         return prompt.number + 1
     before = prompt.number // rules.batch_prompts if rules.harvest == "loaded" else 0

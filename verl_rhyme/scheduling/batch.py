@@ -15,6 +15,7 @@ than the batches before the bound can hold, and it is begun in the same order.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import islice
 
@@ -35,10 +36,11 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
     """
     tally = ledger.tally
     if rules.harvest == "loaded":
-        states: tuple[State, ...] = ("finished", "trained") if rewarded else ("generated", "finished", "trained")
         first = list(islice(ledger, rules.batch_prompts))
-        there = len(first) == rules.batch_prompts or owed <= 0  # else others are yet to come
-        return there and bool(first) and all(prompt.complete(*states) for prompt in first)
+        if not first or (len(first) < rules.batch_prompts and owed > 0):  # others are yet to come
+            return False
+        lacking: tuple[State, ...] = ("pending", "running", "generated") if rewarded else ("pending", "running")
+        return all(next((p.number for p in tally.prompts(s)), math.inf) > first[-1].number for s in lacking)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
     left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
     if samples >= min(rules.batch_samples, left):

@@ -1,13 +1,13 @@
 """What is expected of prompts that are about to be answered: the length predictor, as a run's rollout goes on.
 
-Of a prompt that is loaded it is known which one it is (its key, the same in every epoch) and how many responses it is
-to have. When all are there, or it has left, they become the prompt's history. A pure state machine; an error in it
-costs the expectation, never the rollout: who asks is told nothing then.
+Of a prompt that is loaded it is known which one it is (its key, the same in every epoch), and then how long each of its
+samples became, the latest attempt at it. When it leaves, these become the prompt's history. A pure state machine; an
+error in it costs the expectation, never the rollout: who asks is told nothing then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,9 @@ from verl_rhyme.lengths.predictor import LengthPredictor
 from verl_rhyme.lengths.quality import Quality
 
 T = TypeVar("T")
+
+#: Of prompts without a key; nothing is ever learnt of it.
+_NOBODY = ""
 
 
 class Expectations:
@@ -34,46 +37,50 @@ class Expectations:
         self.errors, self.last_error = 0, ""
         self._quality = Quality()
         self._keys: dict[str, str] = {}
-        self._left: dict[str, int] = {}
+        self._lengths: dict[str, dict[int, int]] = {}
 
-    def hand(self, prompts: Iterable[tuple[str, int]], keys: Mapping[str, str]) -> dict[str, float]:
-        """Prompts come: uid and responses wanted, and the key of each uid; one without a key is known to nobody.
+    def hand(self, keys: Mapping[str, str]) -> dict[str, float]:
+        """Prompts come, by uid; an empty key is of one that nobody knows.
 
         Returns:
             Tokens that a response of each is expected to have.
         """
+        return self._try(partial(self._hand, keys), {})
 
-        def handed() -> dict[str, float]:
-            uids = []
-            for uid, samples in prompts:
-                self._keys[uid], self._left[uid] = keys.get(uid) or uid, samples
-                uids.append(uid)
-            expected = self.predictor.forecast([self._keys[uid] for uid in uids]).mean()
-            return dict(zip(uids, expected.tolist(), strict=True))
-
-        return self._try(handed, {})
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """Of the prompts that are here, by uid."""
-        return {uid: key for uid, key in self._keys.items() if key != uid}
-
-    def generated(self, uid: str, tokens: int) -> None:
-        """A response came to its end."""
-        self._try(lambda: self._generated(uid, tokens), None)
+    def generated(self, uid: str, number: int, tokens: int) -> None:
+        """A sample came to its end; what an earlier attempt at it had counts no more."""
+        if uid in self._lengths:
+            self._lengths[uid][number] = tokens
 
     def keep(self, needed: Callable[[str], bool]) -> None:
-        """Prompts that are not needed any more have left, whether all their responses came or not."""
+        """Prompts that are not needed any more have left, whether all their samples came to their end or not."""
         for uid in [uid for uid in self._keys if not needed(uid)]:
-            self._try(partial(self._close, uid), None)
+            self._try(partial(self._learn, self._keys.pop(uid), self._lengths.pop(uid)), None)
 
     def measures(self) -> dict[str, float]:
-        """How good forecasts were, of the groups that were completed since the last call (:class:`Quality`)."""
+        """How good forecasts were, of the groups that left since the last call (:class:`Quality`)."""
         return self._try(self._quality.take, {})
 
+    @property
+    def under_way(self) -> dict[str, Any]:
+        """Of the prompts that are here: key, and the number and tokens of each sample that ended. JSON."""
+        return {uid: [key, list(self._lengths[uid].items())] for uid, key in self._keys.items()}
+
+    def resume(self, under_way: Mapping[str, Any], needed: Callable[[str], bool]) -> dict[str, float]:
+        """Take up what :attr:`under_way` told, as far as it is needed; answers as :meth:`hand`."""
+
+        def resumed() -> dict[str, float]:
+            known = {uid: (str(key), lengths) for uid, (key, lengths) in under_way.items() if needed(uid)}
+            expected = self._hand({uid: key for uid, (key, _) in known.items()})
+            for uid, (_, lengths) in known.items():
+                self._lengths[uid] = {int(number): int(tokens) for number, tokens in lengths}
+            return expected
+
+        return self._try(resumed, {})
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain, for JSON: what is known of lengths. Of prompts under way nothing."""
-        return self.predictor.state_dict()
+        """Plain, for JSON: what is known of lengths, without the prompts that are here."""
+        return self._try(lambda: self.predictor.state_dict(), {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave; what cannot be read is as if it had not been there."""
@@ -81,18 +88,18 @@ class Expectations:
 
     # ---- within ----
 
-    def _generated(self, uid: str, tokens: int) -> None:
-        key = self._keys.get(uid)
-        if key is None:
-            return
-        self.predictor.ended(key, tokens)
-        self._left[uid] -= 1
-        if not self._left[uid]:
-            self._close(uid)
+    def _hand(self, keys: Mapping[str, str]) -> dict[str, float]:
+        for uid, key in keys.items():
+            self._keys[uid] = key
+            self._lengths.setdefault(uid, {})
+        expected = self.predictor.forecast([key or _NOBODY for key in keys.values()]).mean()
+        return dict(zip(keys, expected.tolist(), strict=True))
 
-    def _close(self, uid: str) -> None:
-        key = self._keys.pop(uid)
-        del self._left[uid]
+    def _learn(self, key: str, lengths: Mapping[int, int]) -> None:
+        if key == _NOBODY:
+            return
+        for tokens in lengths.values():
+            self.predictor.ended(key, tokens)
         if (learnt := self.predictor.close(key)) is not None:
             self._quality.add(learnt)
 

@@ -7,6 +7,7 @@ coordinator (``workers/coordinator.py``) carries its messages.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -62,6 +63,8 @@ class Rollout:
     def expect(self, tokens: Mapping[str, float]) -> None:
         """How many tokens a response of each of these prompts is expected to have."""
         for uid, length in tokens.items():
+            if not math.isfinite(length):
+                continue
             if uid in self._stock:
                 self._expected[uid] = length
             else:

@@ -75,7 +75,7 @@ class Scheduler:
         """
         if len(self.ledger) and self.rules.load == "group":
             return max(0, self._owed)
-        return max(0, self.rules.load_batches(batches_left) * self.rules.batch_prompts - len(self.ledger))
+        return max(0, self.rules.load_batches(batches_left) * self.rules.batch_prompts - self._held)
 
     def load_size(self, batches_left: int | None = None) -> int:
         """Prompts of the load, or of the next one, that are not trained, those to come in place of others included."""
@@ -85,7 +85,14 @@ class Scheduler:
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
-        self._owed = load_size - len(self.ledger) if len(self.ledger) else 0
+        self._owed = load_size - self._held if len(self.ledger) else 0
+
+    @property
+    def _held(self) -> int:
+        """Prompts that are here; where loads roll on, as many as the untrained samples make."""
+        if self.rules.load == "group":
+            return len(self.ledger)
+        return self.ledger.tally.untrained * self.rules.batch_prompts // self.rules.batch_samples
 
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""

@@ -214,7 +214,7 @@ class Simulation:
             self._exhausted = len(handed) < wanted
             self.rollout.hand(handed)
             prompts = {uid: self._loaded[uid] for uid, _ in handed}
-            expected = self.expectations.hand(handed, {uid: prompt.key for uid, prompt in prompts.items()})
+            expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
             if self.setting.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
             if self.setting.forecasts != "none":
@@ -281,7 +281,7 @@ class Simulation:
         first = sample.started if sample.first_version is None else sample.first_version
         self.rollout.ended(Ended(name, "generated", int(request.tokens), first))
         prompt = sample.prompt
-        self.expectations.generated(attempt.uid, int(request.tokens))
+        self.expectations.generated(*attempt.sample, int(request.tokens))
         self._left[attempt.uid] -= 1
         if not self._left[attempt.uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
@@ -314,6 +314,7 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
+        self.expectations.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
         harvested, began = self.cluster.now, self._began
         training = self.setting.training

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import ray
@@ -99,9 +99,8 @@ class Coordinator:
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
-            keys = {**before.state.get("keys", {}), **{prompt.uid: prompt.key for prompt in before.handed}}
-            wanted = {prompt.uid: len(prompt.samples) for prompt in rollout.scheduler.ledger} | dict(handed)
-            self._expect(rollout, [(uid, count) for uid, count in wanted.items() if rollout.needs_prompt(uid)], keys)
+            rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
+            rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         self._opened, self._error = (setting, rollout, crew), None
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
         self._trained = self._losing = None
@@ -129,9 +128,8 @@ class Coordinator:
     async def hand(self, prompts: list[Handed]) -> None:
         """Prompts whose data are in TransferQueue's :data:`PROMPTS`."""
         rollout = self._open[1]
-        wanted = [prompt[:2] for prompt in prompts]
-        rollout.hand(wanted)
-        self._expect(rollout, wanted, {prompt.uid: prompt.key for prompt in prompts})
+        rollout.hand(prompt[:2] for prompt in prompts)
+        rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
     async def publish(self, version: int, batches_left: int) -> Wants:
@@ -202,8 +200,11 @@ class Coordinator:
             return None
         self._occupancy.at(clock(), rollout.scheduler.running)
         bubble = self._occupancy.take() if setting.rules.starts_through_training else None
-        batch, state = rollout.take(), self._state()
+        batch = rollout.take()
+        for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
+            self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
         self._expectations.keep(rollout.needs_prompt)
+        state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
         keys = [key for name in batch.attempts for key in stored[name]]
@@ -240,9 +241,10 @@ class Coordinator:
             if report.status != "generated":
                 crew.ended(report.name)
             try:
-                if report.status == "generated":
-                    self._expectations.generated(Attempt.named(report.name).uid, report.tokens)
-                for record in rollout.ended(report):
+                told = rollout.ended(report)
+                if report.status == "generated" and rollout.needs_trajectories(report.name):
+                    self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
+                for record in told:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:
                 self._fail(error)
@@ -252,10 +254,7 @@ class Coordinator:
 
     def _state(self) -> dict[str, Any]:
         state = self._open[1].state_dict()
-        return {**state, "capacity": self._capacity.state, "keys": self._expectations.keys}
-
-    def _expect(self, rollout: Rollout, prompts: list[tuple[str, int]], keys: Mapping[str, str]) -> None:
-        rollout.expect(self._expectations.hand(prompts, keys))
+        return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
 
     @property
     def _open(self) -> tuple[Setting, Rollout, Crew]:

@@ -16,10 +16,11 @@ PROMPTS = {"a": 100, "b": 400, "c": 50}
 def epoch(expectations: Expectations, number: int) -> dict[str, float]:
     """One visit of all prompts; what had been expected, by key."""
     uids = {f"{key}{number}": key for key in PROMPTS}
-    expected = expectations.hand([(uid, 4) for uid in uids], uids)
+    expected = expectations.hand(uids)
     for uid, key in uids.items():
         for i in range(4):
-            expectations.generated(uid, PROMPTS[key] + 10 * i)
+            expectations.generated(uid, i, PROMPTS[key] + 10 * i)
+    expectations.keep(lambda uid: False)
     return {uids[uid]: tokens for uid, tokens in expected.items()}
 
 
@@ -34,19 +35,57 @@ def test_what_came_before_is_expected_again():
     told = expectations.measures()
     assert told["rank_correlation"] > 0
     assert expectations.measures() == {}
-    assert expectations.keys == {}
+    assert expectations.under_way == {}
 
 
 def test_a_prompt_that_leaves_early_has_told_what_came():
     expectations = Expectations(1000)
-    expectations.hand([("u", 4), ("v", 4)], {"u": "key"})
-    expectations.generated("u", 500)
-    assert expectations.keys == {"u": "key"}
+    expectations.hand({"u": "key", "v": ""})
+    expectations.generated("u", 3, 500)
+    assert expectations.under_way == {"u": ["key", [(3, 500)]], "v": ["", []]}
     expectations.keep(lambda uid: uid == "v")
     assert expectations.measures()["seen"] == 0
-    expectations.generated("u", 700)  # late, and nobody's
+    expectations.generated("u", 3, 700)  # late, and nobody's
     assert expectations.predictor.forecast(["key"]).seen.all()
     assert expectations.measures() == {}
+
+
+def test_a_sample_that_is_generated_anew_counts_once():
+    """On-policy, what was finished and not trained is: short ones are told again and again."""
+    once, again = Expectations(30_000), Expectations(30_000)
+    for expectations in (once, again):
+        expectations.hand({"u": "key"})
+        for _ in range(1 if expectations is once else 5):
+            for number in range(12):
+                expectations.generated("u", number, 500)
+        for number in range(12, 16):
+            expectations.generated("u", number, 18_000)
+        expectations.keep(lambda uid: False)
+    (first,), (second,) = (e.predictor.forecast(["key"]).mean() for e in (once, again))
+    assert first == second > 1000
+
+
+def test_nothing_is_learnt_of_prompts_that_nobody_knows():
+    expectations = Expectations(1000)
+    for number in range(5):
+        expectations.hand({f"u{number}": ""})
+        expectations.generated(f"u{number}", 0, 7)
+        expectations.keep(lambda uid: False)
+    assert len(expectations.predictor) == 1
+    assert not expectations.predictor.forecast([""]).seen.any()
+
+
+def test_what_is_under_way_goes_on_after_a_restart():
+    before, after = Expectations(1000), Expectations(1000)
+    before.hand({"u": "key", "gone": "other"})
+    before.generated("u", 0, 300)
+    told = json.loads(json.dumps(before.under_way))
+    assert set(after.resume(told, lambda uid: uid == "u")) == {"u"}
+    after.generated("u", 1, 310)
+    after.keep(lambda uid: False)
+    assert after.predictor.forecast(["key"]).quantile(0.5)[0] == pytest.approx(305, rel=0.1)
+    assert after.resume({"torn": 1}, lambda uid: True) == {}
+    assert after.errors == 1
 
 
 def test_it_survives_a_restart():
@@ -63,10 +102,12 @@ def test_an_error_costs_the_expectation_alone():
     assert expectations.errors == 1
     assert "length predictor" in expectations.last_error
     expectations.predictor = None  # type: ignore[assignment]
-    assert expectations.hand([("u", 4)], {}) == {}
-    expectations.generated("u", 3)
+    assert expectations.hand({"u": "key"}) == {}
+    expectations.generated("u", 0, 3)
+    expectations.keep(lambda uid: False)
     assert expectations.measures() == {}
-    assert expectations.errors == 3
+    assert expectations.state_dict() == {}
+    assert expectations.errors == 4
 
 
 @pytest.mark.parametrize(("order", "begun"), [("load", "abcd"), ("longest", "dbac"), ("shortest", "cabd")])

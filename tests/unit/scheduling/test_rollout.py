@@ -1,6 +1,8 @@
 """Who is started from whose text, whose word counts, and what a coordinator that was started anew takes up."""
 
+import itertools
 import json
+import random
 
 import pytest
 
@@ -468,3 +470,35 @@ def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
             rollout.scheduler.ledger.start(uid, number, 0)
     assert [start.name for start in rollout.fill()] == ["a_0", "a_1"]
     assert rollout.fill() == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "staleness", "limit"), [(16, 8, 1, 64), (4, 16, 1, 32), (16, 8, 3, 128)]
+)
+@pytest.mark.parametrize("unit", ["group", "trajectory"])
+@pytest.mark.parametrize("harvest", ["shortest", "loaded"])
+def test_where_loads_roll_on_every_batch_is_full_and_nothing_is_left(prompts, samples, staleness, limit, unit, harvest):
+    rules = named(
+        "partial",
+        **{"batch_prompts": prompts, "batch_samples": prompts * samples, "max_staleness": staleness},
+        **{"load": "rolling", "unit": unit, "harvest": harvest},
+        through_training=True,
+    )
+    lengths, uids, updates = random.Random(0), itertools.count(), 24
+    rollout, sizes, running = Rollout(rules), [], {}
+    rollout.publish(0, updates)
+    while len(sizes) < updates:
+        rollout.hand([(f"p{next(uids)}", samples) for _ in range(rollout.wanted())])
+        running |= {start.name: lengths.lognormvariate(0, 1) for start in rollout.fill(limit)}
+        if rollout.scheduler.ready():
+            sizes.append(len(rollout.take().attempts))
+            rollout.publish(len(sizes), updates - len(sizes))
+            continue
+        shortest = min(running, key=running.__getitem__)
+        passed = running.pop(shortest)
+        running = {name: left - passed for name, left in running.items()}
+        rollout.ended(Ended(shortest, "generated", 10, rollout.scheduler.version))
+        rollout.ended(Ended(shortest, "finished"))
+    assert set(sizes) == {prompts * samples}
+    assert not len(rollout.scheduler.ledger)
+    assert rollout.scheduler.step.stale == 0
