@@ -282,7 +282,7 @@ def simulate(
     try:
         loaded = cluster_file.load(cluster, overrides or [])
         segments: list | None = [] if timeline else None
-        simulation = Simulation(loaded.setting, loaded.prompts, loaded.updates, segments)
+        simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("updates", total=loaded.updates)
             steps = simulation.run(lambda step: progress.update(task, completed=step.version + 1))

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.rules import MODES, Rules, named
-from verl_rhyme.simulation.run import Drafts, Setting
+from verl_rhyme.simulation.run import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
@@ -142,13 +142,13 @@ class Loaded:
     """What is to be simulated.
 
     Attributes:
-        setting: Cluster and rules.
+        scenario: Cluster and rules.
         prompts: In the order of the loader.
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
     """
 
-    setting: Setting
+    scenario: Scenario
     prompts: Iterable[Prompt]
     updates: int
     sources: list[str]
@@ -166,7 +166,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     config: ClusterFile = _read(ClusterFile, path, overrides)
     try:
-        return _setting(config, path)
+        return _scenario(config, path)
     except ClusterError:
         raise
     except MissingMandatoryValue as error:
@@ -222,7 +222,7 @@ def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
         raise ClusterError(f"{path} is no YAML mapping: {error}") from error
 
 
-def _setting(config: ClusterFile, path: Path) -> Loaded:
+def _scenario(config: ClusterFile, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
     sources = []
     for kind in config.replicas:
@@ -256,7 +256,7 @@ def _setting(config: ClusterFile, path: Path) -> Loaded:
     updates = min(updates, config.updates or updates)
     Placement(config.placement.policy, dict(config.placement.options))  # refuses what it does not know
     drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
-    setting = Setting(
+    scenario = Scenario(
         replicas=tuple(costs),
         rules=_rules(config.rules, work.samples, config.topology == "separate"),
         training=TrainingCost(**vars(config.training)),
@@ -269,7 +269,7 @@ def _setting(config: ClusterFile, path: Path) -> Loaded:
         response_limit=work.response_limit,
     )
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
-    return Loaded(setting, lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen), updates, sources)
+    return Loaded(scenario, lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen), updates, sources)
 
 
 def _rules(config: RulesFile, samples: int, separate: bool) -> Rules:

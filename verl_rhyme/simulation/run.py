@@ -47,7 +47,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """A cluster and what it runs.
 
     Attributes:
@@ -129,7 +129,7 @@ class Simulation:
     """See the module.
 
     Args:
-        setting: What runs.
+        scenario: What runs.
         prompts: In the order of the loader; the run ends when no whole batch is left.
         updates: After which it ends; ``None``: when the prompts do.
         segments: Where stretches of requests in slots go, with the replica's name; ``None``: nowhere.
@@ -142,17 +142,17 @@ class Simulation:
 
     def __init__(
         self,
-        setting: Setting,
+        scenario: Scenario,
         prompts: Iterable[Prompt],
         updates: int | None = None,
         segments: list[tuple[str, Segment]] | None = None,
     ) -> None:
-        self.setting = setting
-        self.expectations = Expectations(setting.response_limit)
+        self.scenario = scenario
+        self.expectations = Expectations(scenario.response_limit)
         self.steps: list[Step] = []
-        self.rollout = Rollout(setting.rules)
-        drawn = {"seed": 0} if setting.placement == "least_loaded" else {}  # the same run each time
-        self.placement = Placement(setting.placement, {**drawn, **setting.options})
+        self.rollout = Rollout(scenario.rules)
+        drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
+        self.placement = Placement(scenario.placement, {**drawn, **scenario.options})
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._left: dict[str, int] = {}  # samples of each prompt that have not ended
@@ -163,7 +163,7 @@ class Simulation:
         self._version = self._count_loaded = 0
         self._versions: dict[str, int] = {}
         engines: dict[str, Engine] = {}
-        for i, cost in enumerate(setting.replicas):
+        for i, cost in enumerate(scenario.replicas):
             name = f"replica-{i}"
             told = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, told)
@@ -171,7 +171,7 @@ class Simulation:
             self.placement.add(name)
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
-        self._occupancy = Occupancy(setting.slots, 0.0)
+        self._occupancy = Occupancy(scenario.slots, 0.0)
         self.cluster = Cluster(engines, self._generated, self._occupancy.at)
         self._began = 0.0
 
@@ -215,16 +215,16 @@ class Simulation:
             self.rollout.hand(handed)
             prompts = {uid: self._loaded[uid] for uid, _ in handed}
             expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
-            if self.setting.forecasts == "oracle":
+            if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
-            if self.setting.forecasts != "none":
+            if self.scenario.forecasts != "none":
                 self.rollout.expect(expected)
 
     def _dispatch(self) -> None:
         if self._stopped:
             return
         self._hand()
-        starts = self.rollout.fill(self.setting.limit)
+        starts = self.rollout.fill(self.scenario.limit)
         if starts:
             self._start(starts)
 
@@ -233,9 +233,9 @@ class Simulation:
         attempts = [Attempt.named(start.name) for start in starts]
         prompts = [self._loaded[attempt.uid] for attempt in attempts]
         predicted: list[float | None] = [None] * len(starts)
-        if self.setting.forecasts == "oracle":
+        if self.scenario.forecasts == "oracle":
             predicted = [float(p.lengths[a.number]) for p, a in zip(prompts, attempts, strict=True)]
-        elif self.setting.forecasts == "history":
+        elif self.scenario.forecasts == "history":
             predicted = self.expectations.predictor.forecast([prompt.key for prompt in prompts]).mean().tolist()
         touched = set()
         for start, attempt, prompt, tokens in zip(starts, attempts, prompts, predicted, strict=True):
@@ -256,7 +256,7 @@ class Simulation:
             sample.replica = replica = self.placement.acquire(asked)
             sample.started = self._versions[replica]
             self._under_way[start.name] = sample
-            pace, drafts = self.setting.drafts.of(self._seen.get(prompt.key, 0))
+            pace, drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0))
             length = int(prompt.lengths[attempt.number])
             self.cluster.engines[replica].submit(
                 Request(
@@ -285,8 +285,8 @@ class Simulation:
         self._left[attempt.uid] -= 1
         if not self._left[attempt.uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
-        if self.setting.training.reward:
-            self.cluster.call(self.setting.training.reward, lambda: self._rewarded(name))
+        if self.scenario.training.reward:
+            self.cluster.call(self.scenario.training.reward, lambda: self._rewarded(name))
         else:
             self._reward(name)
         self._dispatch()
@@ -304,7 +304,7 @@ class Simulation:
 
     def _look(self) -> None:
         """Harvest if that may be."""
-        scheduler, rules = self.rollout.scheduler, self.setting.rules
+        scheduler, rules = self.rollout.scheduler, self.scenario.rules
         if self._training or not scheduler.ready():
             return
         if self._stops and not self._stopped:
@@ -317,7 +317,7 @@ class Simulation:
         self.expectations.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
         harvested, began = self.cluster.now, self._began
-        training = self.setting.training
+        training = self.scenario.training
         prompts = sum(self._loaded[uid].tokens for uid, _ in batch.harvest.samples)
         seconds = training.seconds(tokens + prompts)
         for uid in {uid for uid, _ in batch.harvest.samples}:
@@ -342,8 +342,8 @@ class Simulation:
 
     @property
     def _stops(self) -> bool:
-        rules = self.setting.rules
-        return self.setting.colocated or (rules.max_staleness == 0 and not rules.draft_ahead)
+        rules = self.scenario.rules
+        return self.scenario.colocated or (rules.max_staleness == 0 and not rules.draft_ahead)
 
     def _interrupt(self) -> None:
         """All that runs is cut short."""
@@ -361,13 +361,13 @@ class Simulation:
 
     def _publish(self) -> None:
         """The engines have the weights of the current version."""
-        if self._version and not self._stops and not self.setting.rules.runs_on:
+        if self._version and not self._stops and not self.scenario.rules.runs_on:
             self._interrupt()
         for replica, engine in self.cluster.engines.items():
             self._versions[replica] = self._version
             engine.forget()
         self._training = self._stopped = False
-        if self.setting.colocated:
+        if self.scenario.colocated:
             self._settle()
             self._occupancy.take()
         self.rollout.publish(self._version, self._batches_left())

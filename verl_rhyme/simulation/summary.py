@@ -53,8 +53,8 @@ def whole(simulation: Simulation) -> dict[str, Any]:
         "staleness_max": max(step.staleness for step in steps),
         "preempted": sum(engine.preempted for engine in engines),
         "recomputed_tokens": round(sum(engine.recomputed for engine in engines)),
-        "replicas": len(simulation.setting.replicas),
-        "gpus": sum(cost.gpus for cost in simulation.setting.replicas),
+        "replicas": len(simulation.scenario.replicas),
+        "gpus": sum(cost.gpus for cost in simulation.scenario.replicas),
     }
 
 

@@ -29,9 +29,9 @@ def test_every_profile_can_be_read_and_says_where_it_is_from():
 
 def test_the_example_is_a_cluster_of_128_gpus():
     loaded = load(EXAMPLE)
-    assert sum(cost.gpus for cost in loaded.setting.replicas) == 128
+    assert sum(cost.gpus for cost in loaded.scenario.replicas) == 128
     assert loaded.updates == 4
-    assert loaded.setting.rules.batch_samples == 512 * 16
+    assert loaded.scenario.rules.batch_samples == 512 * 16
 
 
 def test_simulate_tells_each_update_and_all(tmp_path):
@@ -115,7 +115,7 @@ def test_a_profile_of_ones_own(tmp_path):
     cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
     loaded = load(cluster, SMALL)
     assert loaded.sources == ["measured here"]
-    assert loaded.setting.slots == 32 * 4
+    assert loaded.scenario.slots == 32 * 4
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: -1}\n")
     with pytest.raises(ClusterError, match=r"mine.yaml: step.base must be seconds"):
         load(cluster)

@@ -12,7 +12,7 @@ import pytest
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation.engine import Segment
-from verl_rhyme.simulation.run import Drafts, Setting, Simulation
+from verl_rhyme.simulation.run import Drafts, Scenario, Simulation
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
@@ -35,10 +35,10 @@ MODES |= {
 LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 
 
-def setting(mode: str = "sync", **changes: Any) -> Setting:
+def scenario(mode: str = "sync", **changes: Any) -> Scenario:
     colocated, rules = MODES[mode]
     training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
-    return Setting(
+    return Scenario(
         **{
             "replicas": (COST,) * 3,
             "rules": rules,
@@ -56,7 +56,7 @@ def test_every_sample_is_trained_once(mode, room):
     cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
     segments: list[tuple[str, Segment]] = []
     prompts = list(LENGTHS.epochs(32, 4, 2, 20))
-    simulation = Simulation(setting(mode, replicas=(cost,) * 3), prompts, None, segments)
+    simulation = Simulation(scenario(mode, replicas=(cost,) * 3), prompts, None, segments)
     steps = simulation.run()
     assert [step.version for step in steps] == list(range(8))
     assert sum(step.samples for step in steps) == 32 * 4 * 2
@@ -82,7 +82,7 @@ def test_a_step_takes_as_long_as_its_longest_replica():
     costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
     rules = Rules(batch_prompts=2, batch_samples=2, group_batches=1)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
-    [step] = Simulation(setting(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
+    [step] = Simulation(scenario(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
     assert (step.rollout, step.seconds) == (pytest.approx(3.0), pytest.approx(5.0))
     assert step.bubble == pytest.approx(1 - 400 / 600)
     assert step.tokens == 400
@@ -92,7 +92,8 @@ def test_replicas_share_the_work():
     prompts = list(LENGTHS.epochs(16, 4, 1, 20))
     few = ReplicaCost(COST.step, slots=2)
     spans = [
-        sum(step.rollout for step in Simulation(setting(replicas=(few,) * count), prompts).run()) for count in (1, 2, 4)
+        sum(step.rollout for step in Simulation(scenario(replicas=(few,) * count), prompts).run())
+        for count in (1, 2, 4)
     ]
     assert spans[0] > 1.5 * spans[1]
     assert spans[1] > spans[2]
@@ -101,7 +102,7 @@ def test_replicas_share_the_work():
 def test_drafts_shorten_what_comes_back():
     prompts = list(LENGTHS.epochs(16, 4, 2, 20))
     plain, drafted = (
-        Simulation(setting(drafts=drafts), prompts).run() for drafts in (Drafts(), Drafts((1.0, 2.0), overhead=1.5))
+        Simulation(scenario(drafts=drafts), prompts).run() for drafts in (Drafts(), Drafts((1.0, 2.0), overhead=1.5))
     )
     first, second = (sum(step.rollout for step in steps[:2]) for steps in (plain, drafted))
     assert first == pytest.approx(second)
@@ -112,14 +113,14 @@ def test_engines_of_their_own_work_while_the_actor_trains():
     prompts = list(LENGTHS.epochs(64, 4, 1, 20))
     training = TrainingCost(update=20.0)
     spans = {
-        mode: Simulation(setting(mode, training=training), prompts).run()[-1].ended
+        mode: Simulation(scenario(mode, training=training), prompts).run()[-1].ended
         for mode in ("sorted partial", "separate partial")
     }
     assert spans["separate partial"] < 0.9 * spans["sorted partial"]
 
 
 def test_forecasts_get_good():
-    steps = Simulation(setting(), LENGTHS.epochs(64, 4, 4, 20)).run()
+    steps = Simulation(scenario(), LENGTHS.epochs(64, 4, 4, 20)).run()
     first, last = steps[0].lengths, steps[-1].lengths
     assert (first["seen"], last["seen"]) == (0, 1)
     assert last["rank_correlation"] > 0.5
