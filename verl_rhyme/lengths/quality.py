@@ -9,7 +9,7 @@ from verl_rhyme.lengths.predictor import Learnt
 
 Floats = npt.NDArray[np.float64]
 
-#: Shares of the longest responses that a forecast is to find (StreamRL, arXiv:2504.15930, section 6 reports these).
+#: Shares of the longest responses that a forecast is to find (StreamRL, arXiv:2504.15930, reports these).
 TAILS = (0.05, 0.1, 0.2)
 #: Quantiles that are held against what came.
 QUANTILES = (0.1, 0.5, 0.9)

@@ -92,7 +92,7 @@ class Expectations:
         for uid, key in keys.items():
             self._keys[uid] = key
             self._lengths.setdefault(uid, {})
-        expected = self.predictor.forecast([key or _NOBODY for key in keys.values()]).mean()
+        expected = self.predictor.forecast(list(keys.values())).mean()
         return dict(zip(keys, expected.tolist(), strict=True))
 
     def _learn(self, key: str, lengths: Mapping[int, int]) -> None:
