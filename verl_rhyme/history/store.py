@@ -16,7 +16,7 @@ import lmdb
 import numpy as np
 
 from verl_rhyme.config import HISTORY_FILL
-from verl_rhyme.history import environment, eviction, owner
+from verl_rhyme.history import environment, eviction, owner, similarity
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
 from verl_rhyme.history.reader import HistoryReader
@@ -44,6 +44,9 @@ class AppendStats:
         unkept: Trajectories of prompts that there is no room for.
         evicted: Prompts that were kept and had to go for the byte bound, whole.
         shed_epochs: Epochs of prompts that had to go for it, beyond those of whole prompts.
+        compared, similar: Tokens whose prompt had an epoch before, and those of them that stood in it
+            (:mod:`~verl_rhyme.history.similarity`).
+        by_chance_compared, by_chance_similar: The same, of another prompt's epoch before.
     """
 
     prompts: int = 0
@@ -53,6 +56,10 @@ class AppendStats:
     unkept: int = 0
     evicted: int = 0
     shed_epochs: int = 0
+    compared: int = 0
+    similar: int = 0
+    by_chance_compared: int = 0
+    by_chance_similar: int = 0
 
 
 class HistoryStore:
@@ -255,6 +262,7 @@ class HistoryStore:
     def _write(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
         values, room = self._values, self._values.room
         prompts = trajectories = written = dropped = unkept = cut = tokens = 0
+        alike = similarity.Account()
         for key, group in groups.items():
             size = stored_bytes(encoded_bytes(sum(len(t.tokens) for t in group), len(group)))
             room.arrive(key, group[-1].epoch, size, step)
@@ -269,6 +277,7 @@ class HistoryStore:
                     values.evict(txn, key)
                 continue
             old = values.get(txn, key)
+            alike.add(old, group)
             history = old.extended(group, step, epochs)
             value = history.encode()
             if written + stored_bytes(len(value)) > room.bound:
@@ -290,7 +299,11 @@ class HistoryStore:
                 f"{dropped} trajectories of one step are not recorded: a step takes more than history.max_bytes holds"
             )
         evicted = sum(key not in room for key in gone)
-        return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, cut + shed.epochs)
+        shed_epochs = cut + shed.epochs
+        return AppendStats(
+            *(prompts, trajectories, tokens, dropped, unkept, evicted, shed_epochs),
+            *(alike.compared, alike.similar, alike.by_chance_compared, alike.by_chance_similar),
+        )
 
     def _tell_evictions(self, stats: AppendStats) -> None:
         if stats.evicted or stats.unkept:

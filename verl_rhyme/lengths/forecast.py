@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.lengths.outlook import Outlook, edges
 from verl_rhyme.lengths.residuals import Residuals
 
 Floats = npt.NDArray[np.float64]
 
 #: Equally likely lengths that a mean is taken over.
 _MEAN_OVER = 32
+#: Share of the possible ends that "hardly more" leaves below.
+_LIKELY = 0.9
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,18 @@ class Forecast:
         bound = np.maximum(np.broadcast_to(np.asarray(tokens, dtype=np.float64), (len(self),)), self.emitted)
         longer = np.exp(self._before() - self._hazard(bound))
         return np.where(bound >= self.limit, 0.0, np.minimum(longer, 1.0))
+
+    def outlook(self) -> Outlook:
+        """What each may yet add."""
+        bounds = edges(self.limit)
+        left = np.maximum(self.limit - self.emitted, 0)
+        until = np.minimum(bounds[:, None], left)  # whatever runs on ends at the limit, all at once
+        hazard = self._hazard(np.maximum(self.emitted + until, 1e-9)) - self._before()
+        longer = np.exp(-np.maximum(hazard, 0))
+        reached = np.diff(until, axis=0) / np.diff(bounds)[:, None]
+        beyond = (reached * (longer[1:] + longer[:-1]) / 2).T.astype(np.float32)
+        tokens, likely = (ends.astype(np.int64) for ends in (self.mean(), self.quantile(_LIKELY)))
+        return Outlook(self.limit, tokens, likely, np.ascontiguousarray(beyond))
 
     def _before(self) -> Floats:
         """H at what was emitted."""

@@ -14,8 +14,9 @@ A state machine without a clock. At 17,000 prompts x 16: 1.5 MB, and 0.1 ms for 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,15 +144,24 @@ class LengthPredictor:
         self._learn(row, np.log(tokens), ended)
         return Learnt(before, tokens, ended)
 
-    def forecast(self, prompts: Sequence[Hashable], emitted: npt.ArrayLike | int = 0) -> Forecast:
+    def forecast(
+        self,
+        prompts: Sequence[Hashable],
+        emitted: npt.ArrayLike | int = 0,
+        ended: Mapping[Any, Sequence[int]] | None = None,
+    ) -> Forecast:
         """Distributions of final lengths.
 
         Args:
             prompts: Of B responses; siblings stand there once each, and those that run tell about each other.
             emitted: int[B] or one number, tokens that each has so far.
+            ended: Tokens of siblings that ended, by prompt, beside those of whom :meth:`ended` told; they count here
+                only.
         """
         rows = np.fromiter((self._row(prompt) for prompt in prompts), dtype=np.int64, count=len(prompts))
-        return self._forecast(rows, np.broadcast_to(np.asarray(emitted, dtype=np.int64), rows.shape), siblings=True)
+        by_row = {self._row(prompt): tokens for prompt, tokens in (ended or {}).items() if tokens}
+        emitted = np.broadcast_to(np.asarray(emitted, dtype=np.int64), rows.shape)
+        return self._forecast(rows, emitted, siblings=True, ended=by_row)
 
     # ---- checkpoints ----
 
@@ -210,23 +220,36 @@ class LengthPredictor:
         noise = (_SPREAD_PRIOR * self._within.value + self._squares[rows]) / (_SPREAD_PRIOR + self._draws[rows])
         return location, np.maximum(variance, _LEAST), np.maximum(noise, _LEAST)
 
-    def _forecast(self, rows: npt.NDArray[np.int64], emitted: npt.NDArray[np.int64], siblings: bool) -> Forecast:
+    def _forecast(
+        self,
+        rows: npt.NDArray[np.int64],
+        emitted: npt.NDArray[np.int64],
+        siblings: bool,
+        ended: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> Forecast:
         distinct, of = np.unique(rows, return_inverse=True)
         location, variance, noise = self._prior(distinct)
         seen = self._visits[distinct] > 0
         if siblings:
             logs, done, whose = [np.log(np.maximum(emitted[emitted > 0], 1))], [], [of[emitted > 0]]
             done.append(np.zeros(len(logs[0]), dtype=bool))
-            if self._open:
+            if self._open or ended:
+                tokens, told, groups = list[int](), list[bool](), list[int]()
                 for g, row in enumerate(distinct.tolist()):
-                    if (group := self._open.get(row)) is not None:
-                        logs.append(np.log(group.tokens))
-                        done.append(np.array(group.ended))
-                        whose.append(np.full(len(group.tokens), g))
-                        seen[g] = True
+                    group, others = self._open.get(row), ended.get(row, ())
+                    if group is not None:
+                        tokens += group.tokens
+                        told += group.ended
+                    tokens += others
+                    told += [length < self.limit for length in others]
+                    groups += [g] * (len(tokens) - len(groups))
+                logs.append(np.log(np.maximum(tokens, 1)))
+                done.append(np.array(told, dtype=bool))
+                whose.append(np.array(groups, dtype=np.int64))
+                seen[whose[-1]] = True
             if any(map(len, logs)):
-                draws, ended = np.concatenate(logs), np.concatenate(done)
-                location, variance = posterior(location, variance, noise, draws, ended, np.concatenate(whose))
+                draws, cut = np.concatenate(logs), np.concatenate(done)
+                location, variance = posterior(location, variance, noise, draws, cut, np.concatenate(whose))
         return Forecast(location[of], np.sqrt(variance + noise)[of], emitted, seen[of], self.limit, self._shapes)
 
     def _learn(self, row: int, logs: Floats, ended: npt.NDArray[np.bool_]) -> None:
