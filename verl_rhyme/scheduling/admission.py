@@ -40,14 +40,14 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         numbers = _longest_first(prompt)
         if not tally.has_begun(prompt):
             room -= len(numbers)
-        for number in numbers:
+        for number in _after_probe(rules, prompt, numbers):
             yield prompt.uid, number
         seen.add(prompt.number)
     else:
         return
     for prompt in _in_order(rules, ledger, tally.prompts("begun")):
         if prompt.number not in seen:
-            for number in _longest_first(prompt):
+            for number in _after_probe(rules, prompt, _longest_first(prompt)):
                 yield prompt.uid, number
 
 
@@ -81,3 +81,11 @@ def _in_order(rules: Rules, ledger: Ledger, prompts: Iterable[Prompt]) -> Iterab
 def _longest_first(prompt: Prompt) -> list[int]:
     pending = [number for number, sample in enumerate(prompt.samples) if sample.state == "pending"]
     return sorted(pending, key=lambda number: -prompt.samples[number].tokens)
+
+
+def _after_probe(rules: Rules, prompt: Prompt, pending: list[int]) -> list[int]:
+    """Those that need not wait for the first of their prompt to tell its length."""
+    states = {sample.state for sample in prompt.samples} if rules.probe else set()
+    if states and states <= {"pending", "running"}:
+        return [] if "running" in states else pending[:1]
+    return pending

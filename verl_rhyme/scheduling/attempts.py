@@ -59,12 +59,22 @@ class Start:
             without any.
         priority: Its place in the engine's queue, lowest first; validation has 0.
         partial: It goes on from these turns, rather than drafts from them (``Rules.continues``).
+        replica: Where it is to run; empty: the router decides.
+        why: It is to run there, in a few words.
+        tokens: It is expected to have at its end; ``None`` where nobody knows.
+        likely_tokens: It will hardly have more.
+        version: Of the policy: a replica that serves an older one takes a newer one first.
     """
 
     name: str
     predecessor: str | None
     priority: int
     partial: bool = False
+    replica: str = ""
+    why: str = ""
+    tokens: int | None = None
+    likely_tokens: int | None = None
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

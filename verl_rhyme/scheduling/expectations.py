@@ -7,10 +7,13 @@ error in it costs the expectation, never the rollout: who asks is told nothing t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
+from verl_rhyme.lengths.outlook import Outlook
 from verl_rhyme.lengths.predictor import LengthPredictor
 from verl_rhyme.lengths.quality import Quality
 
@@ -46,6 +49,17 @@ class Expectations:
             Tokens that a response of each is expected to have.
         """
         return self._try(partial(self._hand, keys), {})
+
+    def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Outlook | None:
+        """What responses to these prompts that have so many tokens may yet add; ``None`` where that cannot be told."""
+
+        def outlook() -> Outlook:
+            keys = {uid: self._keys.get(uid, _NOBODY) for uid in uids}
+            ended = {key: list(self._lengths[uid].values()) for uid, key in keys.items() if key and uid in self._keys}
+            told = self.predictor.forecast([keys[uid] for uid in uids], np.asarray(emitted, dtype=np.int64), ended)
+            return told.outlook()
+
+        return self._try(outlook, None)
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
         """A sample came to its end; what an earlier attempt at it had counts no more."""

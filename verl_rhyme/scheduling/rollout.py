@@ -17,7 +17,7 @@ from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
 from verl_rhyme.scheduling.remembered import Batch, Evidence, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.scheduling.scheduler import Scheduler
+from verl_rhyme.scheduling.scheduler import Admits, Scheduler
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
@@ -102,8 +102,22 @@ class Rollout:
             found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
         return found
 
-    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
+    def fill(self, limit: int | None = None, lot: int = 1, admits: Admits | None = None) -> list[Start]:
         """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
+        self.stock_up()
+        rules, starts = self.rules, []
+        started = self.scheduler.dispatch(limit, lot, admits)
+        versions = self.scheduler.oldest_versions(uid for uid, _ in started)
+        for (uid, number), version in zip(started, versions, strict=True):
+            prompt = self.scheduler.ledger.prompt(uid)
+            before = self._predecessor(uid, number)
+            predecessor = None if before is None else Attempt(uid, number, before).name
+            name = Attempt(uid, number, prompt.samples[number].attempt).name
+            starts.append(Start(name, predecessor, priority(rules, prompt), rules.continues, version=version))
+        return starts
+
+    def stock_up(self) -> None:
+        """Load what may be loaded of the stock."""
         load_size = self.scheduler.load_size(self._batches_left)
         for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
             uid = next(iter(self._stock))
@@ -111,14 +125,17 @@ class Rollout:
             if (expected := self._expected.pop(uid, None)) is not None:
                 self.scheduler.ledger.expect(uid, expected)
         self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
-        rules, starts = self.rules, []
-        for uid, number in self.scheduler.dispatch(limit, lot):
-            prompt = self.scheduler.ledger.prompt(uid)
-            before = self._remembered.attempt.get((uid, number)) if rules.continues or rules.redraft else None
-            predecessor = None if before is None else Attempt(uid, number, before).name
-            name = Attempt(uid, number, prompt.samples[number].attempt).name
-            starts.append(Start(name, predecessor, priority(rules, prompt), rules.continues))
-        return starts
+
+    def kept_tokens(self, uid: str, number: int) -> int:
+        """Tokens that the next attempt at a sample goes on from."""
+        if not self.rules.continues or self._predecessor(uid, number) is None:
+            return 0
+        return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens
+
+    def _predecessor(self, uid: str, number: int) -> int | None:
+        if not (self.rules.continues or self.rules.redraft):
+            return None
+        return self._remembered.attempt.get((uid, number))
 
     def ended(self, report: Ended) -> list[Record]:
         """What an attempt tells of its end. What one tells whom nobody waits for any more changes nothing.

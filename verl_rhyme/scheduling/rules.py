@@ -31,6 +31,13 @@ HarvestOrder = Literal["shortest", "loaded"]
 MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
     "partial": {"on_interrupt": "continue"},
+    "histopipe": {"harvest": "loaded"},
+}
+#: What ``histopipe`` is beside that, by ``through_training``: of engines apart from the actor each begins its share of
+#: the next step when its share of this one is done (RhymeRL, arXiv:2508.18588); else a step is strictly synchronous.
+_HISTOPIPE: dict[bool, dict[str, Any]] = {
+    True: {"on_interrupt": "continue", "max_staleness": 1, "load": "rolling"},
+    False: {"on_interrupt": "regenerate", "max_staleness": 0, "load": "group", "group_batches": 1},
 }
 
 
@@ -46,6 +53,8 @@ class Rules:
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
         start_order: See :data:`StartOrder`.
+        probe: One sample of a prompt runs first, and the others start when it has come to its end: its length tells
+            theirs.
         load: See :data:`Load`. Prompts that were dropped are replaced at all times.
         harvest: See :data:`HarvestOrder`.
         harvest_tokens: Harvest also when so many tokens are finished, though the batch is not full; ``None``: never.
@@ -54,6 +63,8 @@ class Rules:
             update batch's rewards.
         through_training: Engines run on between a harvest and the next version of the policy, whose weights cut short
             what runs (``regenerate``, ``continue``).
+        one_by_one: Replicas take the weights of a new version each for itself: some serve an older one for a while, and
+            what needs the new one waits there.
         draft_ahead: On-policy and ``through_training``: samples start while the actor trains, too. What they say
             before the new version is at most a draft of what is generated under it, and counts as wasted.
 
@@ -68,12 +79,14 @@ class Rules:
     max_staleness: int = 0
     unit: Unit = "group"
     start_order: StartOrder = "load"
+    probe: bool = False
     load: Load = "group"
     harvest: HarvestOrder = "shortest"
     harvest_tokens: int | None = None
     redraft: bool = True
     stop_wait: float = 30.0
     through_training: bool = False
+    one_by_one: bool = False
     draft_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -165,4 +178,7 @@ def named(mode: str, **rules: Any) -> Rules:
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    return Rules(**{**rules, **MODES[mode]})
+    fixed = MODES[mode]
+    if mode == "histopipe":
+        fixed = {**fixed, **_HISTOPIPE[bool(rules.get("through_training"))]}
+    return Rules(**{**rules, **fixed})

@@ -22,6 +22,7 @@ A pure state machine: events are method calls, and time comes in as an argument.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,9 @@ from verl_rhyme.scheduling.batch import awaits, batch, suffices
 from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
+
+#: Of samples (uid, number) that may start, those that do.
+Admits = Callable[[list[tuple[str, int]]], list[tuple[str, int]]]
 
 #: However small an update batch is, so many failures are no accident.
 _HOPELESS = 16
@@ -100,21 +104,37 @@ class Scheduler:
         self.step.loaded += 1
         self._owed = max(0, self._owed - 1)
 
-    def dispatch(self, limit: int | None = None, lot: int = 1) -> list[tuple[str, int]]:
+    def dispatch(self, limit: int | None = None, lot: int = 1, admits: Admits | None = None) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
         Args:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
             lot: Start none before so many may be started: each start is a message.
+            admits: Is shown all that may start, in order, and answers what of it does; ``None``: all.
         """
         room = None if limit is None else limit - self.running
-        if room is not None and room < lot:
+        if (room is not None and room < lot) or not self.ledger.tally.samples["pending"]:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
+        if admits is not None and started:
+            started = admits(started)
         for uid, number in started:
             # What does not span versions is all of the version it tells when it was stopped.
             self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)
         return started
+
+    def oldest_versions(self, uids: Iterable[str]) -> list[int]:
+        """Of the policy that may answer samples of these prompts which start now: with tokens of an older one they
+        would be too stale when they are trained. Where replicas take versions one by one; else any is new enough.
+        """
+        rules = self.rules
+        if not (rules.one_by_one or rules.runs_on):
+            return [0 for _ in uids]
+        if rules.harvest != "loaded":  # any of the next updates may take it
+            return [self.version for _ in uids]
+        updates = {prompt.uid: place // rules.batch_prompts for place, prompt in enumerate(self.ledger)}
+        newest = self.version + self._training  # or it would wait for an update that waits for it
+        return [max(0, min(newest, newest - rules.max_staleness + updates[uid])) for uid in uids]
 
     @property
     def running(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_rhyme.scheduling.rules import Unit
-from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, State
+from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Prompt, Sample, State
 
 #: What prompts can be asked for by: samples in a state, or (``begun``) pending ones of a prompt that has been started.
 Having = State | Literal["begun"]
@@ -55,30 +55,44 @@ _NOTHING = Part({}, (0, 0), {}, {}, {}, 0)
 
 def part(prompt: Prompt, unit: Unit) -> Part:
     """What a prompt adds."""
+    group = prompt.samples
     samples: dict[State, int] = {}
-    tokens: dict[State, int] = {}
-    versions: dict[State, dict[int, int]] = {}
-    for sample in prompt.samples:
-        state, version = sample.state, sample.oldest_version
+    held: dict[int, int] = {}
+    for sample in group:  # after every event: nothing here that could be asked later
+        state = sample.state
         samples[state] = samples.get(state, 0) + 1
-        tokens[state] = tokens.get(state, 0) + sample.tokens
+        version = sample.first_version if sample.running_version is None else sample.running_version
         if version is not None and state != "trained":
-            of_state = versions.setdefault(state, {})
-            of_state[version] = of_state.get(version, 0) + 1
-    rewarded, generated = versions.get("finished", {}), versions.get("generated", {})
-    trainable, held = _sum(rewarded, generated), _sum(*versions.values())
-    rewarded_tokens = tokens.get("finished", 0)
-    trainable_tokens = rewarded_tokens + tokens.get("generated", 0)
-    untrained = len(prompt.samples) - samples.get("trained", 0)
+            held[version] = held.get(version, 0) + 1
+    untrained = len(group) - samples.get("trained", 0)
     begun = untrained if held or any(state in samples for state in ON_THEIR_WAY) else 0
+    ended = samples.get("finished", 0) + samples.get("generated", 0)
     if unit == "group":
         held = {min(held): untrained} if held else {}
-        if sum(trainable.values()) < len(prompt.samples):
+    if not ended or (unit == "group" and ended < len(group)):
+        return Part(samples, (0, 0), {}, {}, held, begun)
+    rewarded, rewarded_tokens = _of(group, "finished")
+    generated, generated_tokens = _of(group, "generated")
+    trainable, trainable_tokens = _sum(rewarded, generated), rewarded_tokens + generated_tokens
+    if unit == "group":
+        if sum(trainable.values()) < len(group):
             trainable, trainable_tokens = {}, 0
-        if sum(rewarded.values()) < len(prompt.samples):
+        if sum(rewarded.values()) < len(group):
             rewarded, rewarded_tokens = {}, 0
         trainable, rewarded = trainable and held, rewarded and held
     return Part(samples, (trainable_tokens, rewarded_tokens), trainable, rewarded, held, begun)
+
+
+def _of(group: list[Sample], state: State) -> tuple[dict[int, int], int]:
+    """Of the samples in a state: how many have their oldest token from each version, and their tokens."""
+    versions: dict[int, int] = {}
+    tokens = 0
+    for sample in group:
+        if sample.state == state:
+            tokens += sample.tokens
+            if (version := sample.oldest_version) is not None:
+                versions[version] = versions.get(version, 0) + 1
+    return versions, tokens
 
 
 def _sum(*parts: dict[int, int]) -> dict[int, int]:

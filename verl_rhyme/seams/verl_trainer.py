@@ -17,6 +17,12 @@ SEAMS: tuple[Seam, ...] = (
         contains=("validate_config(config=config", "run_ppo(config, task_runner_class=TaskRunnerV1)"),
     ),
     Seam("verl.workers.config:RolloutConfig", "where our configuration travels", has=("custom",)),
+    Seam(
+        "verl.utils.tracking:RLInsightLogger.trace_span",
+        "our spans in RL-Insight",
+        accepts=("name", "start_time_ns", "end_time_ns", "attributes"),
+    ),
+    Seam("verl.utils.tracking:RLInsightLogger.enabled", "whether RL-Insight is on"),
     # ---- trainer ----
     Seam(f"{_TRAINER}:TRAINER_REGISTRY", "our trainers under verl's names", has=("update",)),
     Seam(f"{_TRAINER}:register_trainer", "trainer modes of our own", signature="(name)"),
@@ -234,11 +240,22 @@ SEAMS: tuple[Seam, ...] = (
         "FSDP on a CPU",
         has=("FSDPEngineWithLMHead", "FSDPEngineWithValueHead"),
     ),
-    Seam(f"{_CHECKPOINT}:CheckpointEngineRegistry.register", "weights through shared memory", signature="(backend)"),
+    Seam(f"{_CHECKPOINT}:CheckpointEngineRegistry.register", "relay of weights", signature="(backend)"),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngine",
-        "weights through shared memory",
-        implemented_by="verl_rhyme.workers.shm_checkpoint_engine:ShmCheckpointEngine",
+        "relay of weights",
+        implemented_by="verl_rhyme.workers.weights.engine:RelayCheckpointEngine",
     ),
-    Seam("verl.workers.rollout.utils:ensure_async_iterator", "weights through shared memory"),
+    Seam("verl.workers.rollout.utils:ensure_async_iterator", "relay of weights"),
+    Seam(f"{_CHECKPOINT}:CheckpointEngineWorker.update_weights", "relay of weights", signature="(self, global_steps)"),
+    Seam(
+        f"{_CHECKPOINT}:CheckpointEngineWorker.execute_checkpoint_engine",
+        "relay of weights",
+        signature="(self, method, *args, **kwargs)",
+    ),
+    Seam(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
+        "relay of weights: what a replica does before and after it takes them",
+        has=("release_kv_cache", "resume_kv_cache", "resume_engine_generation", "open_submission_gate"),
+    ),
 )

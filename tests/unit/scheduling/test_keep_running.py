@@ -125,6 +125,29 @@ def test_what_would_be_too_stale_at_the_next_update_is_waited_for():
     assert batch.staleness == [1, 1]
 
 
+def test_who_may_answer_what_starts_is_as_old_as_the_bound_allows():
+    """Of update batches as they were loaded, with replicas that take new versions one by one."""
+    rules = {"load": "rolling", "harvest": "loaded"}
+    built = scheduler(**rules)
+    assert built.oldest_versions(["p0", "p1"]) == [0, 0]  # p1 is trained by version 1 at the earliest
+    finish(built, "p0", 3, 3)
+    built.harvest()
+    assert built.oldest_versions(["p1"]) == [0]
+    built.load("p2", 2)
+    assert built.oldest_versions(["p1", "p2"]) == [0, 1], "p2 is trained by version 2, which is not there yet"
+    built.begin(1)
+    assert built.oldest_versions(["p1", "p2"]) == [0, 1]
+    built.load("p3", 2)
+    assert built.oldest_versions(["p3"]) == [1], "no update comes before p3 starts"
+
+
+@pytest.mark.parametrize(("one_by_one", "wanted"), [(True, 3), (False, 0)])
+def test_any_of_the_next_updates_may_take_what_is_finished_first(one_by_one, wanted):
+    built = scheduler(load="rolling", one_by_one=one_by_one, on_interrupt="continue")
+    built.begin(3)
+    assert built.oldest_versions(["p1"]) == [wanted]
+
+
 def test_what_the_next_harvests_could_not_all_take_is_waited_for_before():
     """Two of three old prompts are left and each fits into one of the two batches that may train them."""
     built = scheduler(max_staleness=2)
@@ -222,3 +245,20 @@ def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
         Rules(1, 2, **rules)
     assert not [word for word in words if word not in str(caught.value)]
+
+
+def test_a_probe_tells_its_length_before_its_siblings_start():
+    built = Scheduler(Rules(2, 6, group_batches=1, probe=True))
+    built.begin(0)
+    for uid in ("p0", "p1"):
+        built.load(uid, 3)
+    assert built.dispatch() == [("p0", 0), ("p1", 0)]
+    assert built.dispatch() == []
+    built.interrupt("p0", 0, 5, 0)
+    assert built.dispatch() == [("p0", 0)], "a probe that was cut short is still the probe"
+    assert built.generate("p1", 0, 9, 0)
+    assert built.dispatch() == [("p1", 1), ("p1", 2)]
+    built.abandon("p0", 0)
+    assert built.dispatch() == [("p0", 0)]
+    assert built.generate("p0", 0, 9, 0)
+    assert built.dispatch() == [("p0", 1), ("p0", 2)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
+
 #: Rows of ``running`` and ``reserved``.
 REQUESTS, TOKENS = 0, 1
 
@@ -25,9 +27,11 @@ class Fleet:
         reserved_totals: Sums of ``reserved``.
         expected: Requests that are announced and have not come yet.
         version: Changes with replicas and capacities.
+        cost: What a replica's work costs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cost: ReplicaCost = TYPICAL) -> None:
+        self.cost = cost
         self.names: list[str] = []
         self.index: dict[str, int] = {}
         self.running: Counts = np.zeros((2, 0), np.int64)
@@ -79,6 +83,14 @@ class Fleet:
         self.capacity[self.index[replica]] = capacity
         self._settle()
 
+    def room(self, replica: str) -> float:
+        """KV tokens it has room for; infinite where nobody said.
+
+        Raises:
+            KeyError: No such replica.
+        """
+        return float(self.capacity[self.index[replica]])
+
     def _settle(self) -> None:
         self.version += 1
         known = np.isfinite(self.capacity)
@@ -111,6 +123,17 @@ class Fleet:
         """Columns of the replicas with the fewest requests."""
         requests = self.running[REQUESTS]
         return np.flatnonzero(requests == requests.min())
+
+    def least_tokens(self, among: npt.NDArray[np.intp] | None = None) -> int:
+        """Column of the replica with the fewest tokens for its share, of those with as few the one with the fewest
+        requests.
+
+        Args:
+            among: Columns; ``None``: all.
+        """
+        # Loads are whole numbers far below 2**40: requests never outweigh a token.
+        load = (self.running[TOKENS] + self.running[REQUESTS] * 2.0**-20) / self.share
+        return int(load.argmin()) if among is None else int(among[load[among].argmin()])
 
     def imbalance(self, row: int) -> float:
         """The greatest load over its fair share, of requests or tokens; 1 when nothing runs."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from verl_rhyme.scheduling.placement.fleet import Fleet
-from verl_rhyme.scheduling.placement.policy import Request
+from verl_rhyme.scheduling.placement.policy import PlacementPolicy, Request
 
 
-class LeastLoaded:
+class LeastLoaded(PlacementPolicy):
     """The reference (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); ties are drawn, as there.
 
     Args:
@@ -25,15 +25,3 @@ class LeastLoaded:
             return request.last
         least = self._fleet.least()
         return self._fleet.names[least[self._random.randrange(len(least))]]
-
-    def started(self, request: Request, replica: str) -> None:
-        pass
-
-    def released(self, request: Request, replica: str) -> None:
-        pass
-
-    def removed(self, replica: str) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass

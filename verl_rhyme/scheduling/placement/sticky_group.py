@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, TOKENS, Fleet
-from verl_rhyme.scheduling.placement.policy import Request
+from verl_rhyme.scheduling.placement.policy import PlacementPolicy, Request
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -46,7 +46,7 @@ class _Group:
 _NOBODY = _Group()
 
 
-class StickyGroup:
+class StickyGroup(PlacementPolicy):
     """See the module. What it remembers of a prompt goes with the prompt's last running request.
 
     The mean is of what runs and of what is known to come: the rest of the groups (``Request.group``), for which room is
@@ -101,7 +101,7 @@ class StickyGroup:
         if more := max(0, request.group - group.arrived):
             self._reserve(group, more, request.tokens)
 
-    def released(self, request: Request, replica: str) -> None:
+    def released(self, request: Request, replica: str, tokens: int | None) -> None:
         group = self._groups.get(request.key)
         if group is None:
             return

@@ -363,7 +363,7 @@ def test_a_group_that_fell_back_is_still_counted_out():
 
 
 def test_a_policy_that_is_not_there_is_told():
-    with pytest.raises(ValueError, match="least_loaded, sticky_group"):
+    with pytest.raises(ValueError, match=r"least_loaded, .*sticky_group"):
         Placement("stick_group")
     with pytest.raises(ValueError, match=r"above 1.*1\.25"):
         Placement("sticky_group", {"factor": 1.0})

@@ -1,0 +1,154 @@
+"""Coefficients come back from requests whose steps took what known ones say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.cost import StepCost
+from verl_rhyme.scheduling.cost_fit import LEAST_REQUESTS, FitError, Requests, fit_line, fit_steps
+
+COST = StepCost(base=0.02, row=4e-4, cached=2e-6, draft=2e-4, drafting=0.004)
+PREFILL = 2e-5
+
+
+def decode(cost, prefill=0.0, count=200, slots=8, seed=0, drafts=True, pause=1.0):
+    """Two replicas that take whole steps, one after the other; requests come in bursts, with pauses between."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for replica in range(2):
+        now, waiting, running = 0.0, [], []
+        for _ in range(count // 2):
+            request = {"replica": replica, "prompt": len(rows), "steps": 0, "made": 0.0}
+            request |= {"tokens": int(rng.integers(5, 150)), "prompt_tokens": int(rng.integers(20, 2000))}
+            request["pace"] = 2.0 if drafts and (len(rows) // 10) % 2 else 1.0
+            rows.append(request)
+            waiting.append(request)
+        while waiting or running:
+            if not running:
+                now += pause
+                batch = int(rng.integers(1, 3 * slots))  # of this burst
+            while waiting and batch and len(running) < slots:
+                request, batch = waiting.pop(0), batch - 1
+                request["started"] = now
+                now += prefill * request["prompt_tokens"]
+                request["first_token"] = now
+                running.append(request)
+            cached = sum(r["prompt_tokens"] + r["made"] for r in running)
+            now += cost.seconds(len(running), cached, sum(3.0 * (r["pace"] > 1) for r in running))
+            for request in running:
+                request["steps"] += 1
+                request["made"] += request["pace"]
+                request["finished"] = now
+            running = [r for r in running if r["made"] < r["tokens"]]
+
+    def column(name, kind=float):
+        return np.array([row[name] for row in rows], dtype=kind)
+
+    steps = column("steps")
+    return Requests(
+        **{name: column(name) for name in ("started", "first_token", "finished", "prompt_tokens")},
+        **{name: column(name, np.int64) for name in ("replica", "prompt")},
+        own=np.zeros(len(rows)),
+        computed=column("prompt_tokens"),
+        tokens=column("made"),
+        steps=steps,
+        drafted=steps * 3 * (column("pace") > 1),
+        whole=np.ones(len(rows), dtype=bool),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.builds(
+        StepCost,
+        base=st.floats(0.005, 0.05),
+        row=st.floats(1e-4, 2e-3),
+        cached=st.floats(1e-7, 3e-6),
+        draft=st.floats(1e-5, 5e-4),
+        drafting=st.just(0.0),
+    ),
+    st.integers(0, 99),
+)
+def test_known_coefficients_come_back(cost, seed):
+    found = fit_steps(decode(cost, PREFILL, count=400, seed=seed))
+    assert found.error < 0.02
+    assert found.pace == pytest.approx({0: 1, 1: 1}, abs=0.02)
+    for rows, cached, drafts in ((1, 1000, 0), (4, 5000, 0), (8, 9000, 0), (4, 5000, 12), (8, 9000, 24)):
+        assert found.step.seconds(rows, cached, drafts) == pytest.approx(cost.seconds(rows, cached, drafts), rel=0.06)
+
+
+def test_each_coefficient_by_itself():
+    found = fit_steps(decode(COST, PREFILL, count=2000))
+    for name, value in vars(COST).items():
+        assert getattr(found.step, name) == pytest.approx(value, rel=0.15), name
+        assert abs(getattr(found.step, name) - value) < 5 * found.errors[name] + 0.02 * value, name
+    assert found.prefill == pytest.approx(PREFILL, rel=0.25)
+    assert not found.untold
+
+
+def test_noise_and_requests_that_went_wrong():
+    """Ends are told late by up to a step; one request in twenty was preempted, or its machine stood still."""
+    requests = decode(COST, PREFILL, count=800)
+    rng = np.random.default_rng(1)
+    late = rng.uniform(0, 0.02, len(requests))
+    odd = rng.random(len(requests)) < 0.05
+    steps = np.where(odd, requests.steps * rng.uniform(0.2, 0.9, len(requests)), requests.steps)
+    found = fit_steps(replace(requests, finished=requests.finished + late, steps=steps))
+    for rows, cached in ((2, 2000), (8, 9000)):
+        assert found.step.seconds(rows, cached) == pytest.approx(COST.seconds(rows, cached), rel=0.06)
+    assert found.error < 0.03
+
+
+def test_what_a_run_does_not_tell_stays_0_and_is_said():
+    plain = fit_steps(decode(StepCost(base=0.02, row=4e-4), drafts=False))
+    assert plain.untold["draft"] == plain.untold["drafting"] == "nothing was drafted"
+    assert plain.step.draft == plain.step.drafting == 0
+    alone = fit_steps(decode(StepCost(base=0.02), slots=1, drafts=False))
+    assert alone.untold["row"] == "always as many"
+    assert alone.step.row == 0
+    assert alone.step.base == pytest.approx(0.02, rel=0.01)
+    cached = replace(decode(COST, drafts=False), computed=np.zeros(200))
+    assert fit_steps(cached).untold["prefill"] == "no prompt was computed"
+
+
+def test_a_part_that_cannot_be_told_from_the_base_is_given_up():
+    """One burst of as many requests as there are slots, all as long: rows and caches hardly vary."""
+    requests = decode(StepCost(base=0.02, row=1e-3), count=32, slots=8, drafts=False)
+    found = fit_steps(requests.of(np.argsort(-requests.steps)[:20]))
+    step = found.step.seconds(8, float(requests.prompt_tokens.mean() * 8))
+    assert step == pytest.approx(0.028, rel=0.2)
+    assert set(found.errors) | set(found.untold) == {*vars(COST), "prefill", "delay"}
+
+
+def test_one_slow_replica_is_told():
+    requests = decode(COST)
+    slow = np.where(requests.replica == 1, 1.5, 1.0)
+    times = {name: getattr(requests, name) * slow for name in ("started", "first_token", "finished")}
+    pace = fit_steps(replace(requests, **times)).pace
+    assert pace[1] / pace[0] == pytest.approx(1.5, rel=0.05)
+
+
+def test_too_few_are_refused():
+    requests = decode(COST, count=LEAST_REQUESTS)
+    fit_steps(requests)
+    with pytest.raises(FitError, match=f"15 requests .* at least {LEAST_REQUESTS}"):
+        fit_steps(requests.of(np.arange(15)))
+    with pytest.raises(FitError, match="0 requests"):
+        fit_steps(replace(requests, started=np.full(16, np.nan)))
+
+
+def test_a_line_has_a_slope_only_where_it_shows():
+    x = np.arange(1.0, 20.0)
+    grows = fit_line(x, 2 + 0.5 * x)
+    assert (grows.slope, grows.at_zero) == (pytest.approx(0.5, rel=0.01), pytest.approx(2, rel=0.02))
+    noise = fit_line(x, 2 + np.random.default_rng(0).uniform(-0.5, 0.5, len(x)))
+    assert (noise.slope, noise.at_zero) == (0, pytest.approx(2, abs=0.3))
+    assert fit_line(x[:2], x[:2]).slope == 0
+    outlier = 2 + 0.5 * x
+    outlier[3] = 100
+    assert fit_line(x, outlier).at_zero + fit_line(x, outlier).slope * 10 == pytest.approx(7, rel=0.1)

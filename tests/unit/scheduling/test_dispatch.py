@@ -1,0 +1,209 @@
+"""What starts, with its forecast and its place; what ends, is lost, or goes on elsewhere."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from verl_rhyme.lengths.outlook import certain
+from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.cost import TYPICAL
+from verl_rhyme.scheduling.dispatch import Dispatch
+from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import Rules, named
+
+RULES = {"batch_prompts": 2, "batch_samples": 4, "start_order": "longest"}
+
+
+def expected(samples, had):
+    tokens = np.array([1000 * (int(uid) + 1) for uid, _ in samples])
+    return certain(tokens, had, 10_000)._replace(likely=3 * tokens // 2)
+
+
+def made(mode="histopipe", lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):
+    rules = named(mode, **RULES, max_staleness=1, through_training=True)
+    rollout = Rollout(rules)
+    options = {"groups": 2, "tail": 1.0, **options} if policy == "histopipe" else options
+    dispatch = Dispatch(rollout, lengths, Placement(policy, options, cost=cost))
+    dispatch.serve(dict.fromkeys(replicas, 100_000))
+    rollout.hand((str(n), 2) for n in range(4))
+    rollout.expect({str(n): 1000.0 * (n + 1) for n in range(4)})
+    rollout.publish(0, 10)
+    return rollout, dispatch
+
+
+def test_each_start_has_its_forecast_and_its_place():
+    _, dispatch = made()
+    starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
+    assert len(starts) == 8
+    assert {(s.tokens, s.likely_tokens) for (uid, _), s in starts.items() if uid == "3"} == {(4000, 6000)}
+    assert {uid: start.replica for (uid, _), start in starts.items()} == {"0": "a", "1": "b", "2": "b", "3": "a"}
+    assert dispatch.why(starts["3", 1].name) == "length group 2 of 2 in step 1, on 1 replicas"
+
+
+def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
+    rollout, before = made()
+    starts = {Attempt.named(start.name).sample: start for start in before.fill()}
+    rollout.ended(Ended(starts["0", 0].name, "generated", 5, 0))
+    dispatch = Dispatch(rollout, expected, Placement("histopipe", {"groups": 2, "tail": 1.0}))
+    dispatch.serve({"a": 100_000, "c": 100_000})
+    running = {start.name: start.replica for start in starts.values()}
+    dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
+    # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
+    assert dispatch.placement.status()["requests"] == {"a": 3, "c": 1}
+    assert dispatch.why(starts["1", 0].name) == "in no plan: where least is to do"
+    for sample in (("1", 0), ("3", 0), ("3", 1)):
+        dispatch.ended(starts[sample].name, 9)
+    assert dispatch.placement.status()["requests"] == {"a": 1, "c": 0}
+
+
+def test_without_a_policy_that_plans_the_router_decides():
+    rollout = Rollout(Rules(**RULES))
+    dispatch = Dispatch(rollout, expected)
+    rollout.hand([("0", 2), ("1", 2)])
+    rollout.publish(0, 1)
+    starts = dispatch.fill()
+    assert [start.replica for start in starts] == [""] * 4
+    assert (starts[0].tokens, dispatch.why(starts[0].name)) == (1000, "")
+    dispatch.ended(starts[0].name, 5)
+    assert (dispatch.watched(), dispatch.moves({starts[0].name: 3})) == ({}, [])
+
+
+def test_without_forecasts_or_replicas_samples_start_all_the_same():
+    _, dispatch = made(lengths=lambda samples, had: None, replicas=())
+    starts = dispatch.fill()
+    assert [(start.tokens, start.replica) for start in starts] == [(None, "")] * 8
+    dispatch.serve({"late": None})
+    assert dispatch.fill() == []
+
+
+def test_what_ended_takes_no_room():
+    rollout, dispatch = made()
+    starts = dispatch.fill()
+    for start in starts:
+        dispatch.ended(start.name, 10)
+        dispatch.ended(start.name, 10)  # told twice
+    assert dispatch.placement.fleet.totals == [0, 0]
+    rollout.lost([start.name for start in starts])
+    again = dispatch.fill()
+    assert len(again) == 8
+    for start in starts:  # a late word about an earlier attempt
+        dispatch.ended(start.name, 10)
+    assert dispatch.placement.fleet.totals[0] == 8
+
+
+def test_an_attempt_whose_end_was_not_told_makes_room_for_the_next():
+    rollout, dispatch = made()
+    rollout.lost([start.name for start in dispatch.fill()])
+    dispatch.fill()
+    assert dispatch.placement.fleet.totals[0] == 8
+
+
+def test_what_goes_on_from_tokens_is_expected_to_add_the_rest():
+    rollout, dispatch = made()
+    start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
+    before = dispatch.placement.fleet.totals[1]
+    rollout.ended(Ended(start.name, "interrupted", 600, 0))
+    dispatch.ended(start.name)
+    [again] = dispatch.fill()
+    assert (again.tokens, again.partial) == (1000, True)
+    assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
+
+
+def test_prompts_that_left_are_forgotten_with_what_runs_of_them():
+    rollout, dispatch = made()
+    starts = dispatch.fill()
+    failed = next(s for s in starts if Attempt.named(s.name).uid == "0")
+    rollout.ended(Ended(failed.name, "failed", error="x"))
+    dispatch.keep(rollout.needs_prompt)
+    assert dispatch.placement.fleet.totals[0] == 6
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_moves_are_told_by_the_attempts_name(known):
+    _, dispatch = made()
+    starts = [s for s in dispatch.fill() if Attempt.named(s.name).uid == "3"]
+    at = starts[0].replica
+    assert {start.name for start in starts} <= set(dispatch.watched()[at])
+    dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
+    moves = dispatch.moves({starts[0].name if known else "99_0": 6001})
+    assert [(move.id, move.replica) for move in moves] == [(starts[0].name, "c")] * known
+    assert dispatch.moved == len(moves)
+    dispatch.ended(starts[0].name, 7000)
+    assert dispatch.placement.fleet.requests("c") == 0
+
+
+def test_what_was_begun_anew_brings_no_tokens():
+    rollout, dispatch = made()
+    start = next(s for s in dispatch.fill() if Attempt.named(s.name).uid == "0")
+    rollout.ended(Ended(start.name, "interrupted", 600, 0))
+    dispatch.ended(start.name)
+    rollout.publish(2, 8)  # 600 tokens of version 0 are too old
+    dispatch.keep(rollout.needs_prompt)
+    again = next(s for s in dispatch.fill() if Attempt.named(s.name).sample == Attempt.named(start.name).sample)
+    assert again.predecessor is None
+    at = dispatch.placement.fleet.running[1].sum()
+    dispatch.ended(again.name, 1000)
+    assert at - dispatch.placement.fleet.running[1].sum() == 1000, "all of the 1,000 that are expected"
+
+
+def test_a_replica_that_left_takes_nothing():
+    rollout, dispatch = made()
+    starts = dispatch.fill()
+    dispatch.serve({"b": 100_000})
+    rollout.lost([start.name for start in starts])
+    assert {start.replica for start in dispatch.fill()} == {"b"}
+
+
+def slots(count):
+    return replace(TYPICAL, slots=count)
+
+
+def test_what_finds_no_slot_waits_unbound_and_starts_once():
+    rollout, dispatch = made(policy="makespan", cost=slots(2))
+    started = dispatch.fill()
+    assert len(started) == 4
+    assert {start.replica for start in started} == {"a", "b"}
+    assert rollout.scheduler.ledger.tally.samples["pending"] == 4, "bound to nothing yet, and not started"
+    assert dispatch.fill() == []
+    names = [start.name for start in started]
+    while started:
+        first, *started = started
+        rollout.ended(Ended(first.name, "generated", 500, 0))
+        dispatch.ended(first.name, 500)
+        rollout.ended(Ended(first.name, "finished"))
+        emitted = {name: 100 for names_ in dispatch.watched().values() for name in names_}
+        dispatch.moves(emitted)
+        more = dispatch.fill()
+        started += more
+        names += [start.name for start in more]
+        assert dispatch.placement.fleet.running[0].max() <= 2
+    assert len(set(names)) == len(names) == 8
+    assert dispatch.placement.errors == 0, dispatch.placement.last_error
+
+
+def test_what_waits_starts_at_a_replica_that_comes():
+    _, dispatch = made(policy="makespan", cost=slots(2))
+    dispatch.fill()
+    assert dispatch.fill() == []
+    dispatch.serve({"a": 100_000, "b": 100_000})
+    assert dispatch.fill() == [], "nothing is new"
+    dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
+    assert {start.replica for start in dispatch.fill()} == {"c"}
+
+
+def test_what_waits_starts_when_all_else_was_cut_short():
+    rollout, dispatch = made(policy="makespan", cost=slots(2))
+    started = dispatch.fill()
+    for start in started:
+        rollout.ended(Ended(start.name, "interrupted", 0, None))
+        dispatch.ended(start.name)
+    assert len(dispatch.fill()) == 4
+
+
+def test_a_plan_that_lets_all_wait_for_nothing_is_a_fault_and_costs_no_sample():
+    _, dispatch = made(policy="makespan", cost=slots(2))
+    dispatch.placement.policy.choose = lambda request: None
+    assert len(dispatch.fill()) == 1
+    assert "all wait" in dispatch.placement.last_error or "no replica" in dispatch.placement.last_error

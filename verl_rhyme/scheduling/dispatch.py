@@ -1,0 +1,240 @@
+"""What starts, where, and what is expected of it: the rollout's starts, with forecasts and a plan.
+
+A plan is made for all prompts of an update when the first of them starts; a policy of
+:mod:`verl_rhyme.scheduling.placement` that goes by lengths makes it, over an account of what runs where. Pure, as what
+it stands on; an error in it costs the plan, and the router decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.scheduling.attempts import Attempt, Start
+from verl_rhyme.scheduling.placement import Ahead, Load, Move, Placement, Progress, Request
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.samples import Prompt
+
+#: Of samples (uid, number) that have so many tokens: what they may yet add.
+Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], "Outlook | None"]
+
+
+class _Placed(NamedTuple):
+    """Where a sample runs, in which attempt, and the tokens that it came there with."""
+
+    replica: str
+    name: str
+    had: int
+
+
+class _Chosen(NamedTuple):
+    """For a sample: where it is to run (empty: the router decides, ``None``: nowhere yet), what it is expected to
+    have at its end, what it will hardly exceed, and the tokens that it comes with."""
+
+    replica: str | None
+    tokens: int | None
+    likely: int | None
+    had: int
+
+
+class Dispatch:
+    """See the module.
+
+    Args:
+        rollout: Whose starts these are.
+        lengths: What is expected.
+        placement: Of a policy that plans; ``None``: the router decides alone.
+
+    Attributes:
+        moved: Samples that were moved so far.
+    """
+
+    def __init__(self, rollout: Rollout, lengths: Lengths, placement: Placement | None = None) -> None:
+        self.rollout, self.placement = rollout, placement
+        self._lengths = lengths
+        self._planned: set[str] = set()  # prompts that are in a plan
+        self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
+        self.moved = 0
+        self._waiting: int | None = None  # pending samples, after some were let wait
+
+    def serve(self, rooms: Mapping[str, int | None]) -> None:
+        """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
+        if self.placement is None:
+            return
+        before = self.placement.fleet.version
+        for name in [name for name in self.placement.fleet.names if name not in rooms]:
+            self.placement.remove(name)
+        for name, room in rooms.items():
+            self.placement.add(name)
+            if room and self.placement.fleet.room(name) != room:
+                self.placement.report(name, room)
+        if self.placement.fleet.version != before:
+            self._waiting = None  # there may be a place now
+
+    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
+        """:meth:`Rollout.fill`, with what is expected of each, and where it is to run. What a plan lets wait is not
+        started, and bound to no replica, until something ended and a place was found."""
+        rollout = self.rollout
+        rollout.stock_up()
+        pending = rollout.scheduler.ledger.tally.samples["pending"]
+        if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
+            return []
+        chosen: dict[tuple[str, int], _Chosen] = {}
+
+        def admits(samples: list[tuple[str, int]]) -> list[tuple[str, int]]:
+            chosen.update(self._choose(samples))
+            return [sample for sample in samples if chosen[sample].replica is not None]
+
+        starts = []
+        for start in rollout.fill(limit, lot, admits):
+            sample = Attempt.named(start.name).sample
+            replica, tokens, likely, had = chosen[sample]
+            starts.append(replace(start, replica=replica or "", tokens=tokens, likely_tokens=likely))
+            if replica:
+                self._at[_id(*sample)] = _Placed(replica, start.name, had)
+        held = len(chosen) > len(starts)
+        self._waiting = rollout.scheduler.ledger.tally.samples["pending"] if held else None
+        return starts
+
+    def _choose(self, samples: Sequence[tuple[str, int]]) -> dict[tuple[str, int], _Chosen]:
+        """Where each is to run; empty: the router decides."""
+        had = [self.rollout.kept_tokens(*sample) for sample in samples]
+        lengths = self._lengths(samples, had)
+        none: list[int | None] = [None] * len(samples)
+        tokens = none if lengths is None else lengths.tokens.tolist()
+        likely = none if lengths is None else lengths.likely.tolist()
+        replicas: Sequence[str | None] = [""] * len(samples)
+        if self.placement is not None and self.placement.fleet:
+            for sample in samples:  # it was not told how the one before it ended
+                if (before := self._at.pop(_id(*sample), None)) is not None:
+                    self.placement.release(_id(*sample), before.replica)
+            self._plan(dict.fromkeys(uid for uid, _ in samples))
+            self.placement.expect(len(samples))
+            ahead = _ahead(lengths, len(samples))
+            replicas = self.placement.place(list(map(self._request, samples, tokens, likely, had, ahead)))
+        return dict(zip(samples, map(_Chosen, replicas, tokens, likely, had), strict=True))
+
+    def take_up(self, running: Mapping[str, str]) -> None:
+        """Attempts that another dispatch started, with where they run: they count there, in no plan."""
+        if self.placement is None:
+            return
+        ledger = self.rollout.scheduler.ledger
+        for name, replica in running.items():
+            uid, number, attempt = Attempt.named(name)
+            if replica not in self.placement.fleet or uid not in ledger:
+                continue
+            samples = ledger.prompt(uid).samples
+            sample = samples[number]
+            if sample.state == "running" and sample.attempt == attempt:
+                had = sample.kept_tokens if self.rollout.rules.continues else 0
+                id_ = f"{uid}-{number}"
+                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), had, planned=replica))
+                self._at[id_] = _Placed(replica, name, had)
+
+    def ended(self, name: str, tokens: int | None = None) -> None:
+        """An attempt came to its end with so many tokens; ``None``: it was cut short, or is waited for no more."""
+        if self.placement is None:
+            return
+        attempt = Attempt.named(name)
+        at = self._at.get(_id(*attempt.sample))
+        if at is not None and at.name == name:  # no later attempt at it runs
+            del self._at[_id(*attempt.sample)]
+            self.placement.release(
+                _id(*attempt.sample), at.replica, None if tokens is None else max(0, tokens - at.had)
+            )
+
+    def keep(self, needed: Callable[[str], bool]) -> None:
+        """Prompts that are not needed any more have left."""
+        if self.placement is None:
+            return
+        for name in [at.name for at in self._at.values() if not needed(Attempt.named(at.name).uid)]:
+            self.ended(name)
+        gone = [uid for uid in self._planned if not needed(uid)]
+        self._planned.difference_update(gone)
+        self.placement.left(gone)
+
+    def why(self, name: str) -> str:
+        """Why a running attempt is where it is, in a few words; empty where the router decided, or its policy's name
+        says all."""
+        uid, number = Attempt.named(name).sample
+        return "" if self.placement is None else self.placement.why(f"{uid}-{number}")
+
+    # ---- migration ----
+
+    def watched(self) -> dict[str, list[str]]:
+        """By replica, the attempts whose progress :meth:`moves` wants to know."""
+        found: dict[str, list[str]] = {}
+        for name in () if self.placement is None else self.placement.watched():
+            if (at := self._at.get(name)) is not None:
+                found.setdefault(at.replica, []).append(at.name)
+        return found
+
+    def moves(self, emitted: Mapping[str, int]) -> list[Move]:
+        """What is to go on elsewhere; by attempts' names, as is what they have made where they are."""
+        if self.placement is None:
+            return []
+        running = {}
+        for name, made in emitted.items():
+            attempt = Attempt.named(name)
+            at = self._at.get(_id(*attempt.sample))
+            if at is not None and at.name == name:
+                running[_id(*attempt.sample)] = attempt.sample, at.had, made
+        had = [had + made for _, had, made in running.values()]
+        lengths = self._lengths([sample for sample, _, _ in running.values()], had) if running else None
+        left: list[tuple[int | None, int | None]] = [(None, None)] * len(had)
+        if lengths is not None:
+            ends = zip(had, lengths.tokens.tolist(), lengths.likely.tolist(), strict=True)
+            left = [(max(1, t - n), max(1, most - n)) for n, t, most in ends]
+        told = zip(running.items(), left, _ahead(lengths, len(had)), strict=True)
+        progress = {name: Progress(made, *left, ahead) for (name, (_, _, made)), left, ahead in told}
+        moves = []
+        for move in self.placement.moves(progress):
+            at = self._at[move.id]
+            self._at[move.id] = _Placed(move.replica, at.name, at.had + progress[move.id].made)
+            moves.append(move._replace(id=at.name))
+        self.moved += len(moves)
+        return moves
+
+    # ---- within ----
+
+    def _plan(self, uids: Iterable[str]) -> None:
+        assert self.placement is not None
+        new = {uid for uid in uids if uid not in self._planned}
+        if not new:
+            return
+        scheduler, batch = self.rollout.scheduler, self.rollout.rules.batch_prompts
+        steps: dict[int, list[Prompt]] = {}  # prompts by the update that they would be trained in, as they were loaded
+        for place, prompt in enumerate(scheduler.ledger):
+            steps.setdefault(scheduler.version + place // batch, []).append(prompt)
+        for step, prompts in steps.items():
+            if any(prompt.uid in new for prompt in prompts):
+                unplanned = [p for p in prompts if p.uid not in self._planned]
+                self.placement.plan(step, [Load(p.uid, len(p.samples), p.expected) for p in unplanned])
+                self._planned.update(p.uid for p in unplanned)
+
+    def _request(
+        self, sample: tuple[str, int], tokens: int | None, likely: int | None, had: int, ahead: Ahead | None
+    ) -> Request:
+        uid, number = sample
+        group = self.rollout.scheduler.ledger.prompt(uid).samples
+        return Request(
+            id=_id(uid, number),
+            key=uid,
+            sample=number,
+            attempt=group[number].attempt + 1,
+            group=len(group),
+            prompt_tokens=had,
+            response_tokens=None if tokens is None else max(1, tokens - had),
+            likely_tokens=None if likely is None else max(1, likely - had),
+            ahead=ahead,
+        )
+
+
+def _ahead(lengths: Outlook | None, count: int) -> Iterable[Ahead | None]:
+    return [None] * count if lengths is None else [Ahead(lengths.limit, row) for row in lengths.beyond]
+
+
+def _id(uid: str, number: int) -> str:
+    return f"{uid}-{number}"
