@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.rules import MODES, Rules, named
-from verl_rhyme.simulation.run import Drafts, Scenario
+from verl_rhyme.simulation import recorded
+from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
@@ -42,10 +45,22 @@ class StepFile:
 
 
 @dataclass
+class FitFile:
+    """Of a measured profile (``verl-rhyme profile``): when, from how many requests, and the median and ninth decile of
+    the relative error of their seconds."""
+
+    date: str = ""
+    requests: int = 0
+    error: float = 0.0
+    worst: float = 0.0
+
+
+@dataclass
 class ProfileFile:
     """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, and where its figures are from."""
 
     source: str = MISSING
+    fit: FitFile | None = None
     step: StepFile = field(default_factory=StepFile)
     prefill: float = 0.0
     slots: int = 256
@@ -71,18 +86,28 @@ class TrainingFile:
     update: float = 0.0
     sync: float = 0.0
     reward: float = 0.0
+    start: float = 0.0
+
+
+@dataclass
+class LengthsFile:
+    """``run``: a run folder, whose prompts and response lengths are played again in their order; paths count from the
+    cluster file."""
+
+    run: str | None = None
 
 
 @dataclass
 class WorkloadFile:
-    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`."""
+    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`, or those of a recorded run."""
 
-    prompts: int = MISSING
-    samples: int = MISSING
+    lengths: LengthsFile = field(default_factory=LengthsFile)
+    prompts: int | None = None
+    samples: int | None = None
     epochs: int = 2
     prompt_tokens: int = 512
-    response_limit: int = MISSING
-    percentiles: dict[Any, float] = MISSING
+    response_limit: int | None = None
+    percentiles: dict[Any, float] | None = None
     alike: float = 0.6
     growth: float = 1.0
     wander: float = 0.2
@@ -115,10 +140,10 @@ class PlacementFile:
 
 @dataclass
 class DraftsFile:
-    """:class:`~verl_rhyme.simulation.run.Drafts`."""
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5."""
 
-    acceptance: list[float] = field(default_factory=lambda: [1.0])
-    overhead: float = 1.5
+    acceptance: list[float] | None = None
+    overhead: float | None = None
 
 
 @dataclass
@@ -146,12 +171,14 @@ class Loaded:
         prompts: In the order of the loader.
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
+        epoch_prompts: Prompts of an epoch.
     """
 
     scenario: Scenario
     prompts: Iterable[Prompt]
     updates: int
     sources: list[str]
+    epoch_prompts: int
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -186,17 +213,25 @@ def profile(name: str, beside: Path) -> tuple[ReplicaCost, str]:
         ClusterError: There is none, or it says what cannot be.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    path = PROFILES / f"{name}.yaml" if name in known else beside.parent / name
+    path = PROFILES / f"{name}.yaml" if name in known else _from(beside, name)
     if not path.is_file():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ClusterError(f"{beside}: no profile {name}: {hint}there are {', '.join(known)}, or give a path to a YAML")
+        raise ClusterError(
+            f"{beside}: no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from the folder of "
+            f"{beside.name}, and {path} is no file"
+        )
     found: ProfileFile = _read(ProfileFile, path)
     try:
         step = StepCost(**vars(found.step))
         return ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source
     except ValueError as error:
         raise ClusterError(f"{path}: {error}") from error
+
+
+def _from(file: Path, name: str) -> Path:
+    """A path that a file names, from its folder on."""
+    return Path(os.path.normpath(file.parent / name))
 
 
 def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
@@ -241,38 +276,95 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
+    work = _recorded(config, path) if config.workload.lengths.run is not None else _made_up(config, path)
+    updates = work.total // config.rules.batch_prompts
+    if not updates:
+        raise ClusterError(
+            f"{path}: its {work.total} prompts are fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
+        )
+    updates = min(updates, config.updates or updates)
+    _check_placement(config.placement, path)
+    scenario = Scenario(
+        replicas=tuple(costs),
+        rules=_rules(config.rules, work.samples, config.topology == "separate", path),
+        training=TrainingCost(**vars(config.training)),
+        colocated=config.topology == "colocated",
+        placement=config.placement.policy,
+        options=dict(config.placement.options),
+        drafts=work.drafts,
+        limit=config.limit,
+        lot=1
+        if config.limit is None
+        else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # training's
+        forecasts=config.forecasts,  # type: ignore[arg-type]
+        response_limit=work.response_limit,
+    )
+    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts)
+
+
+class _Work(NamedTuple):
+    """``total`` prompts over all epochs, of so many samples each."""
+
+    prompts: Iterable[Prompt]
+    total: int
+    epoch_prompts: int
+    samples: int
+    response_limit: int
+    drafts: Drafts
+
+
+def _made_up(config: ClusterFile, path: Path) -> _Work:
     work = config.workload
+    if work.prompts is None or work.samples is None or work.response_limit is None or work.percentiles is None:
+        names = "prompts", "samples", "response_limit", "percentiles"
+        missing = next(name for name in names if getattr(work, name) is None)
+        raise ClusterError(f"{path}: workload.{missing} is missing (or name a recorded run: workload.lengths.run)")
     percentiles = {float(percentile): tokens for percentile, tokens in work.percentiles.items()}
     lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
     if min(work.prompts, work.samples, work.epochs, work.prompt_tokens) < 1 or not 0 <= work.unseen <= 1:
         raise ClusterError(
             f"{path}: workload: prompts, samples, epochs and prompt_tokens are at least 1, unseen a share"
         )
-    updates = work.prompts * work.epochs // config.rules.batch_prompts
-    if not updates:
-        raise ClusterError(
-            f"{path}: all epochs have fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
-        )
-    updates = min(updates, config.updates or updates)
-    Placement(config.placement.policy, dict(config.placement.options))  # refuses what it does not know
-    drafts = Drafts(tuple(config.drafts.acceptance), config.drafts.overhead)
-    scenario = Scenario(
-        replicas=tuple(costs),
-        rules=_rules(config.rules, work.samples, config.topology == "separate"),
-        training=TrainingCost(**vars(config.training)),
-        colocated=config.topology == "colocated",
-        placement=config.placement.policy,
-        options=dict(config.placement.options),
-        drafts=drafts,
-        limit=config.limit,
-        forecasts=config.forecasts,  # type: ignore[arg-type]
-        response_limit=work.response_limit,
-    )
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
-    return Loaded(scenario, lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen), updates, sources)
+    made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
+    drafts = _drafts(config.drafts, Drafts())
+    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts)
 
 
-def _rules(config: RulesFile, samples: int, separate: bool) -> Rules:
+def _recorded(config: ClusterFile, path: Path) -> _Work:
+    work = config.workload
+    if given := [name for name in ("prompts", "samples", "percentiles") if getattr(work, name) is not None]:
+        raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
+    try:
+        run = recorded.read(_from(path, str(work.lengths.run)))
+    except recorded.RunError as error:
+        raise ClusterError(
+            f"{path}: workload.lengths.run={work.lengths.run}, which counts from the folder of {path.name}: {error}"
+        ) from error
+    prompts = recorded.prompts(run)
+    samples = max(len(prompt.lengths) for prompt in prompts)
+    longest = max(int(prompt.lengths.max()) for prompt in prompts)
+    drafts = _drafts(config.drafts, recorded.acceptance(run))
+    if config.drafts.acceptance is not None:
+        prompts = [prompt.unpaced() for prompt in prompts]
+    epoch_prompts = len({prompt.key for prompt in prompts})
+    return _Work(prompts, len(prompts), epoch_prompts, samples, work.response_limit or longest, drafts)
+
+
+def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
+    acceptance = known.acceptance if config.acceptance is None else tuple(config.acceptance)
+    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead)
+
+
+def _check_placement(config: PlacementFile, path: Path) -> None:
+    try:
+        PlacementConfig(config.policy, dict(config.options))
+        Placement(config.policy, dict(config.options))
+    except (ConfigError, ValueError) as error:
+        raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
+
+
+def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
     given: dict[str, Any] = {
         "batch_prompts": config.batch_prompts,
         "batch_samples": config.batch_prompts * samples,
@@ -285,5 +377,10 @@ def _rules(config: RulesFile, samples: int, separate: bool) -> Rules:
     if config.mode == "sync":
         return Rules(**{"group_batches": 1, **given})
     if config.mode not in MODES:
-        raise ClusterError(f"rules.mode must be sync, {' or '.join(MODES)}, not {config.mode!r}")
+        raise ClusterError(
+            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
+        )
+    if config.mode == "histopipe" and (mine := [n for n in _LEFT_OPEN if getattr(config, n) is not None]):
+        told = f"rules.mode=histopipe has its own {', '.join(mine)}: drop rules.{', rules.'.join(mine)}"
+        raise ClusterError(f"{path}: {told}")
     return named(config.mode, **given)

@@ -140,20 +140,30 @@ class Engine:
         self._enqueue(request, self._count)
         self._admit()
 
-    def withdraw(self, name: Hashable, now: float) -> float:
-        """A request is taken back; the tokens it has.
+    def withdraw(self, name: Hashable, now: float) -> tuple[Request, float]:
+        """A request is taken back, with the tokens it has.
 
         Raises:
             KeyError: It is not here.
         """
         self._advance(now)
         if name in self._queued:
-            return self._queued.pop(name)[1].emitted
+            request = self._queued.pop(name)[1]
+            return request, request.emitted
         run = self._running[name]
         emitted = self._emitted(run)
         self._leave(run, "withdrawn")
         self._admit()
-        return emitted
+        return run.request, emitted
+
+    def progress(self, name: Hashable, now: float) -> float:
+        """Tokens that a request has.
+
+        Raises:
+            KeyError: It is not here.
+        """
+        self._advance(now)
+        return self._queued[name][1].emitted if name in self._queued else self._emitted(self._running[name])
 
     def withdraw_all(self, now: float) -> list[tuple[Request, float]]:
         """All requests are taken back: those that run, and those that wait, with the tokens they have."""
@@ -253,7 +263,7 @@ class Engine:
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.cost.slots:
             _, order, request = self._queue[0]
-            if self._queued.get(request.name) != (order, request):
+            if self._queued.get(request.name, (None,))[0] != order:  # withdrawn, or here anew
                 heapq.heappop(self._queue)
                 continue
             shared = request.prompt in self._users or request.prompt in self._kept

@@ -6,118 +6,30 @@ are placement and the length predictor; what stands in is who carries their mess
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
+from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.scheduling.placement import PLANNED, Placement
 from verl_rhyme.scheduling.placement import Request as Asked
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
+from verl_rhyme.simulation.scenario import Scenario, Step
 from verl_rhyme.simulation.workload import Prompt
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """What drafting does to a request, by the epochs that its prompt was seen in before.
-
-    Attributes:
-        acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
-        overhead: Verified draft tokens for each token gained.
-    """
-
-    acceptance: tuple[float, ...] = (1.0,)
-    overhead: float = 1.5
-
-    def __post_init__(self) -> None:
-        if not self.acceptance or min(self.acceptance) < 1 or self.overhead < 1:
-            raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
-
-    def of(self, seen: int) -> tuple[float, float]:
-        """Tokens a step, and draft tokens a step."""
-        pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
-        return pace, (pace - 1) * self.overhead
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A cluster and what it runs.
-
-    Attributes:
-        replicas: Their costs, one each.
-        rules: The scheduler's.
-        training: What an update costs.
-        colocated: Engines stand still while the actor trains; else they have GPUs of their own.
-        placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
-        drafts: What drafting gains.
-        limit: Samples that are given to the engines at a time; ``None``: all that may start.
-        forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
-            there will be; ``none``: nothing.
-        response_limit: Tokens a response can have.
-    """
-
-    replicas: tuple[ReplicaCost, ...]
-    rules: Rules
-    training: TrainingCost = field(default_factory=TrainingCost)
-    colocated: bool = True
-    placement: str = "least_loaded"
-    options: dict[str, Any] = field(default_factory=dict)
-    drafts: Drafts = field(default_factory=Drafts)
-    limit: int | None = None
-    forecasts: Literal["history", "oracle", "none"] = "history"
-    response_limit: int = 1 << 20
-
-    @property
-    def slots(self) -> int:
-        """Q of the bubble ratio."""
-        return sum(cost.slots for cost in self.replicas)
-
-
-@dataclass(frozen=True)
-class Step:
-    """An update and the rollout before it.
-
-    Attributes:
-        version: The policy that it trains.
-        began, harvested, ended: Seconds: the last update's end, the harvest, this one's end.
-        tokens, samples: Trained.
-        wasted: Tokens made and not to be trained.
-        bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
-        staleness: The greatest of a trained token.
-        lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
-    """
-
-    version: int
-    began: float
-    harvested: float
-    ended: float
-    tokens: int
-    samples: int
-    wasted: int
-    bubble: float
-    staleness: int
-    lengths: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
-
-    @property
-    def rollout(self) -> float:
-        return self.harvested - self.began
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way: of which prompt, and the version and number of the tokens that it keeps."""
+    """A sample under way: which attempt, of which prompt, and the version and number of the tokens that it keeps."""
 
+    attempt: Attempt
     prompt: Prompt
     replica: str = ""
     first_version: int | None = None
@@ -138,6 +50,7 @@ class Simulation:
         steps: Those that ended.
         cluster: Clock and engines.
         expectations: Of lengths.
+        predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
     """
 
     def __init__(
@@ -150,18 +63,23 @@ class Simulation:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
         self.steps: list[Step] = []
+        self.predicted: dict[str, float] = {}
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
-        self.placement = Placement(scenario.placement, {**drawn, **scenario.options})
+        self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
+        planned = self.placement if scenario.placement in PLANNED else None
+        self.dispatch = Dispatch(self.rollout, self._lengths, planned)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
-        self._left: dict[str, int] = {}  # samples of each prompt that have not ended
+        self._open: dict[str, int] = {}  # samples of each prompt that have not ended
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
+        self._kept = None if segments is None else self.predicted
         self._exhausted = self._training = self._stopped = False
         self._version = self._count_loaded = 0
         self._versions: dict[str, int] = {}
+        self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # who waits for a version, by replica
         engines: dict[str, Engine] = {}
         for i, cost in enumerate(scenario.replicas):
             name = f"replica-{i}"
@@ -182,8 +100,14 @@ class Simulation:
             RuntimeError: It stands still though updates are left: a rule waits for what never comes.
         """
         self._told = told
-        self._publish()
-        self.cluster.run(lambda: self._ended)
+        collects = gc.isenabled()
+        gc.disable()  # a fifth of the time: nothing here is cyclic, and all samples of a load are alive
+        try:
+            self._publish()
+            self.cluster.run(lambda: self._ended)
+        finally:
+            if collects:
+                gc.enable()
         if not self._ended:
             running = self.rollout.scheduler.running
             raise RuntimeError(f"it stands still at {self.cluster.now:.1f} s with {running} samples under way")
@@ -207,7 +131,7 @@ class Simulation:
                 uid = str(self._count_loaded)
                 self._count_loaded += 1
                 self._loaded[uid] = prompt
-                self._left[uid] = len(prompt.lengths)
+                self._open[uid] = len(prompt.lengths)
                 handed.append((uid, len(prompt.lengths)))
                 if len(handed) == wanted:
                     break
@@ -224,49 +148,76 @@ class Simulation:
         if self._stopped:
             return
         self._hand()
-        starts = self.rollout.fill(self.scenario.limit)
+        starts = self.dispatch.fill(self.scenario.limit, self.scenario.lot)
         if starts:
             self._start(starts)
 
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+        """What is expected of samples (:attr:`Scenario.forecasts`)."""
+        if self.scenario.forecasts == "history":
+            return self.expectations.lengths([uid for uid, _ in samples], had)
+        if self.scenario.forecasts == "none":
+            return None
+        tokens = [int(self._loaded[uid].lengths[number]) for uid, number in samples]
+        return certain(tokens, had, self.scenario.response_limit)
+
     def _start(self, starts: list[Start]) -> None:
-        self.placement.expect(len(starts))
-        attempts = [Attempt.named(start.name) for start in starts]
-        prompts = [self._loaded[attempt.uid] for attempt in attempts]
-        predicted: list[float | None] = [None] * len(starts)
-        if self.scenario.forecasts == "oracle":
-            predicted = [float(p.lengths[a.number]) for p, a in zip(prompts, attempts, strict=True)]
-        elif self.scenario.forecasts == "history":
-            predicted = self.expectations.predictor.forecast([prompt.key for prompt in prompts]).mean().tolist()
+        if self.dispatch.placement is None:
+            self.placement.expect(len(starts))
+        if self._kept is not None:
+            self._kept |= {start.name: float(start.tokens) for start in starts if start.tokens is not None}
         touched = set()
-        for start, attempt, prompt, tokens in zip(starts, attempts, prompts, predicted, strict=True):
+        for start in starts:
+            attempt = Attempt.named(start.name)
+            prompt = self._loaded[attempt.uid]
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
-            sample = _Sample(prompt)
+            sample = _Sample(attempt, prompt)
             if start.partial and before is not None:
                 sample.kept, sample.first_version = before.kept, before.first_version
-            name = self._name(attempt)
-            asked = Asked(
-                id=name,
+            sample.replica = replica = start.replica or self._route(start, attempt, prompt)
+            sample.started = max(self._versions[replica], start.version)
+            self._under_way[start.name] = sample
+            length, known = prompt.response(attempt.number, self._version)
+            pace, drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), known)
+            request = Request(
+                *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, pace, drafts),
+            )
+            self._submit(replica, start.version, request)
+            touched.add(replica)
+        for replica in touched:
+            self._renew(replica)
+            self.cluster.touch(replica)
+
+    def _submit(self, replica: str, version: int, request: Request) -> None:
+        """A replica that serves an older version answers it when it has a newer one."""
+        if version > self._versions[replica]:
+            self._gates.setdefault(replica, {})[request.name] = version, request
+        else:
+            self.cluster.engines[replica].submit(request, self.cluster.now)
+
+    def _renew(self, replica: str) -> None:
+        """Where nothing runs any more a replica takes the newest version, and what waited for it begins."""
+        engine = self.cluster.engines[replica]
+        if self._versions[replica] == self._version or engine.running or engine.waiting:
+            return
+        self._versions[replica] = self._version
+        engine.forget()
+        for version, request in self._gates.pop(replica, {}).values():
+            self._submit(replica, version, request)
+
+    def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
+        """As the router does."""
+        return self.placement.acquire(
+            Asked(
+                id=self._name(attempt),
                 key=prompt.key,
                 sample=attempt.number,
                 attempt=attempt.attempt,
                 group=len(prompt.lengths),
                 prompt_tokens=prompt.tokens,
-                response_tokens=None if tokens is None else int(tokens),
+                response_tokens=start.tokens,
             )
-            sample.replica = replica = self.placement.acquire(asked)
-            sample.started = self._versions[replica]
-            self._under_way[start.name] = sample
-            pace, drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0))
-            length = int(prompt.lengths[attempt.number])
-            self.cluster.engines[replica].submit(
-                Request(
-                    *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, pace, drafts),
-                ),
-                self.cluster.now,
-            )
-            touched.add(replica)
-        for replica in touched:
-            self.cluster.touch(replica)
+        )
 
     @staticmethod
     def _name(attempt: Attempt) -> str:
@@ -274,22 +225,52 @@ class Simulation:
 
     # ---- ends ----
 
+    def _left(self, name: str, sample: _Sample, tokens: int | None = None) -> None:
+        """An attempt left its replica, where it came to its end with so many tokens; ``None``: it was cut short."""
+        if self.dispatch.placement is None:
+            self.placement.release(self._name(sample.attempt), sample.replica, tokens)
+        else:
+            self.dispatch.ended(name, tokens)
+
+    def _move(self) -> None:
+        """What is better off elsewhere goes on there."""
+        if not (watched := self.dispatch.watched()):
+            return
+        engines, now = self.cluster.engines, self.cluster.now
+        emitted = {}
+        for name in (name for names in watched.values() for name in names):
+            sample = self._under_way[name]
+            if name not in self._gates.get(sample.replica, ()):
+                emitted[name] = int(engines[sample.replica].progress(name, now) - sample.kept)
+        for move in self.dispatch.moves(emitted):
+            sample = self._under_way[move.id]
+            request, had = engines[sample.replica].withdraw(move.id, now)
+            engines[move.replica].submit(request._replace(emitted=had), now)
+            for replica in (sample.replica, move.replica):
+                self._renew(replica)
+                self.cluster.touch(replica)
+            if sample.first_version is None and had:
+                sample.first_version = sample.started
+            sample.replica, sample.kept = move.replica, had
+
     def _generated(self, replica: str, request: Request) -> None:
-        name = str(request.name)
-        sample, attempt = self._under_way[name], Attempt.named(name)
-        self.placement.release(self._name(attempt), replica)
+        name, tokens = str(request.name), int(request.tokens)
+        sample = self._under_way[name]
+        prompt, (uid, number, _) = sample.prompt, sample.attempt
+        self._renew(replica)
+        self._left(name, sample, tokens)
         first = sample.started if sample.first_version is None else sample.first_version
-        self.rollout.ended(Ended(name, "generated", int(request.tokens), first))
-        prompt = sample.prompt
-        self.expectations.generated(*attempt.sample, int(request.tokens))
-        self._left[attempt.uid] -= 1
-        if not self._left[attempt.uid]:
+        self.rollout.ended(Ended(name, "generated", tokens, first))
+        self.expectations.generated(uid, number, tokens)
+        self._open[uid] -= 1
+        if not self._open[uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
         if self.scenario.training.reward:
             self.cluster.call(self.scenario.training.reward, lambda: self._rewarded(name))
         else:
             self._reward(name)
         self._dispatch()
+        self._move()
         self._look()
 
     def _rewarded(self, name: str) -> None:
@@ -310,11 +291,13 @@ class Simulation:
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
-        self._settle()
+        if not self._stopped:  # else the span ends with the last request, as in training
+            self._settle()
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
         self.expectations.keep(self.rollout.needs_prompt)
+        self.dispatch.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
         harvested, began = self.cluster.now, self._began
         training = self.scenario.training
@@ -322,7 +305,7 @@ class Simulation:
         seconds = training.seconds(tokens + prompts)
         for uid in {uid for uid, _ in batch.harvest.samples}:
             if uid not in scheduler.ledger:
-                del self._loaded[uid], self._left[uid]
+                del self._loaded[uid], self._open[uid]
 
         def ended() -> None:
             self._began = self.cluster.now
@@ -350,9 +333,9 @@ class Simulation:
         for replica, engine in self.cluster.engines.items():
             for request, emitted in engine.withdraw_all(self.cluster.now):
                 name = str(request.name)
-                sample, attempt = self._under_way[name], Attempt.named(name)
-                self.placement.release(self._name(attempt), replica)
+                sample = self._under_way[name]
                 tokens = int(emitted)
+                self._left(name, sample)
                 if tokens and sample.first_version is None:
                     sample.first_version = sample.started
                 sample.kept = emitted
@@ -363,17 +346,29 @@ class Simulation:
         """The engines have the weights of the current version."""
         if self._version and not self._stops and not self.scenario.rules.runs_on:
             self._interrupt()
-        for replica, engine in self.cluster.engines.items():
-            self._versions[replica] = self._version
-            engine.forget()
+        if self.scenario.rules.runs_on:
+            for replica in self.cluster.engines:
+                self._renew(replica)
+                self.cluster.touch(replica)
+        else:
+            for replica, engine in self.cluster.engines.items():
+                self._versions[replica] = self._version
+                engine.forget()
         self._training = self._stopped = False
-        if self.scenario.colocated:
-            self._settle()
-            self._occupancy.take()
         self.rollout.publish(self._version, self._batches_left())
         self.placement.forget()
         for name in self.rollout.take_abandoned():
             self._withdraw(name)
+        if self.scenario.training.start:
+            self.cluster.call(self.scenario.training.start, self._begin)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """The first requests of a version reach the engines."""
+        if self.scenario.colocated:
+            self._settle()
+            self._occupancy.take()
         self._dispatch()
         self._look()
 
@@ -382,9 +377,12 @@ class Simulation:
         if sample is None:
             return
         engine = self.cluster.engines[sample.replica]
-        if name in engine.names():
+        if self._gates.get(sample.replica, {}).pop(name, None) is not None:
+            self._left(name, sample)
+        elif name in engine.names():
             engine.withdraw(name, self.cluster.now)
-            self.placement.release(self._name(Attempt.named(name)), sample.replica)
+            self._left(name, sample)
+            self._renew(sample.replica)
             self.cluster.touch(sample.replica)
 
     def _settle(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation.engine import Segment
-from verl_rhyme.simulation.run import Drafts, Scenario, Simulation
+from verl_rhyme.simulation.run import Simulation
+from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
@@ -75,6 +76,61 @@ def test_every_sample_is_trained_once(mode, room):
             assert sum(began <= at < ended for began, ended in own) <= cost.slots
     assert not simulation.placement.errors
     assert sum(simulation.placement.status()["requests"].values()) == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "rolling, as loaded"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("longest_first", {}), ("two_pools", {}), ("makespan", {}), ("histopipe", {"groups": 3, "tail": 1.0})],
+)
+@pytest.mark.parametrize("forecasts", ["history", "oracle", "none"])
+def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options, forecasts):
+    given = {"placement": policy, "options": options, "forecasts": forecasts}
+    prompts = list(LENGTHS.epochs(32, 4, 2, 20))
+    segments: list[tuple[str, Segment]] = []
+    simulation = Simulation(scenario(mode, **given), prompts, None, segments)
+    steps = simulation.run()
+    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
+    assert simulation.placement.errors == 0, simulation.placement.last_error
+    assert simulation.placement.fleet.totals == [0, 0], "what ended still counts somewhere"
+    moved = simulation.dispatch.moved
+    if (policy, forecasts) != ("makespan", "oracle"):  # which evens out what slots and caches did to its plan
+        moves = policy in ("histopipe", "makespan") and forecasts == "history"
+        assert (moved > 0) == moves, "who knows nothing moves nothing, and histopipe's oracle is never surprised"
+    if mode == "sync":  # nothing else is withdrawn
+        assert sum(segment.why == "withdrawn" for _, segment in segments) <= moved
+    assert {name for name, segment in segments if segment.why == "done"} == set(simulation.cluster.engines)
+
+
+def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
+    segments: list[tuple[str, Segment]] = []
+    simulation = Simulation(scenario("rolling, runs on"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
+    steps = simulation.run()
+    assert sum(step.wasted for step in steps) == 0
+    assert {step.staleness for step in steps} == {0, 1}
+    overlaps = 0
+    for step in steps[:-1]:
+        needs = step.version + 1  # the version that this step makes; the prompts after the next batch's need it
+        for replica in simulation.cluster.engines:
+            own = [(s, int(str(s.request.name).partition("_")[0]) // 8) for name, s in segments if name == replica]
+            first = min((s.began for s, batch in own if batch == needs + 1), default=np.inf)
+            before = [s.ended for s, batch in own if batch == needs and s.began < step.ended]
+            assert first >= step.ended, "it began before its version was there"
+            assert first >= max(before, default=0.0), "it began beside what an older version answers"
+            overlaps += step.ended < max(before, default=0.0)
+    assert overlaps, "no replica was behind: the test sees nothing"
+
+
+def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_others():
+    wide = ReplicaCost(StepCost(base=0.01, row=1e-3, cached=2e-6), 1e-5, 64)
+    seconds = {}
+    for policy in ("least_loaded", "longest_first", "two_pools", "histopipe", "makespan"):
+        rules = Rules(**BATCH, group_batches=1, start_order="longest")
+        given = {"replicas": (wide,) * 4, "rules": rules, "placement": policy, "forecasts": "oracle"}
+        steps = Simulation(scenario(**given), LENGTHS.epochs(64, 4, 2, 20)).run()
+        seconds[policy] = sum(step.rollout for step in steps)
+    assert seconds["makespan"] <= min(seconds.values()) * 1.01, seconds
+    assert seconds["makespan"] < 0.97 * seconds["least_loaded"]
 
 
 def test_a_step_takes_as_long_as_its_longest_replica():

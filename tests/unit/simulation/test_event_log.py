@@ -1,0 +1,123 @@
+"""A simulated run is reported as a real one: what the log tells is what the simulation counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from verl_rhyme.cli import app
+from verl_rhyme.observability import metrics, slot_time, steps
+from verl_rhyme.observability.batches import SlotAccount
+from verl_rhyme.observability.slot_time import BUSY
+from verl_rhyme.observability.summary import read
+from verl_rhyme.scheduling.attempts import Start
+from verl_rhyme.simulation import cluster_file, event_log
+from verl_rhyme.simulation.run import Simulation
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
+SMALL = ["workload.prompts=32", "workload.samples=4", "rules.batch_prompts=8", "drafts.acceptance=[1.0,2.0]"]
+SMALL += ["replicas=[{count: 4, profile: qwen2.5-32b-h800-tp4, slots: 12}]", "training.reward=0"]
+
+
+def simulate(out: Path, *overrides: str) -> list[dict]:
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, *overrides, "--json", "--out", str(out)])
+    assert told.exit_code == 0, told.output
+    return [json.loads(line) for line in told.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("rules.mode=partial", "rules.max_staleness=2"), ("rules.mode=on_policy",)],
+)
+def test_engines_that_stop(tmp_path, overrides) -> None:
+    *steps, whole = simulate(tmp_path / "a run", *overrides)
+    run = read(tmp_path / "a run")
+    assert (run.name, run.problems, len(run.steps)) == ("a run", [], 8)
+    assert run.slot_time is not None
+    assert (run.slot_time.slots, len(run.slot_time.replicas)) == (48, 4)
+    # Rewards that wait would make the difference between the last end and the harvest.
+    bubbles = {window.step: window.bubble(48) for window in run.slot_time.windows}
+    for step in steps:
+        if step["rollout"] > 0:
+            assert bubbles[step["version"] + 1] == pytest.approx(step["bubble"], abs=1e-6)
+    assert run.slot_time.bubble == pytest.approx(whole["bubble_ratio"], abs=1e-6)
+    assert [row["tokens"] for row in run.epochs] == [sum(s["tokens"] for s in steps[k : k + 4]) for k in (0, 4)]
+    if not overrides:
+        assert [row["accept_length"] for row in run.epochs] == pytest.approx([1.0, 2.0], rel=0.02)
+        assert run.requests["trained"].sum() == 2 * 32 * 4
+        assert len(run.lengths()[0]) == 2 * 32 * 4
+        warm = run.requests["epoch"] == 1
+        assert np.corrcoef(run.predicted[warm], run.requests["response_tokens"][warm])[0, 1] > 0.3
+
+
+def test_engines_that_run_on(tmp_path) -> None:
+    simulate(tmp_path / "run", "rules.mode=partial", "rules.max_staleness=1", "topology=separate")
+    run = read(tmp_path / "run")
+    assert run.runs_on
+    assert run.slot_time is not None
+    assert run.slot_time.shares.sum() == pytest.approx(1.0)
+    assert run.slot_time.shares[BUSY] > 0.1
+    logged = steps.from_events(tmp_path / "run" / "events", run.slot_time.slots, "step")
+    windows = {window.step: window.bubble(run.slot_time.slots) for window in run.slot_time.windows}
+    assert {step: logged[step][metrics.BUBBLE_RATIO] for step in windows} == pytest.approx(windows)
+
+
+@pytest.mark.parametrize("limit", [48, 77])
+def test_what_a_run_says_of_its_bubble_is_what_its_log_tells(limit: int) -> None:
+    """Engines that run on: replayed as the coordinator learns of it, from hand-outs, reports and harvests alone."""
+    overrides = [*SMALL, "rules.mode=partial", "rules.max_staleness=1", "topology=separate"]
+    loaded = cluster_file.load(EXAMPLE, [*overrides, f"limit={limit}"])
+    segments: list = []
+    simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+    heard: list[tuple[float, str, Any]] = []
+    fill = simulation.dispatch.fill
+
+    def told(*args: Any) -> list[Start]:
+        starts = fill(*args)
+        heard.append((simulation.cluster.now, "handed", [start.name for start in starts]))
+        return starts
+
+    simulation.dispatch.fill = told  # type: ignore[method-assign]
+    steps = simulation.run()
+    ran, timed = event_log.columns(loaded.scenario, segments, steps, loaded.epoch_prompts, simulation.predicted)
+    measured = slot_time.measure(ran, timed, loaded.scenario.slots, runs_on=True)
+    assert measured is not None
+    stretches: dict[str, list[dict[str, float]]] = {}
+    for _, segment in segments:
+        record = {"started_at": segment.began, "finished_at": segment.ended}
+        stretches.setdefault(str(segment.request.name), []).append(record)
+    heard += [(records[-1]["finished_at"], "ran", name) for name, records in stretches.items()]
+    for step in steps:
+        synced = step.ended - loaded.scenario.training.sync
+        heard += [(step.harvested, "take", step.version + 1), (synced, "hold", None), (step.ended, "go", None)]
+
+    account, running, said = SlotAccount(loaded.scenario.slots), set(), {}
+    for now, what, which in sorted(heard, key=lambda event: (event[0], event[1] == "take")):
+        if what == "handed":
+            running.update(which)
+            account.handed(which, now)
+        elif what == "ran":
+            running.discard(which)
+            account.ran(stretches[which])
+        elif what == "take":
+            said[which] = account.take(now, running)
+        else:
+            getattr(account, what)(now)
+    windows = {window.step: window.bubble(loaded.scenario.slots) for window in measured.windows}
+    assert list(said) == list(windows)
+    assert max(windows.values()) > 0.1
+    assert [said[step] for step in windows] == pytest.approx(list(windows.values()), abs=0.01)
+
+
+def test_a_folder_with_a_run_is_left_alone(tmp_path) -> None:
+    simulate(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--out", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "holds a run; give --out another folder" in told.stderr
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

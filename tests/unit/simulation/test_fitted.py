@@ -1,0 +1,279 @@
+"""A run's event log, made in virtual time: ``verl-rhyme profile`` finds what made it, ``simulate`` plays it again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from verl_rhyme.cli import app
+from verl_rhyme.observability.events import EventLog
+from verl_rhyme.scheduling.attempts import Attempt
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.simulation import fitted, recorded
+from verl_rhyme.simulation.cluster_file import load, profile
+from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.run import Simulation
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
+from verl_rhyme.simulation.workload import Lengths, Prompt
+
+COST = ReplicaCost(StepCost(base=0.02, row=5e-4, draft=1e-4), slots=8)
+TRAINING = TrainingCost(update=3.0, sync=0.5, reward=0.2, start=0.1)
+DRAFTS = Drafts((1.0, 2.0), overhead=3.0)
+SIZES = {"batch_prompts": 8, "batch_samples": 32}
+START = 1.8e9
+
+
+def simulated(rules: Rules, prompts: list[Prompt]) -> tuple[list[Step], list[tuple[str, Segment]]]:
+    segments: list[tuple[str, Segment]] = []
+    scenario = Scenario((COST,) * 2, rules, TRAINING, drafts=DRAFTS, response_limit=400)
+    return Simulation(scenario, prompts, None, segments).run(), segments
+
+
+def write(folder: Path, steps: list[Step], segments: list[tuple[str, Segment]], prompts: list[Prompt]) -> None:
+    """As the trainer does, of a run in which nothing is cut short."""
+    log = EventLog(folder)
+    for step in steps:
+        rows: dict[str, list[Any]] = {}
+        for replica, segment in segments:
+            if not step.began <= segment.began < step.ended:
+                continue
+            request, attempt = segment.request, Attempt.named(str(segment.request.name))
+            made = round(segment.emitted)
+            taken = math.ceil(made / request.pace)
+            row = {"uid": attempt.uid, "sample": attempt.number, "replica": int(replica[-1])}
+            row |= {"prompt_key": prompts[int(attempt.uid)].key.rjust(32, "0"), "prompt_tokens": request.prompt_tokens}
+            row |= {"queued_at": START + step.began + int(attempt.uid) / 1e3, "started_at": START + segment.began}
+            row |= {"first_token_at": START + segment.began + 1e-3, "finished_at": START + segment.ended}
+            row |= {"response_tokens": made, "accepted_tokens": made - taken}
+            row |= {"drafted_tokens": round(taken * request.drafts), "verify_steps": (taken - 1) * (request.pace > 1)}
+            row |= {"policy_version_start": step.version, "stop_reason": "completed", "trained": True}
+            for name, value in {**row, "validate": False}.items():
+                rows.setdefault(name, []).append(value)
+        epoch = int(prompts[int(rows["uid"][0])].epoch)
+        log.append_requests(step.version + 1, epoch, rows)
+        stages = {"gen": (step.began, step.rollout), "step": (step.began, step.seconds)}
+        stages["update_weights"] = (step.ended - TRAINING.sync, TRAINING.sync)
+        columns = {"stage": list(stages), "started_at": [START + began for began, _ in stages.values()]}
+        log.append_stages(step.version + 1, epoch, {**columns, "duration_s": [s for _, s in stages.values()]})
+    replica = {"slots": 8, "room": 4096, "gpus": 2}
+    log.describe(1, arm="histospec", engine="virtual", slots=16, rollout="gen", replica=replica)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Run folder, prompts and steps."""
+    prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(32, 4, 2, 20))
+    steps, segments = simulated(Rules(**SIZES, group_batches=1), prompts)
+    run = tmp_path_factory.mktemp("runs") / "a_run"
+    write(run / "checkpoints" / "events", steps, segments, prompts)
+    return run, prompts, steps
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A copy of one's own."""
+    return Path(shutil.copytree(made[0], tmp_path / "run"))
+
+
+def told(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_what_made_the_run_comes_back(made):
+    found = fitted.fit(recorded.read(made[0]))
+    for rows, drafts in ((1, 0.0), (8, 0.0), (8, 24.0)):
+        assert found.cost.step.seconds(rows, 0, drafts) == pytest.approx(COST.step.seconds(rows, 0, drafts), rel=0.05)
+    for name, value in vars(TRAINING).items():
+        assert getattr(found.training, name) == pytest.approx(value, rel=0.05, abs=0.01), name
+    assert found.drafts.acceptance == (1.0, pytest.approx(2.0, rel=0.05))
+    assert (found.cost.slots, found.cost.room, found.cost.gpus) == (8, 4096, 2)
+    assert found.steps.error < 0.03
+
+
+def test_slots_that_the_log_does_not_tell_are_seen(run):
+    (run / "checkpoints" / "events" / "run.json").unlink()
+    found = fitted.fit(recorded.read(run))
+    assert found.cost.slots == 8
+    assert "does not tell max_num_seqs: 8 slots" in found.notes[0]
+
+
+def test_without_stages_the_replicas_are_told_all_the_same(run):
+    for path in (run / "checkpoints" / "events").glob("stages-*"):
+        path.unlink()
+    status, output, _ = told("profile", run)
+    assert status == 0
+    assert "nothing is known of the trainer" in output
+    assert profile("profile.yaml", run / "cluster.yaml")[0].step.base == pytest.approx(COST.step.base, rel=0.05)
+
+
+def test_the_profile_is_one_that_simulate_reads(run, made):
+    status, output, _ = told("profile", run)
+    assert status == 0
+    assert "of a request in it" in output
+    assert "acceptance length by epoch: 1.00, 1.99" in output
+    cost, source = profile("profile.yaml", run / "cluster.yaml")
+    assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
+    assert source.startswith("measured: run, virtual, 2027-01-15")
+    cluster = run / "cluster.yaml"
+    cluster.write_text(
+        "replicas: [{count: 2, profile: profile.yaml}]\nworkload: {lengths: {run: .}}\nrules: {batch_prompts: 8}\n"
+        "training: {update: 3.0, sync: 0.5, reward: 0.2, start: 0.1}\n"
+    )
+    loaded = load(cluster)
+    again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
+    _, _, steps = made
+    assert [step.tokens for step in again] == [step.tokens for step in steps]
+    for ours, theirs in zip(again, steps, strict=True):
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.05)
+        assert ours.bubble == pytest.approx(theirs.bubble, abs=0.03)
+    plain = load(cluster, ["drafts.acceptance=[1]"])
+    slower = Simulation(plain.scenario, plain.prompts, plain.updates).run()
+    assert slower[-1].rollout > 1.5 * again[-1].rollout
+
+
+def test_a_recorded_workload_is_the_runs(made):
+    folder, prompts, _ = made
+    found = recorded.prompts(recorded.read(folder))
+    assert [prompt.lengths.tolist() for prompt in found] == [prompt.lengths.tolist() for prompt in prompts]
+    assert [(int(p.key), p.epoch, p.tokens) for p in found] == [(int(p.key), p.epoch, 20) for p in prompts]
+
+
+def test_what_was_generated_anew_has_the_lengths_it_had_then(tmp_path):
+    """A sample's first attempt was cut short after 30 tokens, its second came to 80; another's first was discarded."""
+    log = EventLog(tmp_path)
+    common = {"uid": "u", "prompt_key": "0" * 32, "replica": 0, "prompt_tokens": 20, "validate": False}
+    times = {"queued_at": START, "started_at": START, "first_token_at": START}
+
+    def add(step: int, **columns: list[Any]) -> None:
+        log.append_requests(step, 0, {**common, **times, "finished_at": START + step, "accepted_tokens": 0, **columns})
+
+    add(1, sample=[0, 1], response_tokens=[30, 50], stop_reason=["aborted", "completed"], trained=[False, False])
+    anew = {"policy_version_start": [1, 1], "stop_reason": ["completed"] * 2, "trained": [True, True]}
+    add(2, sample=[0, 1], response_tokens=[80, 20], **anew)
+    [prompt] = recorded.prompts(recorded.read(tmp_path))
+    assert prompt.lengths.tolist() == [80, 20]
+    assert [prompt.response(0, version)[0] for version in (0, 1, 2)] == [80, 80, 80]
+    assert [prompt.response(1, version)[0] for version in (0, 1, 2)] == [50, 20, 20]
+
+
+def test_samples_that_go_on_keep_what_they_have(tmp_path):
+    """Partial rollout: a sample's requests are one response, of which each part had its own pace."""
+    log = EventLog(tmp_path)
+    log.append_requests(
+        2,
+        0,
+        {
+            **{"uid": "u", "prompt_key": "0" * 32, "replica": 0, "sample": 0, "validate": False, "trained": True},
+            **{"prompt_tokens": [20, 60], "response_tokens": [40, 60], "accepted_tokens": [20, 0]},
+            **{"verify_steps": [19, 0], "stop_reason": ["aborted", "completed"], "policy_version_start": [0, 1]},
+            **{"queued_at": START, "started_at": [START, START + 2], "finished_at": [START + 1, START + 9]},
+        },
+    )
+    run = recorded.read(tmp_path)
+    [prompt] = recorded.prompts(run)
+    assert (prompt.tokens, prompt.lengths.tolist()) == (20, [100])
+    assert prompt.response(0, 0) == (100, 2.0)
+    assert prompt.response(0, 1) == (100, 1.0)
+    assert recorded.requests(run).own.tolist() == [0, 40]
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial", "on_policy"])
+def test_a_delayed_start_is_no_bubble(mode):
+    """Until the first requests are in the engines nothing is counted as idle, and the step is as much longer."""
+    prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
+    rules = Rules(**SIZES, group_batches=1)
+    if mode != "sync":
+        rules = named(mode, **SIZES, group_batches=2, max_staleness=int(mode == "partial"))
+    steps = {}
+    for start in (0.0, 2.0):
+        training = TrainingCost(update=1.0, start=start)
+        steps[start] = Simulation(Scenario((COST,) * 2, rules, training, response_limit=400), prompts).run()
+    for late, soon in zip(steps[2.0], steps[0.0], strict=True):
+        assert late.seconds == pytest.approx(soon.seconds + 2.0)
+        assert late.bubble == pytest.approx(soon.bubble)
+
+
+def test_logs_that_tell_nothing(run, tmp_path):
+    events = run / "checkpoints" / "events"
+    for folder, words in (
+        (tmp_path / "nowhere", "is no folder"),
+        (tmp_path, "no events of a run"),
+        (tmp_path, "or is stock verl, which logs none (a run with +rhyme=histospec and rhyme.drafting.enable=false"),
+    ):
+        status, _, error = told("profile", folder)
+        assert status == 1
+        assert words in error
+        assert len(error.splitlines()) == 1
+    requests = sorted(events.glob("requests-*.arrow"))
+    requests[-1].write_bytes(requests[-1].read_bytes()[:-100])  # torn
+    status, output, _ = told("profile", run)
+    assert status == 0
+    assert f"{requests[-1].name} is unreadable and left out" in output.replace("\n", "")
+    for path in requests:
+        path.write_bytes(b"")
+    status, _, error = told("profile", run)
+    assert status == 1
+    assert "no request can be read" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_log_that_is_too_short(run):
+    events = run / "checkpoints" / "events"
+    for path in sorted(events.glob("requests-*.arrow")):
+        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all().slice(0, 1)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    status, _, error = told("profile", run)
+    assert status == 1
+    assert "8 requests that came to their end" in error
+    assert "at least 16" in error
+
+
+def test_a_log_of_another_version(run, tmp_path):
+    """Without the columns that tell when a request started, and without lengths."""
+    events = run / "checkpoints" / "events"
+    for path in sorted(events.glob("requests-*.arrow")):
+        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
+        table = table.drop_columns(["started_at", "first_token_at", "response_tokens"])
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    status, _, error = told("profile", run)
+    assert status == 1
+    assert "no request tells when it started and ended: this log is another version's" in error
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        f"workload: {{lengths: {{run: {run}}}}}\n"
+    )
+    status, _, error = told("simulate", cluster)
+    assert status == 1
+    assert "is of a trained response with a length" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workload.lengths.run=nowhere", "is no folder"),
+        ("workload.lengths.path=x", "did you mean|known here: run"),
+        ("workload.prompts=3", "brings its own: drop workload.prompts"),
+        ("rules.batch_prompts=99", "64 prompts are fewer prompts than rules.batch_prompts=99"),
+    ],
+)
+def test_recorded_workloads_that_cannot_be(made, tmp_path, override, words):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        f"workload: {{lengths: {{run: {made[0]}}}}}\n"
+    )
+    status, _, error = told("simulate", cluster, override)
+    assert status == 1
+    assert any(word in error for word in words.split("|")), error

@@ -1,0 +1,172 @@
+"""A simulated run as a real one logs itself: the same columns, so that report, page and timeline need no other case.
+
+A row of the log is a stretch of a request in a slot (one that is preempted has several). A response's tokens stand in
+the row in which it ends; times are seconds of the simulation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_rhyme.observability import metrics
+from verl_rhyme.observability.events import EventLog
+from verl_rhyme.scheduling.attempts import Attempt
+from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.scenario import Scenario, Step
+
+Columns = dict[str, np.ndarray]
+
+_ENDED = {"done": "completed", "withdrawn": "aborted", "preempted": "preempted"}
+
+
+def requests(
+    segments: Sequence[tuple[str, Segment]], steps: Sequence[Step], epoch_prompts: int, predicted: Mapping[str, float]
+) -> Columns:
+    """Columns of ``events.REQUESTS``.
+
+    Args:
+        segments: Stretches of requests in slots, with their replica's name.
+        steps: That ended.
+        epoch_prompts: Prompts of an epoch, of which an attempt's name tells the number.
+        predicted: Tokens that attempts were predicted to have, by name.
+    """
+    harvested, ended = (np.array([getattr(step, name) for step in steps]) for name in ("harvested", "ended"))
+    finished = np.array([segment.ended for _, segment in segments])
+    started = np.array([segment.began for _, segment in segments])
+    attempts = [Attempt.named(str(segment.request.name)) for _, segment in segments]
+    done = np.array([segment.why == "done" for _, segment in segments], dtype=bool)
+    emitted = np.array([segment.emitted for _, segment in segments])
+    before = np.array([segment.request.emitted for _, segment in segments])
+    made = np.maximum(0.0, emitted - before)
+    pace = np.array([segment.request.pace for _, segment in segments])
+    drafts = np.array([segment.request.drafts for _, segment in segments])
+    verified = np.where(drafts > 0, made / pace, 0.0)
+    return {
+        "step": np.minimum(np.searchsorted(harvested, finished) + 1, max(1, len(steps))),
+        "epoch": np.array([int(attempt.uid) // epoch_prompts for attempt in attempts], dtype=np.int64),
+        "uid": np.array([attempt.uid for attempt in attempts], dtype=object),
+        "prompt_key": np.array([_key(segment.request.prompt) for _, segment in segments], dtype=object),
+        "sample": np.array([attempt.number for attempt in attempts], dtype=np.int64),
+        "attempt": np.array([attempt.attempt for attempt in attempts], dtype=np.int64),
+        "replica": np.array([int(name.rpartition("-")[2]) for name, _ in segments], dtype=np.int64),
+        "queued_at": np.full(len(segments), np.nan),
+        "started_at": started,
+        "finished_at": finished,
+        "prompt_tokens": np.array([segment.request.prompt_tokens for _, segment in segments], dtype=np.int64),
+        "response_tokens": np.rint(np.where(done, emitted, made)).astype(np.int64),
+        "policy_version_start": np.searchsorted(ended, started, side="right"),
+        "policy_version_end": np.searchsorted(ended, started, side="right"),
+        "drafted_tokens": np.rint(drafts * verified).astype(np.int64),
+        "accepted_tokens": np.rint((pace - 1) * verified).astype(np.int64),
+        "verify_steps": np.rint(verified).astype(np.int64),
+        "predicted_tokens": np.array(
+            [predicted.get(str(segment.request.name), np.nan) for _, segment in segments]
+        ).round(),
+        "stop_reason": np.array([_ENDED[segment.why] for _, segment in segments], dtype=object),
+        "trained": done,
+        "validate": np.zeros(len(segments), dtype=bool),
+    }
+
+
+def stages(steps: Sequence[Step], scenario: Scenario, epochs: Sequence[int]) -> Columns:
+    """Columns of ``events.STAGES``, by verl's names; ``epochs`` are those of the steps."""
+    rows: list[tuple[int, int, str, float, float]] = []
+    for step, epoch in zip(steps, epochs, strict=True):
+        number, synced = step.version + 1, max(step.harvested, step.ended - scenario.training.sync)
+        rows += [
+            (number, epoch, "gen", step.began, step.harvested - step.began),
+            (number, epoch, "update_actor", step.harvested, synced - step.harvested),
+            (number, epoch, "update_weights", synced, step.ended - synced),
+            (number, epoch, "step", step.began, step.seconds),
+        ]
+    names = ("step", "epoch", "stage", "started_at", "duration_s")
+    return {name: np.array(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def columns(
+    scenario: Scenario,
+    segments: Sequence[tuple[str, Segment]],
+    steps: Sequence[Step],
+    epoch_prompts: int,
+    predicted: Mapping[str, float],
+) -> tuple[Columns, Columns]:
+    """Requests and stages; arguments as of :func:`requests`."""
+    epochs = [step.version * scenario.rules.batch_prompts // epoch_prompts for step in steps]
+    return requests(segments, steps, epoch_prompts, predicted), stages(steps, scenario, epochs)
+
+
+def write(
+    folder: Path,
+    about: str,
+    scenario: Scenario,
+    segments: Sequence[tuple[str, Segment]],
+    steps: Sequence[Step],
+    epoch_prompts: int,
+    predicted: Mapping[str, float],
+) -> None:
+    """A run folder that ``verl-rhyme report`` reads: ``metrics.jsonl`` and ``events``.
+
+    Args:
+        folder: Made where it is missing; its name is the run's.
+        about: What is simulated.
+        scenario, segments, steps, epoch_prompts, predicted: As above.
+
+    Raises:
+        FileExistsError: There is a run in it.
+        OSError: It cannot be written.
+    """
+    if (folder / "events").exists() or (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} holds a run; give --out another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = EventLog(folder / "events")
+    first = scenario.replicas[0]
+    log.describe(
+        1,
+        folder.resolve().name,
+        engine=about,
+        slots=scenario.slots,
+        rollout="gen" if scenario.colocated else "step",
+        replica={"slots": first.slots, "room": int(first.room) if math.isfinite(first.room) else 0, "gpus": first.gpus},
+    )
+    ran, timed = columns(scenario, segments, steps, epoch_prompts, predicted)
+    lines = []
+    for step in steps:
+        number = step.version + 1
+        epoch = int(timed["epoch"][timed["step"] == number][0])
+        for table, append in ((ran, log.append_requests), (timed, log.append_stages)):
+            mine = table["step"] == number
+            append(number, epoch, {name: v[mine] for name, v in table.items() if name not in ("step", "epoch")})
+        lines.append(json.dumps({"step": number, "data": _metrics(step, epoch, scenario)}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
+    """What verl and we log of a step."""
+    sync = min(scenario.training.sync, step.ended - step.harvested)
+    return {
+        metrics.EPOCH: epoch,
+        metrics.GEN_S: step.rollout,
+        metrics.ROLLOUT_S: step.rollout if scenario.colocated else step.seconds,
+        metrics.TIMING + "update_actor": step.ended - step.harvested - sync,
+        metrics.TIMING + "update_weights": sync,
+        metrics.STEP_S: step.seconds,
+        metrics.GEN_MS_PER_TOKEN: 1000.0 * step.rollout / max(1, step.tokens),
+        metrics.RESPONSE_LENGTH_MEAN: step.tokens / max(1, step.samples),
+        metrics.TRAINED_TOKENS: step.tokens,
+        metrics.REQUESTS: step.samples,
+        metrics.BUBBLE_RATIO: step.bubble,
+        metrics.STALENESS_MAX: step.staleness,
+        metrics.SORTED_DISCARDED: step.wasted,
+        **{metrics.LENGTHS + name: value for name, value in step.lengths.items()},
+    }
+
+
+def _key(prompt: object) -> bytes:
+    return hashlib.blake2b(str(prompt).encode(), digest_size=16).digest()

@@ -1,0 +1,101 @@
+"""What is simulated, and what comes of it: a cluster with what it runs, and its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
+from verl_rhyme.scheduling.rules import Rules
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafting does to a request, by the epochs that its prompt was seen in before.
+
+    Attributes:
+        acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
+        overhead: Verified draft tokens for each token gained.
+    """
+
+    acceptance: tuple[float, ...] = (1.0,)
+    overhead: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not self.acceptance or min(self.acceptance) < 1 or self.overhead < 1:
+            raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
+
+    def of(self, seen: int, known: float | None = None) -> tuple[float, float]:
+        """Tokens a step, which may be known, and draft tokens a step."""
+        pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
+        return pace, (pace - 1) * self.overhead
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster and what it runs.
+
+    Attributes:
+        replicas: Their costs, one each.
+        rules: The scheduler's.
+        training: What an update costs.
+        colocated: Engines stand still while the actor trains; else they have GPUs of their own.
+        placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
+        drafts: What drafting gains.
+        limit: Samples that are given to the engines at a time; ``None``: all that may start.
+        lot: So many more are given at once, or none.
+        forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
+            there will be; ``none``: nothing.
+        response_limit: Tokens a response can have.
+    """
+
+    replicas: tuple[ReplicaCost, ...]
+    rules: Rules
+    training: TrainingCost = field(default_factory=TrainingCost)
+    colocated: bool = True
+    placement: str = "least_loaded"
+    options: dict[str, Any] = field(default_factory=dict)
+    drafts: Drafts = field(default_factory=Drafts)
+    limit: int | None = None
+    lot: int = 1
+    forecasts: Literal["history", "oracle", "none"] = "history"
+    response_limit: int = 1 << 20
+
+    @property
+    def slots(self) -> int:
+        """Q of the bubble ratio."""
+        return sum(cost.slots for cost in self.replicas)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An update and the rollout before it.
+
+    Attributes:
+        version: The policy that it trains.
+        began, harvested, ended: Seconds: the last update's end, the harvest, this one's end.
+        tokens, samples: Trained.
+        wasted: Tokens made and not to be trained.
+        bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
+        staleness: The greatest of a trained token.
+        lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
+    """
+
+    version: int
+    began: float
+    harvested: float
+    ended: float
+    tokens: int
+    samples: int
+    wasted: int
+    bubble: float
+    staleness: int
+    lengths: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def rollout(self) -> float:
+        return self.harvested - self.began
