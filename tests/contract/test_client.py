@@ -23,7 +23,7 @@ from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker
 from verl_rhyme.workers.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.workers.request import FIELD, RequestMeta
 from verl_rhyme.workers.router import router
-from verl_rhyme.workers.session import Session, current, enter
+from verl_rhyme.workers.session import Interrupted, Session, current, enter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -130,7 +130,8 @@ def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
         assert name == "RhymeLLMServerClient"
-        assert records == kept == [{"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2}]
+        record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "why_there": ""}
+        assert records == kept == [record]
     placement = {"key": key, "attempt": 0, "group": N, "prompt_tokens": len(PROMPT), "response_tokens": 6}
     told = sorted(ray.get(balancer.take_told.remote()), key=lambda extra: extra[FIELD]["sample"])
     assert told == [{FIELD: {**placement, "sample": number}} for number in range(N)]
@@ -182,13 +183,8 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
     samples = range(1 if validate else N)
-    assert worker.stored == {
-        number: [
-            {"prompt_key": prompt_key(PROMPT).hex(), "sample": number, "attempt": turn, "response_tokens": 2}
-            for turn in range(2)
-        ]
-        for number in samples
-    }
+    told = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "why_there": ""}
+    assert worker.stored == {n: [{**told, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
     assert {meta.group for meta in metas} == {len(samples)}
@@ -316,6 +312,97 @@ class Slow(Server):
         while len(self.asked) < count:
             await asyncio.sleep(0.01)
         return self.take_asked()
+
+
+class Cut(Server):
+    """Says two tokens, and stops there when it is told to."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version, self.aborted, self.running = version, asyncio.Event(), ""
+
+    async def generate(self, **kwargs: Any) -> TokenOutput:
+        self.asked.append(kwargs)
+        self.running = kwargs["request_id"]
+        await asyncio.wait_for(self.aborted.wait(), 60)
+        record = {"response_tokens": 2, "version": self.version}
+        return TokenOutput(
+            token_ids=[self.version, 8],
+            log_probs=[-1.0 * self.version, -2.0],
+            stop_reason="aborted",
+            extra_fields={FIELD: [record], "global_steps": self.version},
+        )
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> None:
+        assert request_id == self.running
+        assert not reset_prefix_cache
+        self.aborted.set()
+
+    async def wait_for_one(self) -> dict[str, Any]:
+        while not self.asked:
+            await asyncio.sleep(0.01)
+        return self.asked.pop()
+
+
+@ACTORS
+@pytest.mark.parametrize("there", ["well", "gone"])
+async def test_a_response_goes_on_at_another_replica(cluster: None, servers: list[Any], there: str) -> None:
+    """With what it has: tokens, log-probs, versions and the rest of its budget. One that is gone is as good as none."""
+    cut = ray.remote(num_cpus=0)(Cut).remote(0)
+    balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
+    await balancer.add_servers.remote({"well": servers[0]})
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    session = Session(True, 1, "u_0", sample=0, group=1, response_tokens=5, planned="cut")
+    asked_of(servers)  # what other tests left
+
+    async def generated() -> Any:
+        enter(session)
+        return await client.generate("r", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
+
+    assert not clients.move(session, "cut", "a plan"), "nothing runs"
+    running = asyncio.create_task(generated())
+    asked = await cut.wait_for_one.remote()
+    assert (asked[FIELD]["name"], asked[FIELD]["planned"], asked["sampling_params"]["max_tokens"]) == ("u_0", "cut", 8)
+    assert not clients.move(session, "cut", "a plan"), "it is there"
+    assert clients.where(session) == "cut"
+    if there == "gone":
+        await balancer.remove_servers.remote(["cut"])
+    assert clients.move(session, there, "it is long")
+    output = await asyncio.wait_for(running, 60)
+    assert output.token_ids == [0, 8, 7, 8]
+    assert output.log_probs == [0.0, -2.0, -1.0, -2.0]
+    fields = output.extra_fields
+    assert (fields["min_global_steps"], fields["max_global_steps"], output.stop_reason) == (0, 1, "completed")
+    assert [record["response_tokens"] for record in fields[FIELD]] == [2, 2]
+    reasons = ["a plan", "it is long" if there == "well" else ""]
+    assert [record["why_there"] for record in fields[FIELD]] == reasons, "where it could not go is no reason"
+    [[asked]] = asked_of(servers[:1])
+    assert asked["prompt_ids"] == [*PROMPT, 0, 8]
+    assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
+    assert asked[FIELD]["response_tokens"] == 3
+    assert not session.moving
+    assert clients.where(session) == "well"
+    await asyncio.sleep(0.2)
+    assert await balancer.get_total_inflight.remote() == 0
+
+
+@ACTORS
+async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) -> None:
+    cut = ray.remote(num_cpus=0)(Cut).remote(0)
+    balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
+    client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
+    session = Session(True, 1, "u_0", planned="cut")
+
+    async def generated() -> Any:
+        enter(session)
+        return await client.generate("r", prompt_ids=PROMPT, sampling_params={})
+
+    running = asyncio.create_task(generated())
+    await cut.wait_for_one.remote()
+    session.call.end()  # as a weight sync does, by another way
+    with pytest.raises(Interrupted):
+        await asyncio.wait_for(running, 60)
+    assert session.turns[0].tokens.tolist() == [0, 8]
 
 
 @ACTORS

@@ -27,7 +27,7 @@ class Worker:
 
     async def attach(self, coordinator):
         self.coordinator = coordinator
-        return []
+        return {}
 
     async def attempts(self):
         return []

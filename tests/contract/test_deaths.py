@@ -154,7 +154,7 @@ class Weights:
     sent: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, config: Any = None, actor_wg: Any = None, replicas: Any = ()) -> None:
-        config = config or SimpleNamespace(backend="shm", engine_kwargs={})
+        config = config or SimpleNamespace(backend="mooncake", engine_kwargs={})
         self.config, self.actor_wg, self.replicas = config, actor_wg, replicas
 
     def update_weights(self, version: int) -> None:

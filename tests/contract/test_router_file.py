@@ -15,8 +15,9 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.preflight.compose import compose
+from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.workers import router_file
 from verl_rhyme.workers.router import PlacementRouter
 
@@ -104,3 +105,26 @@ def test_verls_trainers_leave_the_choice_to_the_config() -> None:
         source = inspect.getsource(module)
         assert "LLMServerManager.create(" in source
         assert "load_balancer_cls" not in source
+
+
+def test_what_replicas_cost_is_read_before_any_starts(tmp_path: Any) -> None:
+    def cost(*changes: str) -> Any:
+        planned = [f"{CONFIG_PATH}.placement.policy=makespan", *changes]
+        rhyme = config_tree.from_verl(compose(["+rhyme=sorted", "actor_rollout_ref.rollout.name=vllm", *planned]))
+        assert rhyme is not None
+        router_file.check(rhyme.placement)
+        return router_file.cost(rhyme.placement)
+
+    profile = f"{CONFIG_PATH}.placement.profile"
+    assert cost() is TYPICAL
+    assert cost(f"{profile}=qwen2.5-14b-h800-tp2").gpus == 2
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("source: mine\nslots: 6\nroom: 1000\nstep: {base: 0.5}\n")
+    assert cost(f"{profile}={mine}").step.base == 0.5
+    with pytest.raises(ConfigError, match=r"placement\.profile: no profile qwen2.5-14b: did you mean qwen2.5-14b-h800"):
+        cost(f"{profile}=qwen2.5-14b")
+    mine.write_text("source: mine\nslots: 6\nroom: 1000\nstep: {bas: 0.5}\n")
+    with pytest.raises(ConfigError, match=r"unknown key .*did you mean base"):
+        cost(f"{profile}={mine}")
+    with pytest.raises(ConfigError, match=r"placement\.profile must be null, or placement\.policy one of"):
+        cost(f"{profile}={mine}", f"{CONFIG_PATH}.placement.policy=sticky_group")

@@ -9,6 +9,7 @@ import logging
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -27,6 +28,8 @@ from verl_rhyme import config_tree
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
+from verl_rhyme.scheduling.placement import Move
+from verl_rhyme.workers.client import move, where
 from verl_rhyme.workers.reports import NotReported, Reports
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
@@ -84,13 +87,15 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
         self._reports = Reports()
         self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: it waits for its prompt's data
+        self._sessions: dict[str, Session] = {}  # of those that have begun
 
     # ---- the coordinator's ----
 
-    async def attach(self, coordinator: Any) -> list[str]:
-        """Tell ``coordinator`` from now on. Returns :meth:`attempts`."""
+    async def attach(self, coordinator: Any) -> dict[str, str]:
+        """Tell ``coordinator`` from now on. Returns :meth:`attempts`, with the address of the replica where each runs;
+        empty where that is not known."""
         self._reports.attach(coordinator)
-        return list(self._attempts)
+        return {name: where(session) if (session := self._sessions.get(name)) else "" for name in self._attempts}
 
     async def attempts(self) -> list[str]:
         """Names (``Attempt.name``) of the attempts that run here; one that is not among them has been reported."""
@@ -111,6 +116,12 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                 task.cancel()
             else:
                 self._attempts.pop(name, None)
+
+    async def move(self, moves: list[Move]) -> None:
+        """Let these attempts, if they run here, go on at these replicas."""
+        for name, replica, why in moves:
+            if (session := self._sessions.get(name)) is not None:
+                move(session, replica, why)
 
     # ---- an attempt ----
 
@@ -158,16 +169,22 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             session = self._session(start, order.left.get(start.predecessor), len(starts))
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
-            self._attempts[start.name] = task
-            task.add_done_callback(lambda _, name=start.name: self._attempts.pop(name, None))  # type: ignore[misc]
+            self._attempts[start.name], self._sessions[start.name] = task, session
+            task.add_done_callback(partial(self._done, start.name))
             tasks.append(task)
         for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, Exception):
                 logger.error("how %s ended could not be reported; it starts again", start.name, exc_info=result)
 
+    def _done(self, name: str, task: asyncio.Task[None]) -> None:
+        self._attempts.pop(name, None)
+        self._sessions.pop(name, None)
+
     def _session(self, start: Start, left: Left | None, group: int) -> Session:
         uid, number = sample_of(start.name)
         session = Session(start.partial, start.priority, start.name, sample=number, group=group)
+        session.response_tokens, session.likely_tokens = start.tokens, start.likely_tokens
+        session.planned, session.why, session.version = start.replica, start.why, start.version
         if left is not None:
             session.kept = left.turns
             session.records = left.records if session.partial else []

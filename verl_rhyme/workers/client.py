@@ -22,7 +22,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.workers.deaths import is_death
 from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
-from verl_rhyme.workers.session import Conversation, Session, current
+from verl_rhyme.workers.session import Conversation, Interrupted, Session, current
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,13 @@ class _Call:
     handle: Any = None
     request: str | None = None  # its name there
 
+    def end(self) -> bool:
+        """Abort it there; false when it is nowhere yet. Does not wait."""
+        if self.request is None:
+            return False
+        self.handle.abort_request.remote(self.request, reset_prefix_cache=False)
+        return True
+
 
 _CALL: ContextVar[_Call] = ContextVar("verl_rhyme_call")
 
@@ -60,34 +67,42 @@ class _Requests(LLMServerClient):
         """One request to one server."""
         session, conversation = self._known(request_id, prompt_ids)
         said = len(prompt_ids) - conversation.began  # of the turn, before this request
-        predicted = session.response_tokens
+        predicted, likely = session.response_tokens, session.likely_tokens
+        before = said + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
             sample=session.sample,
             attempt=len(conversation.records),
             group=session.group,
             prompt_tokens=len(prompt_ids),
-            response_tokens=None if predicted is None else max(0, predicted - said),
+            response_tokens=None if predicted is None else max(0, predicted - before),
+            likely_tokens=None if likely is None else max(0, likely - before),
+            planned=session.planned,
+            version=session.version,
+            name=session.name,
             queued_at=time.time(),
             noise=session.noise,
             previous=conversation.previous[_TOKEN_BYTES * said :] if conversation.previous else b"",
         )
-        output = await self._somewhere(request_id, prompt_ids=prompt_ids, **{**kwargs, FIELD: meta.to_dict()})
+        session.moving = False
+        planned, why = session.planned, session.why
+        told = {**kwargs, FIELD: meta.to_dict()}
+        output = await self._somewhere(session, request_id, prompt_ids=prompt_ids, **told)
         for record in output.extra_fields.pop(FIELD, []):
+            record["why_there"] = why if session.call.server == planned else ""
             conversation.records.append(record)
             session.records.append(record)
         return output
 
-    async def _somewhere(self, request_id: str, **kwargs: Any) -> TokenOutput:
+    async def _somewhere(self, session: Session, request_id: str, **kwargs: Any) -> TokenOutput:
         """On another replica, if one dies; what it had made is lost with it."""
         while True:
-            call = _Call()
+            call = session.call = _Call()
             _CALL.set(call)
             try:
                 return await super().generate(request_id, **kwargs)
             except asyncio.CancelledError:
-                if call.request is not None:  # or it keeps its slot, for nobody
-                    call.handle.abort_request.remote(call.request, reset_prefix_cache=False)
+                call.end()  # or it keeps its slot, for nobody
                 raise
             except ActorUnavailableError:  # of its node, or the network between: it may come back
                 await asyncio.sleep(_SERVER_WAIT_S)
@@ -99,7 +114,7 @@ class _Requests(LLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         known = extra.get(FIELD) or {}
-        extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) is not None}
+        extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) not in (None, "")}
         while True:
             acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
             try:
@@ -205,17 +220,21 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
         output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
-        if not turn.complete:
-            params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
-            params["max_tokens"] = left
+        params = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+        while not turn.complete:
             output = await request(
                 prompt_ids=[*prompt_ids, *turn.tokens],
-                sampling_params=params,
+                sampling_params={**params, "max_tokens": left},
                 **{**kwargs, "priority": session.priority},
             )
             version = output.extra_fields.get("global_steps")
             first = output.extra_fields.get("min_global_steps", version)
-            session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
+            try:
+                session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
+            except Interrupted:
+                left -= len(output.token_ids)
+                if turn.complete or not session.moving or left <= 0:  # else it was ended to go on elsewhere
+                    raise
         if len(turn.tokens) > len(output.token_ids):  # some of them are from before
             output.token_ids = turn.tokens.tolist()
             output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
@@ -234,6 +253,30 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         rollout = self.config.actor_rollout_ref.rollout
         allowed = min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
         return max(1, allowed)
+
+
+def move(session: Session, replica: str, why: str = "") -> bool:
+    """Let what a session generates go on at another replica, with the tokens that it has; its tokens keep their
+    versions and log-probs. Does not wait.
+
+    Args:
+        session: Of an attempt that runs in this process.
+        replica: Address.
+        why: It is to go on there, in a few words.
+
+    Returns:
+        Whether a request of it is under way; if not, its next one goes there.
+    """
+    session.planned, session.why = replica, why
+    if session.call is None or session.call.server == replica or not session.call.end():
+        return False
+    session.moving = True
+    return True
+
+
+def where(session: Session) -> str:
+    """Address of the replica where its latest request is, or its first one is wanted; empty where nobody knows."""
+    return (session.call.server if session.call is not None else None) or session.planned
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:

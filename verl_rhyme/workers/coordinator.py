@@ -14,21 +14,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import ray
 import transfer_queue as tq
 
+from verl_rhyme.lengths.outlook import Outlook
 from verl_rhyme.observability.audible import keep_audible
-from verl_rhyme.observability.batches import Occupancy, batch_metrics, forecast_metrics
+from verl_rhyme.observability.batches import SlotAccount, batch_metrics, forecast_metrics, placement_metrics
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
+from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.ledger import State
+from verl_rhyme.scheduling.placement import Move, Placement
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
 from verl_rhyme.workers.messages import Before, Handed, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.moving import Moving
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
 from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
 
@@ -67,6 +73,7 @@ class Coordinator:
         self._crewless = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
         self._cleaning: asyncio.Task[None] | None = None
+        self._moving: Moving | None = None
 
     # ---- the trainer's ----
 
@@ -84,6 +91,8 @@ class Coordinator:
         """
         if self._opened is not None:
             self._opened[2].close()
+        if self._moving is not None:
+            self._moving.close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
         self._expectations = expectations = Expectations(setting.response_limit)
         if before.lengths is not None:
@@ -94,17 +103,23 @@ class Coordinator:
         running = await crew.join()
         listing = await tq.async_kv_list() or {}
         if before.state is not None:
-            known, prompts = await evidence(listing, running), set(listing.get(PROMPTS, ()))
+            known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
             now = before.version, before.batches_left
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
                 logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
             rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
+        placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
+        self._dispatch = Dispatch(rollout, self._lengths, placement)
+        self._moving = Moving(self._dispatch, setting.router, self._move, lambda: self._dispatching)
+        await self._moving.look()
+        self._dispatch.take_up(running)
         self._opened, self._error = (setting, rollout, crew), None
+        self._moving.begin()
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
         self._trained = self._losing = None
-        self._occupancy = Occupancy(setting.slots, asyncio.get_running_loop().time())
+        self._slots = SlotAccount(setting.slots, time.time() if running else None)
         crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
             self._clean(listing, keep=set())
@@ -135,7 +150,9 @@ class Coordinator:
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
         self._clean_after_batch()
+        await self._errands.look()
         self._open[1].publish(version, batches_left)
+        self._slots.go(time.time())
         self._announced = False
         self._dispatching = batches_left > 0
         self._go()
@@ -144,6 +161,8 @@ class Coordinator:
     async def pause(self) -> None:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
         self._clean_after_batch()
+        if self._opened is not None:
+            self._slots.hold(time.time())
         self._dispatching = False
 
     async def enough(self, rewarded: bool, stopping: bool) -> Wants | None:
@@ -157,6 +176,7 @@ class Coordinator:
             RuntimeError: The rollout cannot go on; the message says why.
         """
         rollout, clock = self._open[1], asyncio.get_running_loop().time
+        await self._errands.look()  # some may have been replaced
         began = clock()
         self._complained_at = self._complained_at or began
         self._dispatching = True
@@ -179,7 +199,7 @@ class Coordinator:
         Returns:
             ``None``: it is not ready, because a reward failed or is long in coming: the engines are to run on.
         """
-        setting, rollout, crew = self._open
+        setting, rollout, _ = self._open
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
         while not rollout.scheduler.settled(looked - began):
@@ -195,15 +215,16 @@ class Coordinator:
                 "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
                 *(len(given_up), setting.rules.stop_wait, given_up[:8]),
             )
-        crew.abandon(rollout.take_abandoned())
+        self._abandon()
         if not rollout.scheduler.ready():
             return None
-        self._occupancy.at(clock(), rollout.scheduler.running)
-        bubble = self._occupancy.take() if setting.rules.starts_through_training else None
+        running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
+        bubble = self._slots.take(time.time(), running)
         batch = rollout.take()
         for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
         self._expectations.keep(rollout.needs_prompt)
+        self._dispatch.keep(rollout.needs_prompt)
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         stored = trajectories(listing.get(TRAIN, {}))
@@ -213,7 +234,11 @@ class Coordinator:
         return Reply(
             keys=keys,
             tags=[listing[TRAIN][key] for key in keys],
-            metrics={**batch_metrics(batch, setting.slots, bubble), **forecast_metrics(self._expectations)},
+            metrics={
+                **batch_metrics(batch, setting.slots, bubble if setting.rules.starts_through_training else None),
+                **forecast_metrics(self._expectations),
+                **placement_metrics(self._dispatch),
+            },
             filtered=batch.filtered,
             failed=batch.failed,
             wasted=batch.wasted,
@@ -240,8 +265,10 @@ class Coordinator:
             self._watch_starts(report)
             if report.status != "generated":
                 crew.ended(report.name)
+            self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
             try:
                 told = rollout.ended(report)
+                self._slots.ran(told)
                 if report.status == "generated" and rollout.needs_trajectories(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
                 for record in told:
@@ -262,6 +289,12 @@ class Coordinator:
             raise NotOpen("the coordinator was started anew")
         return self._opened
 
+    @property
+    def _errands(self) -> Moving:
+        if self._opened is None or self._moving is None:
+            raise NotOpen("the coordinator was started anew")
+        return self._moving
+
     def _go(self) -> None:
         """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
         setting, rollout, crew = self._open
@@ -270,19 +303,36 @@ class Coordinator:
                 if self._dispatching and len(crew):
                     limit = self._capacity.limit
                     lot = max(1, setting.lot * limit // setting.limit)
-                    starts = rollout.fill(limit, lot)
+                    starts = [replace(s, why=self._dispatch.why(s.name)) for s in self._dispatch.fill(limit, lot)]
+                    self._errands.tell_errors()
                     if starts and setting.router is not None:
                         setting.router.expect.remote(len(starts), more=self._announced)
                         self._announced = True
                     crew.start(starts, rollout.scheduler.version + 1)
-                crew.abandon(rollout.take_abandoned())
+                    self._slots.handed((start.name for start in starts), time.time())
+                self._abandon()
             except Exception as error:
                 self._fail(error)
-        self._occupancy.at(asyncio.get_running_loop().time(), rollout.scheduler.running)
         for change in self._changes:
             if not change.done():
                 change.set_result(None)
         self._changes.clear()
+
+    def _move(self, moves: list[Move]) -> None:
+        """Carry these out, and start what waited until it was known how far the rest is."""
+        self._open[2].move(moves)
+        self._go()
+
+    def _abandon(self) -> None:
+        """End what nobody waits for."""
+        _, rollout, crew = self._open
+        abandoned = rollout.take_abandoned()
+        for name in abandoned:
+            self._dispatch.ended(name)
+        crew.abandon(abandoned)
+
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+        return self._expectations.lengths([uid for uid, _ in samples], had)
 
     def _watch_starts(self, report: Ended) -> None:
         now = asyncio.get_running_loop().time()
@@ -301,6 +351,8 @@ class Coordinator:
     def _lost(self, names: list[str], why: str) -> None:
         if self._opened is None:
             return
+        for name in names:
+            self._dispatch.ended(name)
         if lost := self._opened[1].lost(names):
             logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
         self._go()

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.scheduling.attempts import Attempt, Start
+from verl_rhyme.scheduling.placement import Move
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,12 @@ class Crew:
     def __len__(self) -> int:
         return len(self._about)
 
-    async def join(self) -> set[str]:
-        """Take the workers into service as soon as they have started. Returns the attempts that they are about."""
+    async def join(self) -> dict[str, str]:
+        """Take the workers into service as soon as they have started. Returns the attempts that they are about, with
+        the address of the replica of each; empty where that is not known."""
         found = await asyncio.gather(*(self._join(worker) for worker in self._joining))
         self._joining = []
-        return set().union(*found)
+        return {name: replica for about in found for name, replica in about.items()}
 
     def start(self, starts: list[Start], step: int) -> None:
         """Send samples to the workers, those of a prompt together, each to the one that is about least."""
@@ -91,6 +93,15 @@ class Crew:
         for worker, order in orders.items():
             worker.abandon.remote(order)
 
+    def move(self, moves: Iterable[Move]) -> None:
+        """Let attempts, by their names, go on at other replicas. Does not wait."""
+        orders: dict[Any, list[Move]] = defaultdict(list)
+        for move in moves:
+            if (worker := self._worker.get(move.id)) is not None:
+                orders[worker].append(move)
+        for worker, order in orders.items():
+            worker.move.remote(order)
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -102,14 +113,14 @@ class Crew:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(self, worker: Any) -> set[str]:
+    async def _join(self, worker: Any) -> dict[str, str]:
         try:  # imports from a cold shared filesystem may take longer than a worker that runs may be silent
-            about = set(await worker.attach.remote(self._coordinator))
+            about = await worker.attach.remote(self._coordinator)
         except RayActorError as error:
             logger.warning("an agent loop worker did not start: %s", first_line(error))
             self.start_error = str(error)
-            return set()
-        self._about[worker] = about
+            return {}
+        self._about[worker] = set(about)
         self._worker.update(dict.fromkeys(about, worker))
         self._run(self._watch(worker))
         return about

@@ -150,6 +150,7 @@ class Outliving(wrapt.ObjectProxy):
     wake_up_replicas = _telling("wake_up_replicas")
     abort_replicas = _telling("abort_replicas")
     resume_generation_replicas = _telling("resume_generation_replicas")
+    settle = _telling("settle")  # the relay's
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As verl's.

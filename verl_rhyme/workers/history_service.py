@@ -42,6 +42,8 @@ _PIECE_BYTES = 64 << 20
 _REWARDS_TIMEOUT_S = 30.0
 #: What the store counts by append, as opposed to what it says of itself.
 STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
+#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/history/similarity*``.
+TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar")
 
 
 class HistoryUnavailable(RuntimeError):
@@ -103,7 +105,7 @@ class HistoryWriter:
         """Fetch one step from TransferQueue and record it, piece by piece: a killed writer leaves whole prompts.
 
         Returns:
-            The store's statistics, and what was dropped and evicted (:data:`STORE_COUNTS`).
+            The store's statistics, what was dropped and evicted (:data:`STORE_COUNTS`), and tokens that were compared.
 
         Raises:
             SamplesGone: The step is over; the pieces before are recorded.
@@ -112,10 +114,10 @@ class HistoryWriter:
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
-        counts: Counter[str] = Counter(dict.fromkeys(STORE_COUNTS, 0))
+        counts: Counter[str] = Counter(dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0))
         for trajectories in pieces:
             did = self._store.append(trajectories, step)
-            counts.update({name: getattr(did, name) for name in STORE_COUNTS})
+            counts.update({name: getattr(did, name) for name in counts})
         return {**counts, **self._store.stats()}
 
     def snapshot(self, folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
 from verl_rhyme.scheduling.remembered import Record
 from verl_rhyme.scheduling.rules import Rules
 
@@ -40,6 +41,9 @@ class Setting:
         lost_after: Seconds without an answer after which an agent loop worker is given up.
         room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
         router: A ``PlacementRouter`` that is told how many requests are about to come; ``None``: verl's.
+        placement: Policy and options by which the coordinator places samples (:data:`~.placement.PLANNED`); ``None``:
+            the router decides.
+        cost: What a replica's work costs, and its slots, by which the coordinator plans.
         response_limit: Tokens a response can have.
     """
 
@@ -51,6 +55,8 @@ class Setting:
     lost_after: float
     room: int | None = None
     router: Any = None
+    placement: tuple[str, dict[str, Any]] | None = None
+    cost: ReplicaCost = TYPICAL
     response_limit: int = 1 << 20
 
 

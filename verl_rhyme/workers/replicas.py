@@ -19,6 +19,7 @@ from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
+from verl_rhyme.workers.weights.manager import RelayManager
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,9 @@ class Spares:
         """The actor's weights, once: after a failure it may be in the midst of sending."""
         try:
             with watched([new]):
+                if isinstance(self._weights, RelayManager):  # the actor has nothing to do with it
+                    self._weights.deliver([new])
+                    return
                 CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(

@@ -50,6 +50,10 @@ class RequestMeta:
         group: Samples of the prompt that are sent about now, 0 when unknown.
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it is predicted to add; ``None`` without a prediction.
+        likely_tokens: It will hardly add more.
+        planned: Address of the replica where the coordinator wants it; empty: the router decides.
+        version: Of the policy: a replica that serves an older one takes a newer one first.
+        name: Of the sample's attempt; empty for one that no coordinator started.
         queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sampling.noise`); empty for one of
             the request's own.
@@ -64,6 +68,10 @@ class RequestMeta:
     group: int = 0
     prompt_tokens: int = 0
     response_tokens: int | None = None
+    likely_tokens: int | None = None
+    planned: str = ""
+    version: int = 0
+    name: str = ""
     queued_at: float = 0.0
     noise: str = ""
     previous: bytes = b""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Keywords of ``generate`` that a router can read a request's prompt key from, the first one given counts:
 #: ``rhyme``: our client's, a mapping with any of ``key``, ``sample``, ``attempt``, ``group``, ``prompt_tokens``,
-#: ``response_tokens`` (:class:`~verl_rhyme.scheduling.placement.Request`);
+#: ``response_tokens``, ``likely_tokens``, ``planned`` (:class:`~verl_rhyme.scheduling.placement.Request`);
 #: ``prompt_ids``: token ids, for clients that know nothing of ours; a conversation's first ones are its key.
 FIELDS = (FIELD, "prompt_ids")
 
@@ -127,6 +128,12 @@ class PlacementRouter:
         """What runs is about to be cut short, and to come again; what was announced before is forgotten."""
         self._placement.expect(self.get_total_inflight())
 
+    def fleet(self) -> dict[str, tuple[Any, int | None]]:
+        """Handle of each replica in service by its address, and the KV tokens that it has room for, if it told."""
+        fleet = self._placement.fleet
+        rooms = {name: fleet.capacity[i] for name, i in fleet.index.items()}
+        return {name: (self._servers[name], int(room) if isfinite(room) else None) for name, room in rooms.items()}
+
     def get_all_servers(self) -> list[str]:
         """Addresses of the replicas in service."""
         return list(self._servers)
@@ -179,7 +186,8 @@ def _known(extra: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: value for name, value in meta.items() if name in PLACEMENT and value is not None}
         key = known["key"]
         known["key"] = key.hex() if isinstance(key, bytes) else str(key)
-        return {name: value if name == "key" else min(int(value), _MOST) for name, value in known.items()}
+        texts = {"key": known.pop("key"), "planned": str(known.pop("planned", ""))}
+        return {**texts, **{name: min(int(value), _MOST) for name, value in known.items()}}
     if (tokens := extra.get("prompt_ids")) is not None:
         return {"key": prompt_key(tokens).hex(), "prompt_tokens": len(tokens)}
     return {}

@@ -12,7 +12,9 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
-from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
+from verl_rhyme.scheduling.placement import PLANNED, Placement
+from verl_rhyme.simulation import cluster_file
 from verl_rhyme.workers.router import PlacementRouter
 
 #: In the run's checkpoint folder.
@@ -27,15 +29,32 @@ def check(placement: PlacementConfig) -> None:
     """
     if placement.policy is None:
         return
+    cost(placement)
     try:
         Placement(placement.policy, placement.options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{CONFIG_PATH}.placement.options={placement.options}: {error}") from error
 
 
+def cost(placement: PlacementConfig) -> ReplicaCost:
+    """What a replica's work costs (:attr:`PlacementConfig.profile`).
+
+    Raises:
+        ConfigError: There is no such profile, or it says what cannot be.
+    """
+    if placement.profile is None:
+        return TYPICAL
+    try:
+        return cluster_file.profile(placement.profile, Path(f"{CONFIG_PATH}.placement.profile"))[0]
+    except cluster_file.ClusterError as error:
+        raise ConfigError(str(error)) from error
+
+
 def settings(placement: PlacementConfig) -> dict[str, Any]:
     """What stands in the file."""
     router = f"{PlacementRouter.__module__}.{PlacementRouter.__qualname__}"
+    if placement.policy in PLANNED:  # the coordinator's; what it does not plan for, such as validation, is spread
+        return {"router_class": router, "policy": "least_loaded", "options": {}}
     return {"router_class": router, "policy": placement.policy, "options": dict(placement.options)}
 
 

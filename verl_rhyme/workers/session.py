@@ -39,7 +39,7 @@ class Turn:
         prompt: Key of all the tokens before it.
         tokens: int32, what it said.
         log_probs: float32, of each token, by the policy that made it; ``None`` where none were asked for.
-        first_version, version: Policy versions of its first and of its last token; ``None`` without any.
+        first_version, version: Oldest and newest policy version of its tokens; ``None`` without any.
         complete: It came to its end.
         stop_reason: The engine's.
     """
@@ -101,7 +101,13 @@ class Session:
         sample: Its number in the group, -1 when unknown.
         group: Samples of its prompt that are started about now, 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with; empty for noise of each request's own.
-        response_tokens: What a turn of it is predicted to say; ``None`` without a prediction.
+        response_tokens: What it is predicted to say, in all turns; ``None`` without a prediction.
+        likely_tokens: It will hardly say more.
+        planned: Address of the replica where its requests are to run; empty: the router decides.
+        why: They are to run there, in a few words.
+        version: Of the policy: its requests wait at a replica that serves an older one.
+        moving: Its running request was ended so that it goes on elsewhere.
+        call: Where its latest request is; the client's.
         conversations: By request id.
         scores: At the end, for each trajectory what groups are filtered by; empty where none are.
     """
@@ -116,6 +122,12 @@ class Session:
     group: int = 0
     noise: str = ""
     response_tokens: int | None = None
+    likely_tokens: int | None = None
+    planned: str = ""
+    why: str = ""
+    version: int = 0
+    moving: bool = False
+    call: Any = None
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
 
@@ -185,14 +197,16 @@ class Session:
                 another policy's.
         """
         if tokens:
+            first = version if first_version is None else first_version
+            # Not in the order of the tokens: a replica that one is moved to may be behind.
+            turn.first_version = min((v for v in (turn.first_version, first) if v is not None), default=None)
+            turn.version = max((v for v in (turn.version, version) if v is not None), default=None)
             if not turn.tokens:
-                turn.first_version = version if first_version is None else first_version
                 turn.log_probs = None if log_probs is None else array("f")
             if log_probs is None or turn.log_probs is None:
                 turn.log_probs = None
             else:
                 turn.log_probs.extend(log_probs)
-            turn.version = version
             turn.tokens.extend(tokens)
         turn.stop_reason = stop_reason
         turn.complete = stop_reason not in ("abort", "aborted")

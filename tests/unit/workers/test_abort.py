@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from verl_rhyme.workers.vllm.gate import Gate
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
 
@@ -33,20 +34,39 @@ def server():
     )
     engine.abort = partial(AsyncLLM.abort, engine)
     built.engine, built.node_rank, built.cleared = engine, 0, 0
+    built._gate, built._final, built._aborts = Gate(), {}, set()
     params = SamplingParams(max_tokens=8, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     request = EngineCoreRequest("r-12345678", [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r")
     built.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
-    engine.output_processor.add_request(request, None, None, 0, built.queue)
+    built.arrives = partial(engine.output_processor.add_request, request, None, None, 0, built.queue)
     return built
 
 
 async def test_it_ends_for_the_engine_and_for_whoever_waits_for_it(server):
+    server.arrives()
     assert await server.abort_request("r", reset_prefix_cache=False) == {"aborted": True, "request_id": "r"}
     assert server.engine.engine_core.aborted == ["r-12345678"]
     output = await asyncio.wait_for(server.queue.get(), 1)
     assert output.outputs[0].finish_reason == "abort"
 
 
+async def test_one_that_waits_while_weights_are_loaded_ends_when_it_comes(server):
+    server._final["r"] = None  # it is past the gate, and verl has parked it
+    assert not (await server.abort_request("r"))["aborted"]
+    assert server._aborts
+    server.arrives()
+    await asyncio.wait_for(asyncio.gather(*server._aborts), 1)
+    assert server.engine.engine_core.aborted == ["r-12345678"]
+
+
+async def test_one_that_waits_for_newer_weights_never_enters(server):
+    waits = asyncio.create_task(server._gate.enter("r", 1))
+    await asyncio.sleep(0)
+    assert (await server.abort_request("r"))["aborted"]
+    assert not await waits
+
+
 async def test_one_that_is_not_there_is_nobodys(server):
+    server.arrives()
     assert not (await server.abort_request("another", reset_prefix_cache=False))["aborted"]
     assert server.engine.engine_core.aborted == []

@@ -21,7 +21,8 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.told, self.broken, self.fetched = run, [], False, []
-        self._coupled, self._seed, self._attempts, self._filter_metric = False, 0, {}, None
+        self._coupled, self._seed, self._filter_metric = False, 0, None
+        self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
         self._reports = self  # type: ignore[assignment]
 

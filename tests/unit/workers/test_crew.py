@@ -18,7 +18,7 @@ class Worker:
         self.attach, self.begin, self.attempts = map(_Method, (self._attach, self._begin, self._attempts))
 
     async def _attach(self, _):
-        return []
+        return {}
 
     async def _begin(self, starts, _):
         await asyncio.sleep(self.slow_s)

@@ -10,6 +10,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.vllm.gate import Gate
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
 
@@ -34,7 +35,8 @@ def server(monkeypatch):
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
-    built._rhyme, built._final, built._finished = RhymeConfig(), {}, deque(maxlen=4)
+    built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
+    built._gate = Gate()
     return built
 
 

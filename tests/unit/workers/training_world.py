@@ -4,11 +4,12 @@ Engines, rewards and the training itself are made up. Things die at random; what
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
+from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
@@ -28,13 +30,17 @@ from verl_rhyme.workers import agent_loop, coordinator, crew, reports, stored_at
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import Coordinator
 from verl_rhyme.workers.messages import Handed, Setting
+from verl_rhyme.workers.router import PlacementRouter
 from verl_rhyme.workers.session import PROMPTS, STARTS, current
 from verl_rhyme.workers.stored_attempts import TRAIN
+from verl_rhyme.workers.vllm.gate import Gate
+from verl_rhyme.workers.weights.delivery import Delivery
 
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
 #: Mode of the rules, engines of their own, further rules.
+_KEEP = {"on_interrupt": "keep_running"}
 _AS_LOADED = {"harvest": "loaded", "harvest_tokens": None}
 MODES = {
     "on_policy colocated": ("on_policy", False, {}),
@@ -47,6 +53,14 @@ MODES = {
     "rolling separate": ("partial", True, {"max_staleness": 1, "load": "rolling"}),
     "rolling as loaded": ("partial", True, {"max_staleness": 1, "load": "rolling", **_AS_LOADED}),
     "rolling colocated": ("partial", False, {"max_staleness": 2, "load": "rolling", **_AS_LOADED}),
+    "histopipe colocated": ("histopipe", False, {"harvest_tokens": None}),
+    "histopipe probes": ("histopipe", True, {"harvest_tokens": None, "probe": True}),
+    "histopipe separate": ("histopipe", True, {"harvest_tokens": None}),
+    "histopipe one by one": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True}),
+    "histopipe keeps running": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
+    "partial one by one": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
+    "partial placed": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
+    "partial keeps running": ("partial", True, {"max_staleness": 2}, {"one_by_one": True, **_KEEP}),
 }
 
 
@@ -88,7 +102,7 @@ class World:
         self.cluster = Cluster(seed)
         self.random = random.Random(seed + 1)
         self.queue = Queue(self.cluster)
-        rules, self.separate, more = MODES[mode]
+        rules, self.separate, more, *later = MODES[mode]
         unit = self.random.choice(["group", "group", "trajectory"])
         self.filters = unit == "group" and self.random.random() < 0.5
         self.slow_tools = self.random.random() < 0.3
@@ -103,16 +117,23 @@ class World:
             "harvest_tokens": self.random.choice([None, None, 150]),
             "start_order": random.Random(seed).choice(["load", "load", "longest", "shortest"]),
         }
-        self.rules = named(rules, **{**given, **more})
+        self.rules = replace(named(rules, **{**given, **more}), **dict(*later))
         slots = REPLICAS * 8
         limit = self.random.choice([slots, 2 * slots, 4])
+        self.placed = rules == "histopipe" or "placed" in mode
+        # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
+        self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
+        if seed % 3 == 2:
+            self.placement = ("makespan", {"gain": 0.001})
         self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
+        if seed % 3 == 2:  # few slots: samples wait
+            self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
         self.save_every = self.random.choice([1, 2, 3])
         self.kills_left, self.deaths, self.died_at = kills, [], {}
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
-        self.runs = self.reopened = self.steps = 0
+        self.runs = self.reopened = self.steps = self.moved = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
         rollout = SimpleNamespace(name="vllm", response_length=10**6, full_determinism=True)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
@@ -169,9 +190,12 @@ class World:
         self.loaded, self.gone = (0, 0) if saved is None else (saved.loaded, saved.gone)
         self.uids = {row: uid for row, uid in self.uids.items() if row < self.loaded}
         self.replicas = {f"r{n}": Handle(self.cluster, lambda: Engine(self, step)) for n in range(REPLICAS)}
-        self.named = REPLICAS
+        self.named, self.deliveries = REPLICAS, {}
         servers = dict(self.replicas)
-        self.balancer = Handle(self.cluster, lambda: GlobalRequestLoadBalancer(servers))
+        balancer = PlacementRouter if self.placed else GlobalRequestLoadBalancer
+        self.balancer = Handle(self.cluster, lambda: balancer(servers))
+        if self.placed:
+            self.setting = replace(self.setting, router=self.balancer, placement=self.placement)
         self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
         self.global_steps = step + 1
         self.topology = (Separate if self.separate else Colocated)(self)
@@ -219,6 +243,13 @@ class World:
         self.workers = [Handle(self.cluster, lambda: Worker(self)) for _ in range(WORKERS)]
         return list(self.workers)
 
+    def deliver(self, version):
+        """Each replica takes it by itself, and the trainer goes on; who dies meanwhile is replaced."""
+        for name, handle in self.replicas.items():
+            delivery = self.deliveries.setdefault(name, Delivery(contextlib.nullcontext))
+            taking = delivery.take(Replica(self, handle), version, self.rules.runs_on)
+            self.cluster.clock.create_task(_unless_dead(taking))
+
     # ---- deaths ----
 
     def _plan_death(self):
@@ -252,6 +283,8 @@ class World:
         assert len(set(reply.keys)) == len(reply.keys)
         assert reply.keys, "nothing to train"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
+        assert "rollout/placement/errors" not in reply.metrics
+        self.moved += reply.metrics.get("rollout/placement/moved", 0)
         rows = self.queue.partitions[TRAIN]
         samples = [Attempt.named(key.rpartition("_")[0]).sample for key in reply.keys]
         for key, (uid, number), tag in zip(reply.keys, samples, reply.tags, strict=True):
@@ -323,29 +356,43 @@ class Engine:
 
     def __init__(self, world, version):
         self.world, self.version, self.stopped, self.rejecting = world, version, False, False
-        self.open, self.running = asyncio.Event(), set()
+        self.open, self.running = asyncio.Event(), {}
         self.open.set()
+        self.gate = Gate()
+        self.gate.version = version
 
     async def generate(self, request_id, prompt_ids, sampling_params, rhyme, **_):
+        if not await self.gate.enter(request_id, rhyme["version"]):
+            return self._output([], "aborted", rhyme)
+        try:
+            return await self._generate(request_id, prompt_ids, sampling_params, rhyme)
+        finally:
+            await self.gate.leave()
+
+    async def idle(self):
+        await self.gate.empty()
+
+    async def _generate(self, request_id, prompt_ids, sampling_params, rhyme):
         while self.stopped:
             if self.rejecting:
                 return self._output([], "aborted", rhyme)
             await self.open.wait()
         clock, world, pace = asyncio.get_running_loop(), self.world, 0.25
         began, cut = clock.time(), clock.create_future()
-        self.running.add(cut)
+        made = lambda: int((clock.time() - began) / pace)  # noqa: E731
+        self.running[request_id] = cut, rhyme["name"], made
         await asyncio.wait({cut}, timeout=pace * sampling_params["max_tokens"])
-        self.running.discard(cut)
+        self.running.pop(request_id, None)
         count = sampling_params["max_tokens"]
         if cut.done():
-            count = min(count, int((clock.time() - began) / pace))
+            count = min(count, made())
         uid, number, turn, base = world.open_turns[request_id]
-        made = []
+        said = []
         for place in range(len(prompt_ids) - base, len(prompt_ids) - base + count):
             name = len(world.tokens)
             world.tokens[name] = Token(uid, number, turn, place, self.version)
-            made.append(name)
-        return self._output(made, "aborted" if cut.done() else "completed", rhyme)
+            said.append(name)
+        return self._output(said, "aborted" if cut.done() else "completed", rhyme)
 
     def _output(self, made, reason, meta):
         now = asyncio.get_running_loop().time()
@@ -379,16 +426,49 @@ class Engine:
     def stop(self, reject):
         self.stopped, self.rejecting = True, reject
         self.open.clear()
-        for cut in self.running:
-            if not cut.done():
-                cut.set_result(None)
+        for request_id in list(self.running):
+            self._cut(request_id)
+
+    async def abort_request(self, request_id, reset_prefix_cache=True):
+        if not await self.gate.turn_away(request_id):
+            self._cut(request_id)
+
+    def _cut(self, request_id):
+        cut = self.running[request_id][0] if request_id in self.running else None
+        if cut is not None and not cut.done():
+            cut.set_result(None)
+
+    def progress(self, names):
+        return {name: made() for _, name, made in self.running.values() if name in names}
 
     def resume(self):
         self.stopped = self.rejecting = False
         self.open.set()
 
-    def update(self, version):
+    async def update(self, version):
         self.version = version
+        await self.gate.serve(version)
+
+
+class Replica:
+    """As a relay sees one."""
+
+    def __init__(self, world, engine):
+        self._world, self._engine = world, engine
+
+    async def idle(self):
+        await self._engine.idle.remote()
+
+    async def load(self, version):
+        await self._engine.stop.remote(False)
+        await asyncio.sleep(self._world.random.choice([0.0, 1.0, 10.0]))
+        await self._engine.update.remote(version)
+        await self._engine.resume.remote()
+
+
+async def _unless_dead(taking):
+    with contextlib.suppress(RayActorError):
+        await taking
 
 
 class Colocated:
@@ -462,6 +542,9 @@ class Separate(Colocated):
 
     def publish(self, version):
         self.mend(version)
+        if self.world.rules.one_by_one:
+            self.world.deliver(version)
+            return
         self._tell("stop", False)
         self.world.cluster.sleep(self.world.random.choice([0.0, 1.0]))
         self._tell("update", version)
@@ -473,7 +556,8 @@ class Worker(_Worker):
 
     def __init__(self, world):
         self.world = world
-        self._coupled, self._seed, self._attempts = False, 0, {}
+        self._coupled, self._seed = False, 0
+        self._attempts, self._sessions = {}, {}
         self._filter_metric = "reward" if world.filters else None
         self.background_tasks = set()
         self._reports = reports.Reports()

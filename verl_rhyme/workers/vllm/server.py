@@ -20,6 +20,7 @@ from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
 from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs, sampler, weight_socket
+from verl_rhyme.workers.vllm.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class RhymeHttpServer(vLLMHttpServer):
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
+        self._gate = Gate()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._names: dict[str, str] = {}  # request id -> attempt's name, of a coordinator's
         self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
 
     # ---- engine settings ----
@@ -147,6 +151,27 @@ class RhymeHttpServer(vLLMHttpServer):
         cache = self.engine.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
 
+    async def progress(self, names: list[str]) -> dict[str, int]:
+        """Response tokens so far of these attempts' running requests; those that do not run here are left out."""
+        requests, wanted = self.engine.output_processor, set(names)
+        made: dict[str, int] = {}
+        for request_id, name in self._names.items():
+            for internal in requests.external_req_ids.get(request_id, ()) if name in wanted else ():
+                detokenizer = requests.request_states[internal].detokenizer
+                made[name] = made.get(name, 0) + (0 if detokenizer is None else detokenizer.num_output_tokens())
+        return made
+
+    # ---- weights ----
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """As verl's; requests that need this policy come in."""
+        await super().set_global_steps(global_steps)
+        await self._gate.serve(global_steps)
+
+    async def idle(self) -> None:
+        """Wait until nothing runs; what needs newer weights waits for these."""
+        await self._gate.empty()
+
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
         if self.node_rank == 0:
@@ -170,12 +195,19 @@ class RhymeHttpServer(vLLMHttpServer):
         """
         meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
+        if not await self._gate.enter(request_id, meta.version):
+            told = {"global_steps": self.global_steps, FIELD: []}
+            return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=told)
         version = self.global_steps
         self._final[request_id] = None
+        if meta.name:
+            self._names[request_id] = meta.name
         try:
             output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
         finally:
             final = self._final.pop(request_id)
+            self._names.pop(request_id, None)
+            await self._gate.leave()
         if self._rhyme.drafting.enable:
             self._finished.append(request_id)  # the response goes first: the trainer asks for the counts of many
         scheduled, first = _wall_times(getattr(final, "metrics", None))
@@ -192,6 +224,7 @@ class RhymeHttpServer(vLLMHttpServer):
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
+            predicted_tokens=meta.response_tokens,
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",
@@ -204,12 +237,25 @@ class RhymeHttpServer(vLLMHttpServer):
 
         verl's looks for it by its name, while vLLM 0.24 knows it by another (``<name>-<8 characters>``).
         """
+        if await self._gate.turn_away(request_id):
+            return {"aborted": True, "request_id": request_id}
         known = self.node_rank == 0 and bool(self.engine.output_processor.external_req_ids.get(request_id))
         if known:
             await self.engine.abort(request_id)
             if reset_prefix_cache:
                 await self.clear_kv_cache()
+        elif request_id in self._final:  # it waits while weights are loaded
+            task = asyncio.ensure_future(self._abort_when_known(request_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
         return {"aborted": known, "request_id": request_id}
+
+    async def _abort_when_known(self, request_id: str) -> None:
+        while request_id in self._final:
+            if self.engine.output_processor.external_req_ids.get(request_id):
+                await self.engine.abort(request_id)
+                return
+            await asyncio.sleep(_ADMISSION_POLL_S)
 
     async def take_counts(self) -> dict[str, dict[str, Any]]:
         """What the drafter did for the requests that finished since the last call: record columns by request id."""

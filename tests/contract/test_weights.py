@@ -1,0 +1,196 @@
+"""The relay of weights among real actors: written once, fetched by the other node's relay, taken there.
+
+The nodes are two names for one machine; each has a relay and a folder of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayError
+
+from verl_rhyme.workers.weights import relay
+from verl_rhyme.workers.weights.engine import RelayCheckpointEngine, register
+from verl_rhyme.workers.weights.folder import Folder, WeightsError
+from verl_rhyme.workers.weights.manager import RelayManager, relayed
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
+
+pytestmark = [
+    pytest.mark.xdist_group("relay"),  # of one cluster
+    pytest.mark.slow,  # its processes take seconds to start
+]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {f"layer.{n}": torch.full((1000,), float(version * 10 + n)) for n in range(6)}
+
+
+class Actor:
+    """A worker of verl's actor, or of a replica, as far as weights go."""
+
+    def __init__(self, node: str, master: bool) -> None:
+        self.node = node
+        self.engine = RelayCheckpointEngine(8000, is_master=master)
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
+        told = getattr(self.engine, method)(**kwargs)
+        return {"node": self.node} if method == "prepare" else told
+
+    async def send(self, version: int) -> dict[str, Any]:
+        await self.engine.send_weights(iter(weights(version).items()), global_steps=version)
+        return {}
+
+    async def update_weights(self, global_steps: int) -> None:
+        self.loaded = {name: tensor async for name, tensor in self.engine.receive_weights(global_steps)}
+
+    async def first(self) -> float:
+        return float(self.loaded["layer.0"][0])
+
+    async def abort_all_requests(self) -> None: ...
+    async def release_kv_cache(self) -> None: ...
+    async def resume_kv_cache(self) -> None: ...
+    async def resume_engine_generation(self) -> None: ...
+    async def open_submission_gate(self) -> None: ...
+
+    async def limit_files(self, size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    async def path(self) -> str:
+        assert self.engine._folder is not None
+        return str(self.engine._folder.path)
+
+
+class ActorGroup:
+    """verl's ``RayWorkerGroup`` of the actor."""
+
+    def __init__(self, ranks: list[Any]) -> None:
+        self.ranks, self.world_size = ranks, len(ranks)
+
+    def execute_checkpoint_engine(self, method: list[str], path: list[str] | None = None) -> list[Any]:
+        more = [{}] * len(method) if path is None else [{"path": each} for each in path]
+        told = zip(self.ranks, method, more, strict=True)
+        return [rank.execute_checkpoint_engine.remote(name, **each) for rank, name, each in told]
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        assert mode == "relay"
+        return [rank.send.remote(global_steps) for rank in self.ranks]
+
+
+class Replica:
+    def __init__(self, rank: int, node: str) -> None:
+        self.replica_rank = rank
+        self.workers = self.servers = [on(node, False)]
+
+    def serves(self) -> float:
+        return ray.get(self.workers[0].first.remote())
+
+
+def on(node: str, master: bool) -> Any:
+    return ray.remote(num_cpus=0)(Actor).remote(node, master)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    register()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayManager]:
+    """One for all tests, which go on from each other: each process takes seconds to start."""
+    here, start = ray.get_runtime_context().get_node_id(), relay.start
+    folder = str(tmp_path_factory.mktemp("relay"))
+    config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={"relay": {"folder": folder}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "start", lambda node, root: start(here, root))
+        yield RelayManager(config, ActorGroup([on("near", True)]), [Replica(0, "near"), Replica(1, "far")])
+
+
+def served(manager: RelayManager) -> list[float]:
+    return [replica.serves() for replica in manager.replicas]
+
+
+def test_each_node_has_one_copy_and_its_replicas_take_it(manager: RelayManager) -> None:
+    for version in (1, 2, 3):
+        manager.update_weights(version)
+        assert served(manager) == [version * 10.0] * 2
+    paths = [ray.get(replica.workers[0].path.remote()) for replica in manager.replicas]
+    assert len(set(paths)) == 2, "each worker reads on its own node"
+    assert [Folder(path).versions() for path in paths] == [[2, 3]] * 2
+
+
+def test_the_trainer_goes_on_while_replicas_take_them(manager: RelayManager) -> None:
+    manager.waits = False
+    assert manager.update_weights(4) == {"rollout/weights/replicas_behind": 0.0}
+    manager.settle()
+    assert manager.check() == 0
+    assert served(manager) == [40.0] * 2
+
+
+def test_no_room_stops_the_trainer_and_says_what_to_do(manager: RelayManager) -> None:
+    [actor] = manager.actor_wg.ranks
+    ray.get(actor.limit_files.remote(1000))
+    with pytest.raises(WeightsError, match=r"--shm-size.*relay\.folder"):
+        manager.update_weights(5)
+    ray.get(actor.limit_files.remote(resource.RLIM_INFINITY))
+
+
+def test_what_went_wrong_behind_the_trainers_back_is_told(manager: RelayManager) -> None:
+    manager.waits = False
+    ray.kill(manager.replicas[1].workers[0])
+    manager.update_weights(6)
+    with pytest.raises(RayError):
+        manager.settle()
+    gone = manager.replicas.pop()  # as the trainer's mend does
+    manager._under_way = {gone: manager._deliver(gone)}
+    ray.wait(list(manager._under_way.values()), timeout=30)
+    assert manager.check() == 0, "of one that was replaced nobody asks"
+
+
+def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
+    manager.waits = False
+    far = Replica(1, "far")
+    manager.replicas.append(far)
+    manager.update_weights(7)
+    manager.settle()
+    ray.kill(manager._relays["far"])
+    manager._under_way[far] = manager._deliver(far)
+    ray.wait([manager._under_way[far]], timeout=30)
+    assert manager.check() == 1, "it takes them again, and nobody waits"
+    manager.settle()
+    assert served(manager) == [70.0] * 2
+    manager.update_weights(8)
+    manager.settle()
+    assert served(manager) == [80.0] * 2
+    ray.kill(manager._relays["near"])  # the actor's
+    manager._under_way[far] = manager._deliver(manager.replicas[0])
+    ray.wait([manager._under_way[far]], timeout=30)
+    with pytest.raises(WeightsError, match=r"the actor's node lost its weights.*\n.*from the last checkpoint"):
+        manager.check()
+    manager.update_weights(9)
+    manager.settle()
+    assert served(manager) == [90.0] * 2
+
+
+def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayManager) -> None:
+    for rank in manager.actor_wg.ranks:
+        ray.kill(rank)
+    new = Replica(2, "far")
+    manager.deliver([new])
+    assert new.serves() == 90.0
+
+
+def test_other_engines_keep_verls_manager() -> None:
+    theirs = SimpleNamespace(backend="nccl")
+    assert relayed(theirs) is theirs

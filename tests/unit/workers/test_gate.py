@@ -1,0 +1,61 @@
+"""Requests that need a newer policy wait at the server's gate, and weights wait until nothing runs."""
+
+import asyncio
+
+from verl_rhyme.workers.vllm.gate import Gate
+
+
+async def started(work):
+    task = asyncio.create_task(work)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_what_needs_a_newer_version_waits_for_it():
+    gate = Gate()
+    await gate.serve(3)
+    assert await gate.enter("old", 2)
+    assert await gate.enter("current", 3)
+    waits = await started(gate.enter("next", 4))
+    after = await started(gate.enter("after", 5))
+    assert not waits.done()
+    assert gate.running == 2
+    await gate.serve(4)
+    assert await waits
+    assert not after.done()
+    await gate.serve(7)
+    assert await after
+    assert gate.running == 4
+
+
+async def test_new_weights_wait_until_nothing_runs_but_not_for_those_that_wait_for_them():
+    gate = Gate()
+    assert await gate.enter("a", 0)
+    assert await gate.enter("b", 0)
+    await started(gate.enter("next", 1))
+    empty = await started(gate.empty())
+    await gate.leave()
+    assert not empty.done()
+    await gate.leave()
+    await asyncio.wait_for(empty, 1)
+
+
+async def test_one_that_is_not_wanted_any_more_never_enters():
+    gate = Gate()
+    waits = await started(gate.enter("a", 1))
+    assert not await gate.turn_away("b")
+    assert await gate.turn_away("a")
+    assert not await waits
+    assert gate.running == 0
+    assert not await gate.turn_away("a"), "it does not wait any more"
+
+
+async def test_a_caller_that_is_gone_leaves_nothing():
+    gate = Gate()
+    waits = await started(gate.enter("a", 1))
+    waits.cancel()
+    await asyncio.wait({waits})
+    assert not await gate.turn_away("a")
+    await gate.serve(1)
+    assert gate.running == 0

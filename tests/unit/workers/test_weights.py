@@ -1,0 +1,433 @@
+"""The relay of weights, without verl and Ray: files of a node, and nodes that pass them on."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ray.exceptions import RayActorError
+
+from verl_rhyme.workers.weights import folder as folders
+from verl_rhyme.workers.weights import relay as relays
+from verl_rhyme.workers.weights.delivery import Target
+from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
+from verl_rhyme.workers.weights.folder import Folder, Part, WeightsError, claim
+from verl_rhyme.workers.weights.relay import Relay
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from verl_rhyme.workers.weights.folder import claim
+folder = claim(Path(sys.argv[1]))
+(folder.path / "file").write_bytes(b"weights")
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+def weights(version, tensors=5, size=1000):
+    generator = torch.Generator().manual_seed(version)
+    made = {f"layer.{n}": torch.randn(size, generator=generator).to(torch.bfloat16) for n in range(tensors)}
+    made["shared"] = made["layer.0"]  # as tied embeddings
+    made["strided"] = torch.arange(12.0).reshape(3, 4).T
+    return made
+
+
+def write(folder, version, part_bytes=3000):
+    writer = folder.writer(version, part_bytes)
+    for name, tensor in weights(version).items():
+        writer.add(name, tensor)
+    writer.close()
+
+
+def same(folder, version):
+    read = dict(folder.read(version))
+    wanted = weights(version)
+    return read.keys() == wanted.keys() and all(torch.equal(read[name], wanted[name]) for name in wanted)
+
+
+class TestFolder:
+    def test_what_was_written_is_read(self, tmp_path):
+        folder = claim(tmp_path)
+        for version in (3, 12):
+            write(folder, version)
+        assert folder.versions() == [3, 12]
+        assert len(folder.parts(3)) > 1
+        assert same(folder, 3)
+        assert same(folder, 12)
+
+    def test_nobody_else_may_read_it(self, tmp_path):
+        folder = claim(tmp_path)
+        write(folder, 1)
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+    def test_a_version_without_its_end_is_not_there(self, tmp_path):
+        folder = claim(tmp_path)
+        writer = folder.writer(1, part_bytes=1)
+        writer.add("a", torch.ones(3))
+        assert folder.versions() == []
+        with pytest.raises(WeightsError, match="no weights of version 1"):
+            next(folder.read(1))
+
+    def test_a_part_that_was_cut_is_not_served(self, tmp_path):
+        folder = claim(tmp_path)
+        write(folder, 1)
+        last = sorted(folder.path.glob("1/*.safetensors"))[-1]
+        last.write_bytes(last.read_bytes()[:-1])
+        with pytest.raises(WeightsError, match="is not whole"):
+            list(folder.read(1))
+
+    def test_a_part_that_was_damaged_on_its_way_is_not_kept(self, tmp_path):
+        folder = claim(tmp_path)
+        with pytest.raises(WeightsError, match="damaged on its way"):
+            folder.put(1, 0, b"12345", Part(5, "0" * 16))
+        assert not list(folder.path.rglob("*.safetensors"))
+
+    def test_no_room_says_what_to_do(self, tmp_path):
+        folder = claim(tmp_path)
+        writer = folder.writer(1)
+        (folder.path / "1").write_bytes(b"")  # no folder can be made here
+        writer.add("a", torch.ones(3))
+        with pytest.raises(WeightsError, match=r"two versions of the model.*--shm-size.*relay\.folder"):
+            writer.close()
+
+    @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+    def test_a_folder_that_may_not_be_written_says_so(self, tmp_path):
+        tmp_path.chmod(0o500)
+        with pytest.raises(WeightsError, match="Permission denied"):
+            claim(tmp_path)
+
+    def test_only_a_dead_owners_files_are_removed(self, tmp_path):
+        process = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        try:
+            theirs = process.stdout.readline().strip()
+            claim(tmp_path)
+            assert os.path.exists(theirs), "a live owner's weights are gone"
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            claim(tmp_path)
+            assert not os.path.exists(theirs)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+class Near:
+    """A relay as others see it: its methods are called by messages."""
+
+    def __init__(self, relay, altered=None):
+        self.relay, self.sent, self._altered = relay, 0, altered
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            told = await getattr(self.relay, name)(*arguments)
+            if name == "part":
+                self.sent += 1
+                told = told if self._altered is None else self._altered(arguments, told.copy())
+            return told
+
+        return SimpleNamespace(remote=call)
+
+
+def told(log, name, work=None):
+    """A method as messages call it, which is noted."""
+
+    async def call(**given):
+        log.append(name)
+        return None if work is None else await work(**given)
+
+    return SimpleNamespace(remote=call)
+
+
+class Replica:
+    """What a relay sees of one: what it was told, in order, and the weights that it has."""
+
+    def __init__(self, relay, fails=False, idle=None):
+        self.told, self.loaded, self.fails = [], None, fails
+        before = ("abort_all_requests", "release_kv_cache")
+        after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
+        self.server = SimpleNamespace(**{name: told(self.told, name) for name in (*before, *after)}, ended=False)
+        self.server.idle = SimpleNamespace(remote=idle)
+        self.worker = SimpleNamespace(update_weights=told(self.told, "update_weights", self._update))
+        self._engine = RelayCheckpointEngine(1 << 20)
+        self._engine.init_process_group(str(relay._folder.path))
+        self.target = Ended(0, (self.server,), (self.worker,))
+
+    async def _update(self, global_steps):
+        if self.fails:
+            raise RuntimeError("the engine died")
+        self.loaded = {name: tensor async for name, tensor in self._engine.receive_weights(global_steps)}
+
+
+class Ended(Target):
+    def end(self):
+        self.servers[0].ended = True
+
+
+async def publish(relay, version):
+    await relay.expect(version)
+    engine = RelayCheckpointEngine(3000, is_master=True)
+    engine.init_process_group(await relay.folder())
+    await engine.send_weights(iter(weights(version).items()), global_steps=version)
+    await relay.written(version)
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(relays, "keep_audible", lambda: None)
+    return [Relay(str(tmp_path / str(n))) for n in range(5)]
+
+
+async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
+    near = [Near(node) for node in nodes]
+    await publish(nodes[0], 7)
+    for place, node in enumerate(nodes[1:]):
+        await node.fetch(7, [near[place // 2]])
+    replicas = [Replica(node) for node in nodes]
+    await asyncio.gather(*(node.deliver(replica.target, 7) for node, replica in zip(nodes, replicas, strict=True)))
+    parts = len(nodes[0]._folder.parts(7))
+    assert [node.sent for node in near] == [2 * parts, 2 * parts, 0, 0, 0]
+    for replica in replicas:
+        assert replica.loaded.keys() == weights(7).keys()
+        assert all(torch.equal(tensor, replica.loaded[name]) for name, tensor in weights(7).items())
+        assert replica.told[:3] == ["abort_all_requests", "release_kv_cache", "update_weights"]
+        assert replica.told[3:] == ["resume_kv_cache", "resume_engine_generation", "open_submission_gate"]
+
+
+async def test_whoever_is_told_early_waits_for_the_version(nodes):
+    near = Near(nodes[0])
+    await nodes[1].fetch(1, [near])
+    replica = Replica(nodes[1])
+    delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1))
+    await asyncio.sleep(0.05)
+    assert not replica.told, "it was stopped before there was anything to take"
+    await publish(nodes[0], 1)
+    await asyncio.wait_for(delivery, 10)
+    assert replica.loaded
+
+
+async def test_a_damaged_part_is_fetched_again_and_never_served(nodes):
+    broken = {"times": 2}
+
+    def once(arguments, data):
+        if arguments[1] == 1 and broken["times"]:
+            broken["times"] -= 1
+            data[0] ^= 1
+        return data
+
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, [Near(nodes[0], once)])
+    replica = Replica(nodes[1])
+    await nodes[1].deliver(replica.target, 1)
+    assert broken["times"] == 0
+    assert same(nodes[1]._folder, 1)
+    broken["times"] = 99
+    await nodes[2].fetch(1, [Near(nodes[0], once)])
+    untouched = Replica(nodes[2])
+    with pytest.raises(WeightsError, match="damaged"):
+        await nodes[2].deliver(untouched.target, 1)
+    assert not untouched.told
+    broken["times"] = 0  # the next time it is whole
+    await nodes[2].fetch(1, [Near(nodes[0], once)])
+    await nodes[2].deliver(untouched.target, 1)
+    assert untouched.loaded
+
+
+class Dead:
+    """A relay whose process is gone."""
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            raise RayActorError
+
+        return SimpleNamespace(remote=call)
+
+
+async def test_where_the_next_node_is_gone_it_comes_from_the_first(nodes):
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, [Dead(), Near(nodes[0])])
+    replica = Replica(nodes[1])
+    await nodes[1].deliver(replica.target, 1)
+    assert replica.loaded
+    await nodes[2].fetch(1, [Dead()])
+    with pytest.raises(WeightsError, match="could not be fetched"):
+        await nodes[2].deliver(Replica(nodes[2]).target, 1)
+
+
+async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
+    """A slow node: the actor's has made room for newer versions meanwhile."""
+    gate = asyncio.Event()
+
+    class Slow(Near):
+        def __getattr__(self, name):
+            call = super().__getattr__(name).remote
+
+            async def late(*arguments):
+                await gate.wait()
+                return await call(*arguments)
+
+            return SimpleNamespace(remote=late)
+
+    near, slow = Near(nodes[0]), Slow(nodes[0])
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, [slow])
+    replica = Replica(nodes[1])
+    first = asyncio.create_task(nodes[1].deliver(replica.target, 1))
+    await asyncio.sleep(0.02)
+    for version in (2, 3):
+        await publish(nodes[0], version)
+    second = asyncio.create_task(nodes[1].deliver(replica.target, 3))
+    gate.set()
+    await nodes[1].fetch(3, [near])
+    await asyncio.wait_for(asyncio.gather(first, second), 10)
+    assert torch.equal(replica.loaded["layer.1"], weights(3)["layer.1"])
+    assert replica.told.count("update_weights") == 1
+    with pytest.raises(WeightsError, match="made room"):
+        await nodes[0].parts(1)
+
+
+async def test_two_versions_are_kept_and_what_is_being_taken(nodes):
+    [node] = nodes[:1]
+    await publish(node, 1)
+    gate = asyncio.Event()
+    slow = Replica(node)
+    slow.worker.update_weights = SimpleNamespace(remote=lambda global_steps: gate.wait())
+    taking = asyncio.create_task(node.deliver(slow.target, 1))
+    await asyncio.sleep(0)
+    for version in (2, 3):
+        await publish(node, version)
+    assert node._folder.versions() == [1, 2, 3]
+    gate.set()
+    await taking
+    await publish(node, 4)
+    assert node._folder.versions() == [3, 4]
+
+
+def busy(relay):
+    """Its server has requests until the event."""
+    done = asyncio.Event()
+    return Replica(relay, idle=done.wait), done
+
+
+async def test_a_patient_delivery_waits_until_nothing_runs_and_brings_the_newest(nodes):
+    [node] = nodes[:1]
+    replica, done = busy(node)
+    await publish(node, 1)
+    first = asyncio.create_task(node.deliver(replica.target, 1, True))
+    await asyncio.sleep(0.02)
+    await publish(node, 2)
+    second = asyncio.create_task(node.deliver(replica.target, 2, True))
+    await asyncio.sleep(0.02)
+    assert not replica.told, "what runs was cut short"
+    done.set()
+    await asyncio.gather(first, second)
+    assert replica.told.count("update_weights") == 1
+    assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
+
+
+async def test_one_that_is_not_patient_hurries_one_that_is(nodes):
+    [node] = nodes[:1]
+    replica, done = busy(node)
+    await publish(node, 1)
+    patient = asyncio.create_task(node.deliver(replica.target, 1, True))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(asyncio.gather(node.deliver(replica.target, 1), patient), 10)
+    assert replica.told.count("update_weights") == 1
+    await publish(node, 2)  # and once only
+    again = asyncio.create_task(node.deliver(replica.target, 2, True))
+    await asyncio.sleep(0.02)
+    assert not again.done()
+    done.set()
+    await again
+
+
+async def test_a_hurry_outlives_a_delivery_that_was_under_way(nodes):
+    """A patient one that waits in the queue does not let one that hurries wait behind it."""
+    [node] = nodes[:1]
+    replica, _ = busy(node)
+    gate = asyncio.Event()
+    load = replica.worker.update_weights
+
+    async def slowly(global_steps):
+        await gate.wait()
+        await load.remote(global_steps=global_steps)
+
+    replica.worker.update_weights = SimpleNamespace(remote=slowly)
+    await publish(node, 1)
+    first = asyncio.create_task(node.deliver(replica.target, 1))
+    await asyncio.sleep(0.02)
+    await publish(node, 2)
+    patient = asyncio.create_task(node.deliver(replica.target, 2, True))
+    await asyncio.sleep(0.02)
+    hurried = asyncio.create_task(node.deliver(replica.target, 2))
+    await asyncio.sleep(0.02)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(first, patient, hurried), 10)
+    assert torch.equal(replica.loaded["layer.1"], weights(2)["layer.1"])
+
+
+async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
+    near, gate = Near(nodes[0]), asyncio.Event()
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, [near])
+    await nodes[1].deliver(Replica(nodes[1]).target, 1)
+    part = nodes[0].part
+
+    async def slow(version, number):
+        if version == 2:
+            await gate.wait()
+        return await part(version, number)
+
+    nodes[0].part = slow
+    most = 0
+    for version in (2, 3):
+        await publish(nodes[0], version)
+        await nodes[1].fetch(version, [near])
+        await asyncio.sleep(0.05)
+        most = max(most, len([path for path in nodes[1]._folder.path.iterdir() if path.is_dir()]))
+    gate.set()
+    replica = Replica(nodes[1])
+    await nodes[1].deliver(replica.target, 3)
+    assert most <= 2
+    assert nodes[1]._folder.versions() == [2, 3]
+
+
+async def test_the_end_of_a_run_leaves_nothing(nodes):
+    await publish(nodes[0], 1)
+    await nodes[0].close()
+    assert not nodes[0]._folder.path.exists()
+
+
+async def test_a_version_that_is_written_anew_is_not_the_old_one(nodes):
+    near = Near(nodes[0])
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, [near])
+    await nodes[1].deliver(Replica(nodes[1]).target, 1)
+    for node in nodes[:2]:
+        await node.expect(1)
+    assert nodes[1]._folder.versions() == []
+    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+        await nodes[1].deliver(Replica(nodes[1]).target, 1)
+
+
+async def test_a_replica_that_dies_is_told_and_no_other_waits(nodes):
+    await publish(nodes[0], 1)
+    dying = Replica(nodes[0], fails=True)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await nodes[0].deliver(dying.target, 1)
+    assert dying.server.ended, "it may have half of them, and must not serve"
+    other = Replica(nodes[0])
+    await nodes[0].deliver(other.target, 1)
+    assert other.loaded
+    assert not nodes[0]._taking[1]
+
+
+def test_parts_are_as_large_as_buckets_at_most():
+    assert RelayCheckpointEngine(1000)._part_bytes == 1000
+    assert RelayCheckpointEngine(1 << 40)._part_bytes == folders.PART_BYTES
+    assert Folder("x").path.name == "x"

@@ -1,0 +1,207 @@
+"""The trainer's end of the relay, in the place of verl's checkpoint manager."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError
+from verl.checkpoint_engine import CheckpointEngineManager
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.observability.errors import last_line
+from verl_rhyme.workers.weights import BACKEND, relay
+from verl_rhyme.workers.weights.delivery import Target
+from verl_rhyme.workers.weights.folder import WeightsError
+
+#: Seconds that relays have to remove what they hold when the run ends.
+_CLOSE_S = 20.0
+
+logger = logging.getLogger(__name__)
+
+
+class RelayManager(CheckpointEngineManager):
+    """As verl's, but that the actor takes part in no replica's transfer: it writes a version once, to its own node's
+    relay (:meth:`publish`). From there each replica gets it for itself (:meth:`deliver`): while others generate, and
+    the actor trains.
+    """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        super().__init__(config, actor_wg, replicas)
+        self._root = (config.engine_kwargs.get(BACKEND) or {}).get("folder")
+        self._relays: dict[str, Any] = {}  # by node
+        self._nodes: dict[Any, list[str]] = {}  # of each replica's workers
+        self._published: tuple[Any, int] | None = None  # the relay of the actor's node; the newest version
+        self._under_way: dict[Any, Any] = {}  # deliveries that nobody waits for, by replica
+        #: The trainer waits until all replicas have a version, rather than to go on while they take it.
+        self.waits = True
+        #: They take it when nothing runs there that came under an older one; else that is cut short.
+        self.patient = False
+
+    def update_weights(self, global_steps: int) -> dict[str, Any]:  # type: ignore[override]
+        """A version to all replicas; of those that are done with it each goes on at once.
+
+        Args:
+            global_steps: The version.
+
+        Returns:
+            Metrics, by their names.
+
+        Raises:
+            RayError, WeightsError: One could not, now or before.
+        """
+        behind = self.check()
+        self.publish(global_steps)
+        if self.waits:
+            self.deliver(self.replicas)
+            return {}
+        self._under_way |= {replica: self._deliver(replica, self.patient) for replica in self.replicas}
+        return {names.REPLICAS_BEHIND: float(behind)}
+
+    def check(self) -> int:
+        """How many replicas have not taken the newest version yet; one that failed tries again, or dies. Does not wait.
+
+        Raises:
+            WeightsError: The version did not get to one of them.
+        """
+        done: list[Any] = []
+        if self._under_way:
+            done, _ = ray.wait(list(self._under_way.values()), num_returns=len(self._under_way), timeout=0)
+        for replica, delivery in list(self._under_way.items()):
+            if delivery not in done:
+                continue
+            del self._under_way[replica]
+            try:
+                ray.get(delivery)
+            except WeightsError:
+                if replica in self.replicas:
+                    raise
+            except Exception as error:  # it died, which the next look finds, or its relay did
+                if replica in self.replicas:
+                    logger.warning("replica %d did not take new weights: %s", replica.replica_rank, last_line(error))
+                    self._part_with_dead(needed=True)
+                    with suppress(RayActorError):
+                        if self._meet([replica]):
+                            self._spread()
+                    if replica in self._nodes:
+                        self._under_way[replica] = self._deliver(replica, self.patient)
+        return len(self._under_way)
+
+    def settle(self) -> None:
+        """Have all replicas take the newest version now."""
+        self.check()
+        if behind := [replica for replica in self._under_way if replica in self.replicas]:
+            self.deliver(behind)
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """The run ends: no node keeps weights."""
+        if closed := [each.close.remote() for each in self._relays.values()]:
+            ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
+
+    def publish(self, version: int) -> None:
+        """The actor's weights are that version from now on; they are on their way to all nodes.
+
+        Raises:
+            WeightsError: There is no room for them.
+        """
+        ranks = self.actor_wg.world_size
+        told = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))
+        self._part_with_dead(needed=False)
+        source = self._relay(told[0]["node"])
+        ray.get([relay.expect.remote(version) for relay in self._relays.values()])
+        paths = [ray.get(source.folder.remote())] * ranks
+        ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, path=paths))
+        ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
+        ray.get(source.written.remote(version))
+        self._published = source, version
+        self._meet(self.replicas)
+        self._spread()
+
+    def deliver(self, replicas: Iterable[Any]) -> None:
+        """Have these replicas take the newest version, and wait until they have.
+
+        Raises:
+            RayError, WeightsError: One could not.
+        """
+        assert self._published is not None, "nothing was published yet"
+        replicas = list(replicas)
+        if self._meet(replicas):
+            self._spread()
+        ray.get([self._deliver(replica) for replica in replicas])
+
+    # ---- within ----
+
+    def _deliver(self, replica: Any, patient: bool = False) -> Any:
+        """By the relay of its first worker's node."""
+        assert self._published is not None
+        return self._relay(self._nodes[replica][0]).deliver.remote(Target.of(replica), self._published[1], patient)
+
+    def _relay(self, node: str) -> Any:
+        if node not in self._relays:
+            self._relays[node] = relay.start(node, self._root)
+        return self._relays[node]
+
+    def _meet(self, replicas: list[Any]) -> bool:
+        """Tell the workers of replicas that are new where their node's weights lie; whether there are such."""
+        known = {*self.replicas, *replicas}
+        self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if replica in known}
+        new = [replica for replica in replicas if replica not in self._nodes]
+        workers = [worker for replica in new for worker in replica.workers]
+        told = ray.get([worker.execute_checkpoint_engine.remote("prepare") for worker in workers])
+        asked = [self._relay(each["node"]).folder.remote() for each in told]  # which starts those that are missing
+        places = zip(workers, ray.get(asked), strict=True)
+        ray.get([worker.execute_checkpoint_engine.remote("init_process_group", path=at) for worker, at in places])
+        nodes = iter(told)
+        self._nodes |= {replica: [next(nodes)["node"] for _ in replica.workers] for replica in new}
+        return bool(new)
+
+    def _spread(self) -> None:
+        """Each node passes the version on to two others."""
+        assert self._published is not None
+        source, version = self._published
+        needed = {node: self._relay(node) for nodes in self._nodes.values() for node in nodes}
+        chain = [source, *(needed[node] for node in sorted(needed) if needed[node] is not source)]
+        fetches = [
+            node.fetch.remote(version, [chain[place // 2], source] if place > 1 else [source])
+            for place, node in enumerate(chain[1:])
+        ]
+        for fetch in fetches:
+            try:
+                ray.get(fetch)
+            except RayActorError as error:  # those who take it there find out
+                logger.warning("a node gets no weights: %s", last_line(error))
+
+    def _part_with_dead(self, needed: bool) -> None:
+        """Relays that died, and who read from them; others start in their place.
+
+        Args:
+            needed: The newest version is yet to be fetched.
+
+        Raises:
+            WeightsError: It cannot be, for it was the relay of the actor's node.
+        """
+        answers = {node: each.folder.remote() for node, each in self._relays.items()}
+        for node, answer in answers.items():
+            try:
+                ray.get(answer)
+            except ActorUnavailableError:  # the network between: it may come back
+                continue
+            except RayActorError as error:
+                dead = self._relays.pop(node)
+                self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}
+                if needed and self._published is not None and self._published[0] is dead:
+                    raise WeightsError(
+                        f"the actor's node lost its weights before all replicas had them: {last_line(error)}\nThe "
+                        "same command goes on from the last checkpoint."
+                    ) from error
+
+
+def relayed(manager: CheckpointEngineManager) -> CheckpointEngineManager:
+    """Ours in the place of verl's, where the relay is what carries weights."""
+    if manager.backend != BACKEND:
+        return manager
+    return RelayManager(manager.config, manager.actor_wg, manager.replicas)
