@@ -2,16 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.remembered import Batch
+from verl_rhyme.scheduling.remembered import Batch, Record
+
+
+class SlotAccount:
+    """The bubble ratio from harvest to harvest of a rollout that goes on while the actor trains, as the event log tells
+    it later (:mod:`~verl_rhyme.observability.slot_time`).
+
+    What ended tells when it ran. What still runs at a harvest has told nothing yet: it is taken to have come to an
+    engine as fast as the fastest of those that ended, to have had the slots that were left, for no engine lets one
+    stand empty while something waits, and to have stood still while the engines got weights.
+
+    Times are seconds since the Unix epoch, as the engines' are.
+
+    Args:
+        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+        since: From when on; ``None``: the first request's start.
+    """
+
+    def __init__(self, slots: int, since: float | None = None) -> None:
+        self._slots, self._since = slots, since
+        self._handed: dict[str, float] = {}  # when attempts were
+        self._ran: list[tuple[float, float, float]] = []  # queued, started, finished
+        self._held: list[tuple[float, float]] = []
+        self._holding: float | None = None
+
+    def handed(self, names: Iterable[str], now: float) -> None:
+        """These attempts are on their way to the engines."""
+        self._handed.update(dict.fromkeys(names, now))
+
+    def ran(self, records: Iterable[Record]) -> None:
+        """These requests ended."""
+        self._ran += [(r.get("queued_at", np.nan), r["started_at"], r["finished_at"]) for r in records]
+
+    def hold(self, now: float) -> None:
+        """The engines are about to get weights."""
+        self._holding = now if self._holding is None else self._holding
+
+    def go(self, now: float) -> None:
+        """They have them."""
+        if self._holding is not None:
+            self._held.append((self._holding, now))
+        self._holding = None
+
+    def take(self, now: float, running: Collection[str]) -> float:
+        """The ratio from the last call until now, where these attempts have not ended."""
+        queued, started, finished = np.array(self._ran, dtype=np.float64).reshape(-1, 3).T
+        known = np.isfinite(started) & np.isfinite(finished)
+        queued, started, finished = queued[known], started[known], np.maximum(started, finished)[known]
+        since = float(started.min(initial=now)) if self._since is None else self._since
+        waits = (started - queued)[np.isfinite(queued)].clip(min=0.0)
+        wait = float(waits.min()) if len(waits) else 0.0
+        unknown = np.sort([self._handed.get(name, since - wait) + wait for name in running])
+        held = np.array([*self._held, *([] if self._holding is None else [(self._holding, now)])]).reshape(-1, 2)
+
+        cuts = np.unique(np.concatenate([[since, now], started, finished, unknown, held.ravel()]).clip(since, now))
+        at = cuts[:-1]
+        busy, waiting = (_below(starts, at) for starts in (started, unknown))
+        busy -= _below(finished, at)
+        waiting[_below(held[:, 0], at) > _below(held[:, 1], at)] = 0
+        idle = float(np.dot((self._slots - busy - waiting).clip(0, self._slots), np.diff(cuts)))
+        self._since, self._ran, self._held = now, [], []
+        self._handed = {name: when for name in running if (when := self._handed.get(name)) is not None}
+        return idle / (self._slots * (now - since)) if now > since else 0.0
 
 
 class Occupancy:
-    """The bubble ratio of a rollout that goes on while the actor trains: there is no moment at which all that ran has
-    ended and told when it began. So the samples that are started and not ended are counted, as they change.
+    """The bubble ratio where each change in what runs is told at once, as in a simulation.
 
     Args:
         slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
@@ -22,7 +86,7 @@ class Occupancy:
         self._slots, self._since, self._now, self._running, self._busy = slots, now, now, 0, 0.0
 
     def at(self, now: float, running: int) -> None:
-        """So many samples run from now on."""
+        """So many requests run in slots from now on."""
         self._busy += (now - self._now) * min(self._running, self._slots)
         self._now, self._running = now, running
 
@@ -40,13 +104,22 @@ def forecast_metrics(expectations: Expectations) -> dict[str, float]:
     return {**{names.LENGTHS + name: value for name, value in measures.items()}, **failed}
 
 
+def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
+    """``rollout/placement/*`` since the last call, where the coordinator places samples."""
+    if dispatch.placement is None:
+        return {}
+    moved, dispatch.moved = dispatch.moved, 0
+    errors = dispatch.placement.errors
+    return {names.PLACEMENT_MOVED: float(moved), **({names.PLACEMENT_ERRORS: float(errors)} if errors else {})}
+
+
 def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict[str, float]:
     """``training/sorted/*`` and the bubble ratio (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
 
     Args:
         batch: As it was taken.
         slots: Q of the bubble ratio.
-        bubble: Where it cannot be told from what ended (:class:`Occupancy`).
+        bubble: Where it cannot be told from what ended (:class:`SlotAccount`).
     """
     harvest, counts = batch.harvest, batch.counts
     ages = [batch.version - record["policy_version_end"] for record in batch.trained]
@@ -71,3 +144,8 @@ def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict
         started, finished = (np.array([r[name] for r in batch.ran]) for name in ("started_at", "finished_at"))
         metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _below(times: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """int64[len(at)]: how many of some times have come."""
+    return np.searchsorted(np.sort(times), at, side="right")

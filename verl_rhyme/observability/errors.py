@@ -20,6 +20,7 @@ _REPEATED = re.compile(r" ?\[repeated \d+x across cluster\].*$")
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\([\w.]+\))?(?::|$)")
 _NAMED_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)(?:\([\w.]+\))?(?::|$)")
+_OF_A_TASK = re.compile(r"^[\w.]*RayTaskError\((\w+)\)")
 _ERROR_LINE = re.compile(r"\b(?:[A-Za-z]*(?:Error|Exception)\b|error:|Killed\b|No space left on device)")
 
 #: What other processes say when the one that failed takes them down.
@@ -37,6 +38,10 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """As :func:`first_line`, for an error of another process, which has a traceback before what it says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _type_of(exception: str) -> str:
+    return exception.partition(":")[0].rpartition(".")[2]
 
 
 @dataclass
@@ -64,8 +69,13 @@ class _Origin:
             self.open = _Traceback([], ignored=self.before.startswith("Exception ignored in"))
             self.done.append(self.open)
         elif self.open is not None and line and not line[0].isspace():
-            # Ray's exception is followed by the remote frames and the remote exception.
-            if (_NAMED_EXCEPTION if self.open.exception else _EXCEPTION).match(line):
+            # Ray's exception is followed by the remote frames and the remote exception, which it names.
+            remote = _OF_A_TASK.match(self.open.exception)
+            if (
+                _EXCEPTION.match(line)
+                if not self.open.exception
+                else _NAMED_EXCEPTION.match(line) or (remote and _type_of(line) == remote[1])
+            ):
                 self.open.exception = line
             else:
                 self.open = None

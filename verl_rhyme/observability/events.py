@@ -34,7 +34,7 @@ _OTHER_TYPES = {"prompt_key": pa.binary(16), "policy_version_start": pa.int64(),
 
 
 def _type(field: dataclasses.Field) -> pa.DataType:
-    return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type)]
+    return _OTHER_TYPES.get(field.name) or _TYPES[str(field.type).removesuffix(" | None")]
 
 
 #: One row per request: the server's :class:`RequestRecord`, and what became of the response. Times are
@@ -297,6 +297,7 @@ def _live_files(folder: Path, kind: str) -> list[Path]:
 def _read(folder: Path, kind: str) -> pa.Table:
     schema = _SCHEMAS[kind]
     tables = [schema.empty_table()]
+    unknown: set[str] = set()
     for path in _live_files(folder, kind) if folder.is_dir() else ():
         try:
             # Read, not mapped: a file cut short while mapped would be a bus error. Full validation, because
@@ -304,8 +305,13 @@ def _read(folder: Path, kind: str) -> pa.Table:
             table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
             table.validate(full=True)
             tables.append(_conform(table, schema))
+            unknown |= set(table.schema.names) - set(schema.names)
         except (OSError, pa.ArrowException, ValueError) as error:
             warnings.warn(f"event log: {path} is unreadable and left out ({error})", stacklevel=3)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        told = f"event log: {folder} is of another version; what this one does not know is left out: {names}"
+        warnings.warn(told, stacklevel=3)
     return pa.concat_tables(tables)
 
 

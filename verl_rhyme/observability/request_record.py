@@ -11,7 +11,7 @@ class RequestRecord:
     """Made by the server, kept by the client with its sample, logged by the trainer: its fields, but for the id, are
     columns of the event log (``events.REQUESTS``), which derives them from here.
 
-    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, the fields with a default,
+    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, the fields with a 0,
     is told after the response, by id (``workers.request.DRAFT_COUNTS``).
     """
 
@@ -39,6 +39,10 @@ class RequestRecord:
     draft_errors: int = 0
     #: The same.
     draft_seconds: float = 0.0
+    #: Tokens that its response was predicted to add when it was sent; ``None`` without a prediction.
+    predicted_tokens: int | None = None
+    #: Why the coordinator wanted it at its replica, in a few words; empty where the router decided.
+    why_there: str = ""
     stop_reason: str
 
     def to_dict(self) -> dict[str, Any]:

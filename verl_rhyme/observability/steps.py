@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import events, metrics
+from . import events, metrics, slot_time
 
 #: Step number (from 1) to metric name to value.
 Steps = dict[int, dict[str, Any]]
@@ -86,6 +86,10 @@ def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str 
         data[name] = data.get(name, 0.0) + float(seconds)
 
     requests = events.to_numpy(events.read_requests(folder))
+    bubbles: dict[int, float] = {}
+    runs_on = rollout == "step"
+    if runs_on and slots and (measured := slot_time.measure(requests, stages, slots, runs_on)) is not None:
+        bubbles = {window.step: window.bubble(slots) for window in measured.windows}
     train = ~requests["validate"]
     requests = {name: values[train] for name, values in requests.items()}
     for step in np.unique(requests["step"]):
@@ -94,7 +98,7 @@ def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str 
         rollout_s = metrics.finite(data, metrics.TIMING + rollout)
         if rollout_s is not None:
             data[metrics.ROLLOUT_S] = rollout_s
-        data |= metrics.step_metrics(rows, slots, rollout_s or 0.0)
+        data |= metrics.step_metrics(rows, None if runs_on else slots, rollout_s or 0.0)
         if rollout_s is None:
             data.pop(metrics.USEFUL_TOKENS_PER_S, None)
         trained = rows["trained"]
@@ -103,6 +107,8 @@ def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str 
             data[EVENT_REWARD] = float(rewards.mean())
         if trained.any():
             data[EVENT_STALENESS] = int(step) - 1 - int(rows["policy_version_end"][trained].min())
+    for number, bubble in bubbles.items():
+        steps[number][metrics.BUBBLE_RATIO] = bubble
     return steps
 
 

@@ -29,6 +29,7 @@ from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.deaths import Outliving
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
 from verl_rhyme.workers.replicas import let_change
+from verl_rhyme.workers.weights.manager import RelayManager, relayed
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +113,21 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
             if (weights := getattr(self, name, None)) is not None:
-                setattr(self, name, Outliving(weights))
-        if (router := self._router()) is not None:
-            for address, tokens in self._cache_tokens(self._serving()).items():
+                setattr(self, name, Outliving(relayed(weights)))
+        router = self._router()
+        asked = router is not None or self._event_log is not None
+        rooms = self._cache_tokens(self._serving()) if asked else {}
+        if router is not None:
+            for address, tokens in rooms.items():
                 if tokens:
                     router.report_capacity.remote(address, tokens)
         if self._event_log is not None:
             rollout = self.config.actor_rollout_ref.rollout
             engine = f"{self.config.actor_rollout_ref.actor.strategy} + {rollout.name} on {self.config.trainer.device}"
             step = self.global_steps + 1  # this start's first
-            about = {"slots": self._bubble_slots, "rollout": self._rollout_stage}
+            gpus = rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1)
+            replica = {"slots": rollout.max_num_seqs, "room": min(rooms.values(), default=0), "gpus": gpus}
+            about = {"slots": self._bubble_slots, "rollout": self._rollout_stage, "replica": replica}
             self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, **about)
 
     # ---- our router, if it is asked for: what it cannot see of requests ----
@@ -214,10 +220,7 @@ class RhymeTrainerMixin(PPOTrainer):
         timing_raw["history_update"] = recorded.pop("timing_s/history_update", 0.0)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(recorded)
-        if self._event_log is not None:
-            stages, started, seconds = zip(*self.timing_raw.stages, strict=True)
-            columns = {"stage": stages, "started_at": started, "duration_s": seconds}
-            self._event_log.append_stages(global_steps, self._epoch(), columns)
+        self._recorder.log_stages(self.timing_raw.stages, global_steps, self._epoch())
 
     def _watch_validation(self) -> None:
         """Validation requests go into the event log as well; verl clears them before any hook."""
@@ -276,11 +279,15 @@ class RhymeTrainerMixin(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         finally:
-            for end in (self._recorder.close, self._history.close, self._stop_servers):
+            for end in (self._recorder.close, self._history.close, self._stop_servers, self._close_relay):
                 try:  # a finished run is finished, and the engines go, whatever the history's end says
                     end()
                 except Exception:
                     logger.warning("while the run ended", exc_info=True)
+
+    def _close_relay(self) -> None:
+        if isinstance(weights := getattr(self, "standalone_checkpoint_manager", None), RelayManager):
+            weights.close()
 
     def _stop_servers(self) -> None:
         servers = [s for m in self._rollout_server_managers() for r in m.get_replicas() for s in r.servers]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_u
 from verl_rhyme.history.keys import messages_key
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
+from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
+from verl_rhyme.workers.weights import BACKEND as RELAY
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +74,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         sorting = SortingConfig() if self._rhyme is None else self._rhyme.sorting
         if sorting.mode is None:
             raise ConfigError(
-                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy or partial, and enable=true "
-                "(+rhyme=sorted)"
+                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy, partial or histopipe, and "
+                "enable=true (+rhyme=sorted, +rhyme=histopipe)"
             )
         filter_metric = self._resolve_filter_groups_metric()
         batch_prompts = config.data.train_batch_size
@@ -84,6 +88,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             load=sorting.load,
             harvest=sorting.harvest,
             start_order=sorting.start_order,
+            probe=sorting.probe,
             harvest_tokens=sorting.harvest_tokens,
             max_staleness=sorting.max_staleness,
             redraft=sorting.redraft and self._rhyme.drafting.enable,
@@ -91,6 +96,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             through_training=self.topology.through_training,
             draft_ahead=sorting.draft_ahead and self.topology.through_training,
         )
+        relayed = config.actor_rollout_ref.rollout.checkpoint_engine.backend == RELAY
+        if self.topology.through_training and relayed and self.rules.max_staleness > 0:
+            on_interrupt = "keep_running" if sorting.keep_running else self.rules.on_interrupt
+            self.rules = replace(self.rules, one_by_one=True, on_interrupt=on_interrupt)
         self._filters = filter_metric is not None
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
@@ -128,12 +137,22 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             lost_after=self._rhyme.sorting.lost_after,
             room=self._cache_room(),
             router=self._router(),
+            placement=self._planned(),
+            cost=replace(
+                router_file.cost(self._rhyme.placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs
+            ),
             response_limit=self.config.data.max_response_length,
         )
+        self.topology.begin(self.rules)
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         self._publish(self.global_steps - 1)
         return 0
+
+    def _planned(self) -> tuple[str, dict[str, Any]] | None:
+        """Policy and options, where the coordinator places samples."""
+        placement = self._rhyme.placement
+        return (placement.policy, dict(placement.options)) if placement.policy in PLANNED else None
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""
@@ -142,6 +161,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _serving(self) -> Any:
         return self.topology.servers()
+
+    def on_validate_begin(self) -> None:
+        self.topology.settle()
+        super().on_validate_begin()
 
     def on_train_begin(self) -> None:
         pass  # no warm-up: the coordinator has begun
@@ -171,7 +194,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             self._stop_rollout_profiling()
 
     def on_step_end(self) -> None:
-        self._driver.pause()
+        if not self.rules.one_by_one:  # there what starts says which version it needs
+            self._driver.pause()
         if self.topology.through_training:
             self.topology.mend(self.global_steps)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import step_metrics
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.workers.history_service import STORE_COUNTS, HistoryService, HistoryUnavailable
+from verl_rhyme.trainer.insight import Insight
+from verl_rhyme.workers.history_service import STORE_COUNTS, TOKEN_COUNTS, HistoryService, HistoryUnavailable
 from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
@@ -54,7 +56,9 @@ class Recorder:
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
+        self._insight = Insight()
         self._store: dict[str, Any] = {}
+        self._tokens: Counter[str] = Counter()  # that were compared in this step: TOKEN_COUNTS
 
     def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
         """Begin to record a training batch (``KVBatchMeta``); returns at once."""
@@ -75,6 +79,16 @@ class Recorder:
             rows = [{**record, "reward": float("nan"), "validate": False, "trained": False} for record in records]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
+    def log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
+        """verl's timers of a step, as (name, start, seconds)."""
+        self._guarded(self._log_stages, stages, step, epoch)
+
+    def _log_stages(self, stages: list[tuple[str, float, float]], step: int, epoch: int) -> None:
+        if self._events is not None:
+            names, started, seconds = zip(*stages, strict=True)
+            self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
+        self._insight.stages(stages, step)
+
     def join(self) -> None:
         """Wait for what was started."""
         while self._pending:
@@ -90,7 +104,11 @@ class Recorder:
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
+        for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
+            if compared := self._tokens[f"{how}compared"]:
+                metrics[name] = self._tokens[f"{how}similar"] / compared
         self._seconds = 0.0
+        self._tokens.clear()
         self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
         if requests:
             metrics.update(step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s))
@@ -134,6 +152,8 @@ class Recorder:
                     self._append_responses(batch, step)
         finally:
             stats = self._history.append(batch, step=part)
+            self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
+            self._insight.requests(rows, step)
             self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
 
     def _rewards(self, stored: StoredSamples) -> np.ndarray:
@@ -175,6 +195,7 @@ class Recorder:
         self._draft_seconds += seconds
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
+        self._insight.requests(rows, step)
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.workers.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.workers.replicas import Spares, serve
+from verl_rhyme.workers.weights.manager import RelayManager
 
 #: Seconds between two looks at the replicas while the trainer waits.
 _LOOK_S = 20.0
@@ -27,6 +28,10 @@ class Topology(Protocol):
 
     #: The engines run on between the harvest and the next policy version (``Rules.through_training``).
     through_training: bool
+
+    def begin(self, rules: Rules) -> None:
+        """Training is about to begin, by these rules."""
+        ...
 
     def servers(self) -> Any:
         """verl's manager of the engines that generate for training."""
@@ -46,6 +51,10 @@ class Topology(Protocol):
 
     def give_way(self) -> None:
         """The actor is about to train."""
+        ...
+
+    def settle(self) -> None:
+        """All engines are to have the newest weights now."""
         ...
 
     def mend(self, version: int) -> int:
@@ -69,6 +78,12 @@ class _OnVerl:
     @property
     def _engines(self) -> Any:
         raise NotImplementedError
+
+    def begin(self, rules: Rules) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
 
     def stop(self) -> None:
         # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
@@ -123,6 +138,14 @@ class Separate(_OnVerl):
     def servers(self) -> Any:
         return self._trainer.standalone_server_manager
 
+    def begin(self, rules: Rules) -> None:
+        if rules.one_by_one:
+            self._engines.waits, self._engines.patient = False, rules.runs_on
+
+    def settle(self) -> None:
+        if isinstance(self._engines, RelayManager):
+            self._over_deaths(self._engines.settle)
+
     def stops(self, rules: Rules) -> bool:
         return rules.max_staleness == 0 and not rules.draft_ahead
 
@@ -152,7 +175,10 @@ class Separate(_OnVerl):
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well: there is no room to send weights from.
             return Colocated(self._trainer).mend(version)
-        return self._spares.mend(version)
+        died = self._spares.mend(version)
+        if isinstance(self._engines, RelayManager):
+            self._engines.check()
+        return died
 
     @functools.cached_property
     def _spares(self) -> Spares:

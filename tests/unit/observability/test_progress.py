@@ -136,6 +136,20 @@ def test_last_error_is_the_cause_not_the_aftermath(tmp_path: Path) -> None:
     assert lines[-1].startswith("TypeError") or lines[-1].startswith("ray.exceptions.ActorDiedError")
 
 
+def test_last_error_keeps_what_an_exception_of_any_name_says(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "main_ppo.py", line 45, in main\n'
+        "ray.exceptions.RayTaskError(Hopeless): ray::Coordinator.enough() (pid=7)\n"
+        '  File "rollout.py", line 3, in _fail\n'
+        "    raise Hopeless(\n"
+        "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed\n"
+        "an unrelated line\n"
+    )
+    assert last_error(log)[-1] == "verl_rhyme.scheduling.rollout.Hopeless: 8 prompts in a row failed"
+
+
 def test_last_error_untangles_processes(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("\n".join(RAY_LOG.splitlines()[:6]))

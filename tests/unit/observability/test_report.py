@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.summary import ReportError, compare, summarize
 
 EPOCH_KEYS = {
     "epoch",
@@ -32,6 +35,9 @@ EPOCH_KEYS = {
     "reverified_tokens",
     "waiting_max",
     "length_rank_correlation",
+    "migrated",
+    "similarity",
+    "similarity_by_chance",
 }
 
 
@@ -80,6 +86,7 @@ def write_events(log: EventLog, step: int, warm: bool, validate: bool = False) -
         (step - 1) // 2,
         {
             "uid": ["a", "b", "c", "d"],
+            "replica": [0, 0, 1, 1],
             "started_at": np.zeros(4) + 10 * step,
             "finished_at": np.array([1.0, 2.0, 2.0, 3.0]) + 10 * step,
             "response_tokens": [100, 200, 200, 300],
@@ -99,14 +106,14 @@ def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> Non
     (off / "checkpoints" / "events").mkdir(parents=True)
     (off / "checkpoints" / "events" / "run.json").write_text('{"slots": 4}')
     (off / "checkpoints" / "run.json").write_text('{"arm": "sorted-partial", "mode": "rhyme_sorted"}')
-    assert report.summarize(off)["arm"] == "sorted-partial"
-    assert report.summarize(off / "checkpoints", metrics_file=off / "metrics.jsonl")["arm"] == "sorted-partial"
+    assert summarize(off)["arm"] == "sorted-partial"
+    assert summarize(off / "checkpoints", metrics_file=off / "metrics.jsonl")["arm"] == "sorted-partial"
     (off / "checkpoints" / "run.json").write_text("half a fi")
-    assert report.summarize(off)["arm"] == "off"
+    assert summarize(off)["arm"] == "off"
 
 
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
-    summary = report.summarize(off)
+    summary = summarize(off)
     assert set(summary) == {"arm", "epochs", "engine", "versions"}
     assert summary["arm"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
@@ -128,11 +135,14 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "reverified_tokens": None,
         "waiting_max": None,
         "length_rank_correlation": None,
+        "migrated": None,
+        "similarity": None,
+        "similarity_by_chance": None,
     }
 
 
 def test_events_complete_the_metrics(on: Path) -> None:
-    summary = report.summarize(on)
+    summary = summarize(on)
     assert (summary["arm"], summary["engine"]) == ("histospec", "vllm test")
     cold, warm = summary["epochs"][:2]
     assert (cold["accept_length"], cold["accept_rate"], cold["history_hit_rate"]) == (1.0, 0.0, 0.0)
@@ -145,15 +155,15 @@ def test_events_complete_the_metrics(on: Path) -> None:
 def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
     log = EventLog(on / "checkpoints" / "events")
     log.describe(3, arm="histospec")
-    assert report.summarize(on)["arm"] == "histospec"
+    assert summarize(on)["arm"] == "histospec"
     log.describe(5, arm="histospec-undrafted")
-    assert report.summarize(on)["arm"] == "histospec, from step 5 histospec-undrafted"
+    assert summarize(on)["arm"] == "histospec, from step 5 histospec-undrafted"
 
 
 def test_no_bubble_without_the_useful_tokens_beside_it(tmp_path: Path) -> None:
     silent = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
     write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **silent})])
-    (epoch,) = report.summarize(tmp_path)["epochs"]
+    (epoch,) = summarize(tmp_path)["epochs"]
     assert (epoch["useful_tokens_per_s"], epoch["bubble_ratio"]) == (None, None)
 
 
@@ -163,7 +173,7 @@ def test_events_alone_and_validation_left_out(tmp_path: Path) -> None:
         log.append_stages(step, 0, {"stage": ["gen", "gen", "save_checkpoint"], "duration_s": [1.0, 3.0, 9.0]})
         write_events(log, step, warm=True)
         write_events(log, step, warm=False, validate=True)
-    (epoch,) = report.summarize(tmp_path)["epochs"]
+    (epoch,) = summarize(tmp_path)["epochs"]
     assert epoch["reward_mean"] == pytest.approx(2 / 3)
     assert (epoch["rollout_s"], epoch["tokens"], epoch["useful_tokens_per_s"]) == (8.0, 1600, 200.0)
     assert (epoch["accept_length"], epoch["staleness_max"]) == (2.5, 0)
@@ -180,20 +190,20 @@ def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
     assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
     path.touch()  # a run that did nothing
     with pytest.warns(UserWarning, match=r"metrics-002.jsonl, line 3"):
-        (epoch,) = report.summarize(tmp_path)["epochs"]
+        (epoch,) = summarize(tmp_path)["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
 
 
 def test_unknown_is_null_not_a_guess(tmp_path: Path) -> None:
     broken = {m.REWARD_MEAN: None, m.GEN_MS_PER_TOKEN: None}
     write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0), stock(2, 0, **broken), stock(3, 1, **broken)])
-    part, nothing = report.summarize(tmp_path)["epochs"]
+    part, nothing = summarize(tmp_path)["epochs"]
     assert (part["tokens"], part["rollout_s"], part["reward_mean"]) == (None, 8.0, pytest.approx(0.1))
     assert (nothing["tokens"], nothing["reward_mean"], nothing["useful_tokens_per_s"]) == (None, None, None)
 
 
 def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
-    result = report.compare(report.summarize(off), report.summarize(on))
+    result = compare(summarize(off), summarize(on))
     assert list(result["arms"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
     assert result["rollout_speedup_warm_spread"] == [2.0, 2.0]
@@ -206,14 +216,14 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
         rows = [{"epoch": at, "rollout_s": s, "tokens": 100} for at, s in enumerate(seconds, 1)]
         return {"arm": arm, "epochs": rows}
 
-    result = report.compare(summary("off", [99, 4, 6, 10]), summary("x", [1, 2, 4, 2]))
+    result = compare(summary("off", [99, 4, 6, 10]), summary("x", [1, 2, 4, 2]))
     assert result["rollout_speedup_warm"] == 6 / 2
     assert result["rollout_speedup_warm_spread"] == [1.5, 5.0]
-    cold = report.compare(summary("off", [4]), summary("x", [2]))
+    cold = compare(summary("off", [4]), summary("x", [2]))
     assert cold["rollout_speedup_warm"] is None
     assert cold["rollout_speedup_warm_spread"] is None
-    with pytest.raises(report.ReportError, match="both arms are named 'x'"):
-        report.compare(summary("x", [4]), summary("x", [2]))
+    with pytest.raises(ReportError, match="both arms are named 'x'"):
+        compare(summary("x", [4]), summary("x", [2]))
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -235,32 +245,135 @@ def cli() -> Cli:
     return call
 
 
-def test_command_writes_and_names_both_files(on: Path, cli: Cli) -> None:
+def test_command_writes_and_names_its_files(on: Path, cli: Cli) -> None:
     done = cli(on, "--arm", "mine")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == [str(on / "summary.json"), str(on / "report.png")]
+    named = [on / name for name in ("summary.json", "report.html", "report.png")]
+    assert done.stdout.splitlines()[-3:] == [str(path) for path in named]
     assert json.loads((on / "summary.json").read_text())["arm"] == "mine"
     assert "2.50" in done.stdout
     assert "60%" in done.stdout
     width, height = png_size(on / "report.png")
     assert width > 800
     assert height > 500
+    assert "<h1>mine</h1>" in (on / "report.html").read_text()
 
 
 def test_command_compares(off: Path, on: Path, cli: Cli, tmp_path: Path) -> None:
-    done = cli("--compare", off, on, "--out", tmp_path / "both")
+    done = cli(on, off, "--out", tmp_path / "both")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "both" / "summary.json").read_text())
-    assert set(result["arms"]) == {"off", "histospec"}
+    assert list(result["arms"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
-    assert "rollout time 2.00x (2.00-2.00)" in " ".join(done.stdout.split())
+    assert "rollout speed 2.00x (2.00-2.00)" in " ".join(done.stdout.split())
     png_size(tmp_path / "both" / "report.png")
+    assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
-def test_folder_without_a_run_is_one_clear_error(cli: Cli, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        done = cli(folder)
-        assert done.returncode == 1
-        assert "no finished training step" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert cli().returncode == 2
+def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, off: Path, tmp_path: Path) -> None:
+    (off / "checkpoints").mkdir()
+    (off / "checkpoints" / "run.json").write_text('{"arm": "off"}')
+    write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
+    for run in (on, off):
+        assert summarize(run / "checkpoints") == summarize(run)
+    assert summarize(on)["epochs"][0]["bubble_ratio"] == 0.25
+    assert report.main([str(on / "checkpoints")]) == 0
+    assert (on / "report.html").is_file()
+    # verl may log into the checkpoint folder; of two runs below one folder its metrics may be of either
+    shutil.move(on / "metrics.jsonl", on / "checkpoints")
+    assert summarize(on / "checkpoints") == summarize(on)
+    shutil.copytree(on / "checkpoints", on / "other")
+    shutil.move(on / "checkpoints" / "metrics.jsonl", on)
+    assert summarize(on / "checkpoints")["epochs"][0]["bubble_ratio"] != 0.25
+
+
+@pytest.mark.parametrize("name", ["off", "sorted-partial-rolling-loaded-longest (a folder [of] mine)"])
+def test_the_table_of_two_fits_into_80_columns(off: Path, on: Path, cli: Cli, tmp_path: Path, name: str) -> None:
+    done = cli(on, off, "--out", tmp_path, "--arm", name + "-on")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("against")[0].splitlines()
+    assert "…" not in done.stdout
+    assert max(map(len, table)) <= 80
+    assert name + "-on" in done.stdout
+    warm = next(line for line in table if "1 000" in line or "2 000" in line).split()
+    assert "2.50" in warm
+    assert "60%" in warm
+
+
+def told(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    """Exit status and the lines on standard error."""
+    status = report.main([*map(str, arguments)])
+    return status, capfd.readouterr().err.splitlines()
+
+
+def test_folder_without_a_run_is_one_clear_error(capfd, tmp_path: Path) -> None:
+    for folder, why in ((tmp_path, "no finished training step"), (tmp_path / "nowhere", "there is no folder")):
+        status, lines = told(capfd, folder)
+        assert (status, len(lines)) == (1, 1)
+        assert why in lines[0]
+
+
+def test_one_page_is_made_though_the_other_run_is_missing(on: Path, capfd, tmp_path: Path) -> None:
+    status, lines = told(capfd, on, tmp_path / "nowhere")
+    assert (status, len(lines)) == (1, 1)
+    assert "there is no folder" in lines[0]
+    page = (on / "report.html").read_text()
+    assert "<h1>histospec</h1>" in page
+    assert "it stands alone" in page
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(on: Path, capfd, tmp_path: Path) -> None:
+    shutil.copytree(on, tmp_path / "again")
+    status, lines = told(capfd, on, tmp_path / "again")
+    assert (status, len(lines)) == (0, 1)
+    assert "both runs are named histospec: here they are histospec (on) and histospec (again)" in lines[0]
+    assert list(json.loads((on / "summary.json").read_text())["arms"]) == ["histospec (again)", "histospec (on)"]
+    status, lines = told(capfd, on, on)
+    assert (status, len(lines)) == (1, 1)
+    assert "are one run" in lines[0]
+
+
+def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
+    last = sorted((on / "checkpoints" / "events").glob("requests-*"))[-1]
+    last.write_bytes(last.read_bytes()[:-100])
+    status, lines = told(capfd, on)
+    assert (status, len(lines)) == (0, 1)
+    assert f"{last} is unreadable" in lines[0]
+    assert "Replicas over time" in (on / "report.html").read_text()
+
+
+def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
+    status, lines = told(capfd, off)
+    assert (status, len(lines)) == (0, 1)
+    assert "has no event log" in lines[0]
+    page = (off / "report.html").read_text()
+    assert "Replicas over time" not in page
+    assert "Reward, speed and length" in page
+
+
+@pytest.mark.parametrize(
+    ("gone", "more", "why"),
+    [
+        ((), ("colour",), "what this one does not know is left out: colour"),
+        (("started_at", "replica"), (), "without replica, started_at there are no lanes"),
+        (("response_tokens",), (), "has no lengths"),
+    ],
+)
+def test_a_log_of_another_version_gives_what_it_has(on: Path, capfd, gone, more, why) -> None:
+    for path in (on / "checkpoints" / "events").glob("requests-*"):
+        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all().drop_columns(list(gone))
+        for name in more:
+            table = table.append_column(name, pa.nulls(len(table), pa.int32()))
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    status, lines = told(capfd, on)
+    assert (status, len(lines)) == (0, 1)
+    assert why in lines[0]
+    assert "Reward, speed and length" in (on / "report.html").read_text()
+
+
+def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
+    assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
+    assert report.main([str(on), "--out", str(tmp_path)]) == 0
+    assert "was logged; there are" not in capsys.readouterr().err

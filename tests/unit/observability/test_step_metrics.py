@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rhyme.observability import metrics as m
+from verl_rhyme.observability.batches import SlotAccount
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=20)
 
@@ -112,3 +113,25 @@ def test_response_tokens_from_what_verl_logs() -> None:
     assert m.response_tokens({m.TOTAL_TOKENS: 400, m.PROMPT_LENGTH_MEAN: 30.0, m.RESPONSE_LENGTH_MEAN: 70.0}) == 280
     assert m.response_tokens({m.TRAINED_TOKENS: 5.0}) == 5
     assert m.response_tokens({m.GEN_S: 2.0, m.RESPONSE_LENGTH_MEAN: float("nan")}) is None
+
+
+def test_where_engines_run_on_only_what_is_in_a_slot_counts() -> None:
+    """Two slots, four samples handed out at 0, of which each takes a second to come to its engine."""
+    account = SlotAccount(2)
+
+    def ended(started: float, finished: float) -> None:
+        account.ran([{"queued_at": 0.0, "started_at": started, "finished_at": finished}])
+
+    account.handed("abcd", 0.0)
+    ended(1.0, 5.0)
+    ended(1.0, 3.0)
+    # From 1 on, when the first starts: "c" has the other slot from 3 on, "d" waits, and has its slot at 5.
+    assert account.take(9.0, ["c", "d"]) == 0.0
+    ended(3.0, 10.0)
+    account.hold(11.0)
+    account.go(13.0)
+    # "c" to 10, and "d" but for the two seconds without weights; what ran before 9 counted before.
+    assert account.take(19.0, ["d"]) == pytest.approx(1 - (1 + 8) / 20)
+    assert account.take(29.0, ["e"]) == 0.5  # nobody told when it was handed out
+    assert account.take(39.0, []) == 1.0
+    assert account.take(39.0, []) == 0.0

@@ -120,7 +120,7 @@ def test_the_engines_that_cannot_send_to_one_replica_alone():
 @pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None))])
 def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
     names = ("checkpoint_manager", "standalone_checkpoint_manager")
-    managers = {name: SimpleNamespace(replicas=[]) for name in names}
+    managers = {name: SimpleNamespace(replicas=[], backend="nccl") for name in names}
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
     trainer = object.__new__(RhymeTrainerSync)
     trainer._rhyme, trainer._event_log = rhyme, None

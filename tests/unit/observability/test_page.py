@@ -1,0 +1,266 @@
+"""The page: one file that needs no other, with every figure its runs have data for; and the timeline for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from verl_rhyme.observability import events, trace
+from verl_rhyme.observability import metrics as m
+from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.page import document, matched, svg
+from verl_rhyme.observability.page.matched import Point
+from verl_rhyme.observability.summary import read
+
+REPLICAS, PER_STEP = 3, 24
+
+
+def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predicted: bool = True) -> Path:
+    """A run of three replicas that stop while the actor trains; two steps an epoch."""
+    rng = np.random.default_rng(len(arm))
+    log = EventLog(folder / "events")
+    log.describe(1, arm, slots=12, engine="vllm test", rollout="gen")
+    lines, now = [], 1.7e9
+    for step in range(1, steps + 1):
+        epoch = (step - 1) // 2
+        tokens = np.minimum(rng.lognormal(4.5, 0.6, PER_STEP).astype(int) + 1, 400)
+        started = now + rng.random(PER_STEP)
+        finished = started + tokens / (20 * speed)
+        harvest = float(finished.max()) + 0.1
+        columns: dict[str, Any] = {
+            "uid": [str(k // 4) for k in range(PER_STEP)],
+            "prompt_key": [bytes(15) + bytes([k // 4]) for k in range(PER_STEP)],
+            "sample": np.arange(PER_STEP) % 4,
+            "attempt": np.zeros(PER_STEP, dtype=int),
+            "replica": rng.integers(0, REPLICAS, PER_STEP),
+            "queued_at": np.full(PER_STEP, now),
+            "started_at": started,
+            "finished_at": finished,
+            "response_tokens": tokens,
+            "predicted_tokens": [int(t * 1.3) if k % 3 and predicted else None for k, t in enumerate(tokens)],
+            "drafted_tokens": tokens,
+            "accepted_tokens": tokens // 2,
+            "verify_steps": tokens // 4,
+            "policy_version_end": step - 1,
+            "stop_reason": ["completed"] * PER_STEP,
+            "why_there": ["length group <2> of 2", "100 tokens, more than 50 by its history", ""] * (PER_STEP // 3),
+            "reward": rng.random(PER_STEP),
+            "trained": True,
+            "validate": False,
+        }
+        log.append_requests(step, epoch, columns)
+        parts = {"gen": (now, harvest), "update_actor": (harvest, harvest + 3), "step": (now, harvest + 4)}
+        parts["update_weights"] = (harvest + 3, harvest + 4)
+        log.append_stages(
+            step,
+            epoch,
+            {
+                "stage": list(parts),
+                "started_at": [begin for begin, _ in parts.values()],
+                "duration_s": [end - begin for begin, end in parts.values()],
+            },
+        )
+        data = {
+            m.EPOCH: epoch,
+            m.REWARD_MEAN: 0.1 * step,
+            **{m.TIMING + name: end - begin for name, (begin, end) in parts.items()},
+            m.GEN_MS_PER_TOKEN: 1000.0 * (harvest - now) / int(tokens.sum()),
+            m.RESPONSE_LENGTH_MEAN: float(tokens.mean()),
+            m.REQUESTS: PER_STEP,
+            m.HISTORY_SIMILARITY: 0.5 + 0.05 * step,
+            m.HISTORY_SIMILARITY_CHANCE: 0.25,
+            m.LENGTH_CORRELATION: 0.6,
+            m.LENGTHS + "recall_10": 0.4,
+            **{f"{m.LENGTHS}coverage_{share}": share / 100 for share in (10, 50, 90)},
+        }
+        lines.append(json.dumps({"step": step, "data": data}))
+        now = harvest + 4
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return write_run(folder / "fast", "fast", speed=2.0), write_run(folder / "slow", "slow", predicted=False)
+
+
+class Outside(HTMLParser):
+    """What a page would fetch, and whether its elements are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.fetched += [str(given[name]) for name in ("src", "href", "xlink:href", "data") if name in given]
+        if given.get("id"):
+            self.ids.append(str(given["id"]))
+        if tag not in ("meta", "br", "link"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self._open and self._open[-1] == tag:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def check(self, page: str) -> Outside:
+        self.feed(page)
+        assert self._open == []
+        return self
+
+
+def page_of(*folders: Path) -> str:
+    return document.page([read(folder) for folder in folders], 2)
+
+
+def test_one_file_needs_no_other(runs) -> None:
+    page = page_of(*runs)
+    found = Outside().check(page)
+    assert found.fetched == []
+    assert "@import" not in page
+    assert not re.findall(r"url\((?!#)", page)
+    assert len(found.ids) == len(set(found.ids))
+    assert page == page_of(*runs), "the same runs, the same page"
+
+
+def test_every_figure_is_there_and_is_sound_xml(runs) -> None:
+    page = page_of(*runs)
+    wanted = {"lanes-1", "lanes-2", "bubbles-1", "requests-1", "lengths-1", "rank", "recall", "calibration-1"}
+    wanted |= {"accepted", "rate", "similarity", "stages-1", "stages-2", "reward", "useful", "length", "matched"}
+    assert wanted <= set(Outside().check(page).ids)
+    assert "lengths-2" not in Outside().check(page).ids, "of the second run nothing was predicted"
+    pictures = re.findall(r"(<svg xmlns=.*?</svg>)(?:</div>)?<div class=\"tools\">", page, re.S)
+    assert len(pictures) == page.count("<figure ")
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        assert root.find("{*}title") is not None
+        numbers = [
+            v for e in root.iter() for k, v in e.attrib.items() if k in ("x", "y", "width", "height", "cx", "cy")
+        ]
+        assert not [v for v in numbers if not np.isfinite(float(v))]
+
+
+def test_why_requests_are_where_they_are(runs) -> None:
+    page = page_of(runs[0])
+    count = PER_STEP // 3
+    assert page.count("; there for: length group &lt;2&gt; of 2</title>") == count, "of one rollout"
+    rows = re.findall(r'<tr><td class="text">([^<]*)</td><td>(\d+)</td><td>\d*</td><td>[^<]*</td></tr>', page)
+    assert [row for row in rows if "length group" in row[0] or "history" in row[0] or "router" in row[0]] == [
+        ("length group &lt;2&gt; of 2", str(count)),
+        ("100 tokens, more than 50 by its history", str(count)),
+        ("none: the router decided", str(count)),
+    ]
+
+
+def test_similarity_has_its_chance_beside_it(runs) -> None:
+    page = page_of(runs[0])
+    for told in ("57.5% stood in its last epoch<", "25% stood in its last epoch, another prompt&#x27;s<"):
+        assert told in page, told
+
+
+def test_the_numbers_it_tells_are_the_logs(runs) -> None:
+    run = read(runs[0])
+    assert run.slot_time is not None
+    page = page_of(runs[0])
+    shares = [f"{share:.1%}" for share in run.slot_time.rollout_shares]
+    assert "".join(f"<td>{share}</td>" for share in shares) in page
+    assert sum(run.slot_time.shares) == pytest.approx(1.0)
+    requests = run.requests
+    for window in run.slot_time.windows:
+        mine = requests["step"] == window.step
+        bubble = m.bubble_ratio(requests["started_at"][mine], requests["finished_at"][mine], 12)
+        assert window.bubble(12) == pytest.approx(bubble, abs=1e-6)
+
+
+def test_what_names_say_is_text_and_never_markup(tmp_path) -> None:
+    page = page_of(write_run(tmp_path / "run", "<script>alert(1)</script>&", steps=2))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page
+    Outside().check(page)
+
+
+def test_a_single_step_without_anything_else_is_a_page(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {m.EPOCH: 0, m.REWARD_MEAN: 0.5}}) + "\n")
+    Outside().check(page_of(tmp_path))
+
+
+def test_a_large_run_is_a_small_page(tmp_path) -> None:
+    """Lanes are binned, bars and dots are bounded: the page hardly grows with requests."""
+    page = page_of(write_run(tmp_path / "run", "many", steps=200))
+    assert len(page) < 1_000_000
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-0.2, 0.31), (1e-4, 2e5), (0, 1e9)])
+def test_ticks_are_round_and_within(low: float, high: float) -> None:
+    found = svg.ticks(low, high)
+    assert 1 <= len(found) <= 12
+    assert all(low - 1e-9 <= tick <= high + 1e-9 * abs(high) for tick in found)
+    assert all(a < b for a, b in pairwise(found))
+
+
+def test_speeds_are_compared_at_equal_lengths_only() -> None:
+    """The first run's responses are shorter, which alone makes it no faster."""
+
+    def curve(length: float) -> float:
+        return 1e5 / length
+
+    first = [Point(length, 2 * curve(length), 2) for length in (100, 100, 120, 60)]
+    second = [Point(length, curve(length), 2) for length in (100, 120, 121, 300, 310)]
+    cold = [Point(100, 1e9, 1)]
+    found = matched.match(first + cold, second + cold, 2)
+    assert [(b.first, b.second) for b in found.bins] == [(2, 1), (1, 2)]
+    assert found.ratio == pytest.approx(2.0, rel=0.02)
+    assert found.unmatched == (1, 2)
+    assert matched.match(first, [Point(1000, 1.0, 2)], 2).ratio is None
+
+
+def test_the_timeline_is_sound(runs, tmp_path) -> None:
+    run = read(runs[0])
+    trace.write(tmp_path / "trace.json", run.requests, run.stages)
+    found = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    lanes, names, owners = defaultdict(list), {}, defaultdict(set)
+    for event in found["traceEvents"]:
+        assert {"ph", "pid", "tid", "ts", "name"} <= set(event)
+        assert all(isinstance(event[key], int) and event[key] >= 0 for key in ("pid", "tid", "ts"))
+        assert min(event["pid"], event["tid"]) > 0, "Perfetto takes 0 for the idle thread of all processes"
+        owners[event["tid"]].add(event["pid"])
+        if event["ph"] == "M":
+            names[event["name"], event["pid"]] = event["args"]
+        else:
+            assert event["ph"] == "X"
+            assert isinstance(event["dur"], int)
+            assert event["dur"] >= 0
+            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert all(len(pids) == 1 for pids in owners.values()), "Perfetto takes them for threads of one machine"
+    assert {names["process_name", pid]["name"] for pid, _ in lanes} == {
+        "trainer",
+        *(f"replica {k}" for k in range(REPLICAS)),
+    }
+    assert sum(map(len, lanes.values())) == 6 * PER_STEP + 6 * 4
+    for spans in lanes.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans))), "one lies over another"
+
+
+def test_a_prediction_that_is_not_known_is_none(runs) -> None:
+    table = events.read_requests(runs[0] / "events")
+    assert table["predicted_tokens"].null_count == 6 * PER_STEP // 3
+    run = read(runs[0])
+    predicted, real = run.lengths()
+    assert len(predicted) == 6 * PER_STEP * 2 // 3
+    assert (np.abs(predicted / real - 1.3) < 0.1).sum() > 0.9 * len(real)

@@ -1,0 +1,152 @@
+"""Why slots are empty: shares that add up, and agree with the bubble ratio, for engines that stop and that run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_rhyme.observability import metrics
+from verl_rhyme.observability.lanes import pack
+from verl_rhyme.observability.slot_time import BUSY, OTHER, REASONS, STARVED, SYNC, TAIL, TRAINING, measure
+
+NO_STAGES = {"step": np.zeros(0, int), "stage": np.zeros(0, str), "started_at": np.zeros(0), "duration_s": np.zeros(0)}
+
+
+def requests(*rows: tuple[int, int, float, float], **changes: Any) -> dict[str, np.ndarray]:
+    """Of (step, replica, started, finished)."""
+    step, replica, started, finished = (np.array(column) for column in zip(*rows, strict=True))
+    validate = np.zeros(len(step), dtype=bool)
+    columns = {"step": step, "replica": replica, "started_at": started, "finished_at": finished, "validate": validate}
+    return {**columns, **changes}
+
+
+def stages(*rows: tuple[int, str, float, float]) -> dict[str, np.ndarray]:
+    """Of (step, name, begin, end)."""
+    step, name, begin, end = (np.array(column) for column in zip(*rows, strict=True))
+    return {"step": step, "stage": name, "started_at": begin.astype(float), "duration_s": (end - begin).astype(float)}
+
+
+def steps_of(count: int, runs_on: bool = False) -> dict[str, np.ndarray]:
+    """Steps of 20 s from 0 on: rollout for 10, training for 6, sync for 2, something else for 2."""
+    rows = []
+    for k in range(count):
+        at = 20 * k
+        parts = [("gen", 0, 10), ("old_log_prob", 10, 12), ("update_actor", 12, 16), ("update_weights", 16, 18)]
+        rows += [(k + 1, name, at + begin, at + end) for name, begin, end in [*parts, ("step", 0, 20)]]
+    return stages(*rows)
+
+
+def test_engines_that_stop() -> None:
+    """Two replicas of two slots: one starts late, and one request runs alone at the end."""
+    ran = requests((1, 0, 1, 5), (1, 0, 1, 9), (1, 1, 1, 5), (1, 1, 3, 5))
+    found = measure(ran, steps_of(1), 4, runs_on=False)
+    assert found is not None
+    seconds = dict(zip(REASONS, found.shares * 4 * 20, strict=True))
+    expected = {"busy": 4 + 8 + 4 + 2, "starved": 2, "tail": 3 * 4, "training": 24, "weight sync": 8, "other": 16}
+    assert seconds == pytest.approx(expected)
+    assert found.shares.sum() == pytest.approx(1.0)
+    assert found.bubble == pytest.approx(metrics.bubble_ratio(ran["started_at"], ran["finished_at"], 4))
+    assert found.rollout_shares[[SYNC, TRAINING, OTHER]].sum() == 0
+    assert found.occupied(1, np.array([0.0, 2.0, 4.0])).tolist() == [0.5, 1.5]
+
+
+def test_engines_that_run_on() -> None:
+    """From harvest to harvest; what may not start while the actor trains waits for it."""
+    ran = requests((1, 0, 0, 10), (2, 0, 12, 29), (2, 0, 20, 30))
+    found = measure(ran, steps_of(2), 2, runs_on=True)
+    assert found is not None
+    assert [(w.began, w.ended) for w in found.windows] == [(0, 10), (10, 30)]
+    first, second = found.windows
+    assert (first.busy, first.idle[TAIL - 1]) == (10, 10)
+    # 10 to 12 nothing had started yet: starved; then held until the weights are there at 18, but for the sync; after it
+    # the slot waits for what starts at 20, and nothing does after that.
+    waited = dict(zip(REASONS[1:], second.idle, strict=True))
+    expected = {"starved": 2 * 2 + 2, "training": 4, "weight sync": 2, "tail": 1, "other": 0}
+    assert waited == pytest.approx(expected)
+    assert second.bubble(2) == pytest.approx(1 - (17 + 10) / 40)
+
+
+times = st.tuples(
+    st.integers(1, 4), st.integers(0, 2), st.floats(0, 9), st.floats(0.01, 1)
+)  # step, replica, and parts of its rollout
+
+
+@given(st.lists(times, min_size=1, max_size=40), st.integers(1, 12))
+def test_shares_add_up_and_windows_have_the_bubble_ratio(drawn, slots) -> None:
+    rows = [(step, replica, 20.0 * (step - 1) + at, 20.0 * (step - 1) + at + part) for step, replica, at, part in drawn]
+    ran = requests(*rows)
+    for runs_on in (False, True):
+        found = measure(ran, steps_of(4), slots, runs_on)
+        assert found is not None
+        assert found.shares.sum() == pytest.approx(1.0)
+        assert (found.shares >= -1e-12).all()
+    found = measure(ran, steps_of(4), slots, runs_on=False)
+    assert found is not None
+    for window in found.windows:
+        mine = ran["step"] == window.step
+        expected = metrics.bubble_ratio(ran["started_at"][mine], ran["finished_at"][mine], slots)
+        assert window.bubble(slots) == pytest.approx(expected, abs=1e-9)
+    alone = measure(ran, NO_STAGES, slots, runs_on=False)
+    assert alone is not None
+    assert len(alone.windows) == len(set(ran["step"].tolist()))
+
+
+def test_clocks_of_nodes_may_differ_by_less_than_training_lasts() -> None:
+    ran = requests((1, 0, 1, 5), (1, 1, 1, 12), (2, 0, 21, 25), (2, 1, 19, 26))
+    found = measure(ran, steps_of(2), 2, runs_on=False)
+    assert found is not None
+    assert [(w.step, w.began, w.ended) for w in found.windows] == [(1, 1, 12), (2, 19, 26)]
+
+
+def test_a_step_whose_stages_are_lost_has_a_window_of_its_own() -> None:
+    ran = requests((1, 0, 1, 9), (2, 0, 21, 29), (3, 0, 41, 49))
+    found = measure(ran, steps_of(2), 2, runs_on=False)
+    assert found is not None
+    assert [(w.step, w.began, w.ended) for w in found.windows] == [(1, 1, 9), (2, 21, 29), (3, 41, 49)]
+
+
+def test_a_pause_between_two_starts_of_the_run_is_cut_out() -> None:
+    later = 1e6
+    rows = [(1, 0, 1.0, 9.0), (2, 0, 21.0 + later, 29.0 + later)]
+    timed = steps_of(2)
+    timed["started_at"] = timed["started_at"] + later * (timed["step"] == 2)
+    found = measure(requests(*rows), timed, 1, runs_on=False)
+    assert found is not None
+    assert found.pauses == [20.0]
+    assert found.ended == pytest.approx(40.0)
+    assert [(w.began, w.ended) for w in found.windows] == [(1.0, 9.0), (21.0, 29.0)]
+
+
+def test_what_never_ran_and_validation_do_not_count() -> None:
+    ran = requests((1, 0, 1, 5), (1, 0, np.nan, 5), (1, 0, 1, 9))
+    ran["validate"][2] = True
+    found = measure(ran, steps_of(1), None, runs_on=False)
+    assert found is not None
+    assert (found.slots, found.told, len(found.requests["row"])) == (1, False, 1)
+    assert measure(requests((1, 0, np.nan, np.nan)), NO_STAGES, 4, runs_on=False) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
+def test_no_span_lies_over_another_in_its_lane(drawn, most) -> None:
+    began = np.array([at for at, _ in drawn])
+    ended = began + np.array([length for _, length in drawn])
+    for lanes, ends in (pack(began, ended), pack(began, ended, most, 0.5)):
+        assert (ends <= ended).all()
+        assert (ended - ends <= 0.5 + 1e-9).all()
+        for lane in set(lanes.tolist()):
+            order = np.flatnonzero(lanes == lane)
+            order = order[np.lexsort((ends[order], began[order]))]
+            assert (ends[order][:-1] <= began[order][1:] + 1e-12).all()
+    lanes, ends = pack(began, ended)
+    assert (ends == ended).all()
+    busiest = max(int(((began <= at) & (ended > at)).sum()) for at in began)
+    assert lanes.max() + 1 <= max(1, busiest) + int((began == ended).sum())
+
+
+def test_codes_name_the_reasons() -> None:
+    named = [REASONS[code] for code in (BUSY, TAIL, STARVED, SYNC, TRAINING, OTHER)]
+    assert named == ["busy", "tail", "starved", "weight sync", "training", "other"]

@@ -1,0 +1,70 @@
+"""The page as one file. No clock: the same runs make the same page."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from verl_rhyme import __version__
+from verl_rhyme.observability.page import sections, words
+from verl_rhyme.observability.page.run import Run
+
+PAGE_FILE = "report.html"
+_HERE = Path(__file__).parent
+#: An origin of time after this is a date; before it, it is a simulation's.
+_DATES_BEGIN = 1e9
+
+
+def write(runs: Sequence[Run], out: Path, first_warm_epoch: int, step: int | None = None) -> Path:
+    """Write the page.
+
+    Args:
+        runs: One, or two to be held beside each other, under different names.
+        out: Folder.
+        first_warm_epoch: Epochs before it do not count where speeds are compared.
+        step: Whose requests are shown one by one; by default one from the middle.
+    """
+    path = out / PAGE_FILE
+    path.write_text(page(runs, first_warm_epoch, step), encoding="utf-8")
+    return path
+
+
+def page(runs: Sequence[Run], first_warm_epoch: int, step: int | None = None) -> str:
+    """The page's HTML; see :func:`write`."""
+    name = escape(" beside ".join(run.name for run in runs))
+    body = [
+        *sections.problems(runs),
+        *sections.epochs(runs),
+        *sections.timeline(runs),
+        *sections.requests(runs, step),
+        *sections.lengths(runs),
+        *sections.drafting(runs),
+        *sections.step_time(runs),
+        *sections.training(runs),
+        *sections.beside(runs, first_warm_epoch),
+    ]
+    style, script = ((_HERE / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{style}</style></head><body>"
+        f"<header><h1>{name}</h1>{''.join(map(_about, runs))}</header><main>\n{''.join(body)}</main>"
+        f'<footer class="about">verl-rhyme {escape(__version__)}. {words.FOOTER}</footer>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _about(run: Run) -> str:
+    parts = [run.name, str(run.summary["engine"]), f"{len(run.steps)} steps, {_counted(len(run.epochs), 'epoch')}"]
+    if (measured := run.slot_time) is not None:
+        parts.append(f"{_counted(len(measured.replicas), 'replica')}, {measured.slots} request slots")
+        if measured.origin > _DATES_BEGIN:
+            began = datetime.datetime.fromtimestamp(measured.origin, datetime.timezone.utc)
+            parts.append(f"{began:%Y-%m-%d %H:%M} UTC")
+    return f'<p class="about">{" · ".join(escape(part) for part in parts)}</p>'
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

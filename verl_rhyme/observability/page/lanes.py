@@ -1,0 +1,229 @@
+"""Replicas over time: a lane each, how full its slots were, and why what stood empty did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from verl_rhyme.observability.lanes import pack
+from verl_rhyme.observability.page import svg
+from verl_rhyme.observability.slot_time import REASONS, SlotTime
+
+WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 84, 52, 8, 40
+#: Lanes at most; more replicas than that share them.
+LANES = 64
+#: Stretches of time that all lanes of a figure are divided into, and one of them at most.
+_ALL_BINS, _BINS = 160_000, 24_000
+#: Rows of bars at most, and bars; else replicas are left out.
+ROWS, BARS = 320, 6000
+
+
+#: Name, seconds, and the longest span that is told in it.
+_UNITS = (("s", 1.0, 1800.0), ("min", 60.0, 4 * 3600.0), ("h", 3600.0, float("inf")))
+#: Of the figure's time: by so much a bar may seem to lie over the next one in its slot.
+_OVERLAP = 0.05
+#: Between two bars, in the figure's units.
+_APART = 1.2
+
+
+@dataclass(frozen=True)
+class _Bars:
+    """A replica's requests: their rows, the slots they are shown in, and their ends."""
+
+    replica: int
+    rows: np.ndarray
+    lane: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def lanes(self) -> int:
+        return int(self.lane.max()) + 1
+
+
+def reason_class(code: int) -> str:
+    return "r-" + REASONS[code].replace(" ", "-")
+
+
+def overview(
+    measured: SlotTime, begin: float, end: float, title: str, scale: float | None = None, origin: float = 0.0
+) -> str:
+    """All lanes, from ``begin`` to ``end``: requests that run over slots as an area, on the reasons' colours.
+
+    Args:
+        measured: The run.
+        begin, end: Seconds of it.
+        title: For screen readers.
+        scale: Seconds that the width stands for, where another figure is to have the same; ``end - begin`` if more.
+        origin: From when on the axis counts.
+    """
+    groups = np.array_split(np.arange(len(measured.replicas)), min(LANES, len(measured.replicas)))
+    height = float(max(9, min(110, 260 // len(groups) + 4)))
+    bins = min(_BINS, _ALL_BINS // len(groups))
+    edges = np.linspace(begin, end, bins + 1)
+    lanes = []
+    for group in groups:
+        slots = sum(measured.lane_slots(int(i)) for i in group)
+        filled = np.sum([measured.occupied(int(i), edges) for i in group], axis=0) / slots
+        lanes.append((_lane_name(measured, group), _area(filled, height), _mean_in_rollout(measured, group, slots)))
+    gap = 3.0 if height > 14 else 1.5
+    rows = [
+        f'<g transform="translate(0 {svg.number(k * (height + gap))})">{area}</g>'
+        for k, (_, area, _) in enumerate(lanes)
+    ]
+    full = len(lanes) * (height + gap) - gap
+    spaces = [
+        svg.tag("rect", x=begin, y=k * (height + gap) - gap, width=end - begin, height=gap, class_="gap")
+        for k in range(1, len(lanes))
+    ]
+    # Areas count in bins: the plot's own unit is seconds.
+    plot = _strips(measured, begin, end, full) + "".join(spaces)
+    plot += f'<g transform="translate({begin!r} 0) scale({(end - begin) / bins!r} 1)">{"".join(rows)}</g>'
+    names = [
+        svg.label(_LEFT - 8.0, _TOP + k * (height + gap) + height / 2 + 3.5, name, text_anchor="end")
+        + svg.label(WIDTH - _RIGHT + 8.0, _TOP + k * (height + gap) + height / 2 + 3.5, f"{100 * busy:.0f}%")
+        for k, (name, _, busy) in enumerate(lanes)
+        if height >= 9 or k % 2 == 0
+    ]
+    return _figure(plot, "".join(names), begin, max(end, begin + (scale or 0.0)), full, title, origin)
+
+
+def detail(
+    measured: SlotTime,
+    begin: float,
+    end: float,
+    title: str,
+    about: Callable[[int], tuple[str, bool]],
+    origin: float = 0.0,
+) -> tuple[str, int]:
+    """Each request of a stretch as a bar in the slot it had, as far as there is room; the replicas that are shown.
+
+    Args:
+        measured, begin, end, title, origin: As of :func:`overview`.
+        about: Of a row of the event log: what to say of it, and whether it was trained.
+    """
+    requests = measured.requests
+    here = (requests["finished"] > begin) & (requests["started"] < end)
+    by_replica: list[_Bars] = []
+    for replica in range(len(measured.replicas)):
+        rows = np.flatnonzero(here & (requests["replica"] == replica))
+        if len(rows):
+            lane, ends = pack(
+                requests["started"][rows],
+                requests["finished"][rows],
+                round(measured.lane_slots(replica)),
+                _OVERLAP * (end - begin),
+            )
+            by_replica.append(_Bars(replica, rows, lane, ends))
+    by_replica.sort(key=lambda bars: (-bars.ends.max(), bars.replica))  # who ended last is who the others waited for
+    chosen: list[_Bars] = []
+    height = count = 0
+    for bars in by_replica:
+        height, count = height + bars.lanes, count + len(bars.rows)
+        if chosen and (height > ROWS or count > BARS):
+            break
+        chosen.append(bars)
+    chosen.sort(key=lambda bars: bars.replica)
+    total = sum(bars.lanes for bars in chosen)
+    apart = _APART * (end - begin) / WIDTH  # so that a bar can be told from the next one in its slot
+    row = max(1.5, min(9.0, 560 / max(1, total)))
+    top, parts, names, spaces = 0.0, [], [], []
+    for bars in chosen:
+        high = row * bars.lanes
+        for at, slot, until in zip(bars.rows.tolist(), bars.lane.tolist(), bars.ends.tolist(), strict=True):
+            started, finished = max(begin, requests["started"][at]), min(end, until)
+            told, trained = about(int(requests["row"][at]))
+            width = max(0.0, finished - started - apart)
+            place = f'x="{started:.6g}" y="{svg.number(top + row * slot)}" width="{width:.4g}"'
+            faint = "" if trained else ' class="lost"'
+            bar = f'<rect {place} height="{svg.number(row * 0.88)}"{faint}><title>{escape(told)}</title></rect>'
+            parts.append(bar)
+        names.append(
+            svg.label(_LEFT - 8.0, _TOP + top + high / 2 + 3.5, _name(measured, bars.replica), text_anchor="end")
+        )
+        top += high
+        spaces.append(svg.tag("rect", x=begin, y=top, width=end - begin, height=4.0, class_="gap"))
+        top += 4.0
+    top -= 4.0
+    plot = _strips(measured, begin, end, top) + "".join(spaces[:-1]) + f'<g class="bars">{"".join(parts)}</g>'
+    return _figure(plot, "".join(names), begin, end, top, title, origin), len(chosen)
+
+
+def legend(codes: Sequence[int] = range(len(REASONS))) -> str:
+    """Of the colours."""
+    keys = "".join(f'<span><i class="{reason_class(code)}"></i>{REASONS[code]}</span>' for code in codes)
+    return f'<div class="legend">{keys}</div>'
+
+
+def _strips(measured: SlotTime, begin: float, end: float, height: float) -> str:
+    """Why a slot is empty, of every replica at once: one strip over all lanes for each stretch."""
+    found: list[tuple[float, float, int]] = []
+    first, last = np.searchsorted(measured.edges, [begin, end])
+    for k in range(max(0, first - 1), min(len(measured.reason), last + 1)):
+        left, right = max(begin, measured.edges[k]), min(end, measured.edges[k + 1])
+        if right > left:
+            why = int(measured.reason[k])
+            if found and found[-1][2] == why and found[-1][1] == left:
+                found[-1] = (found[-1][0], right, why)
+            else:
+                found.append((left, right, why))
+    return "".join(
+        f'<rect x="{a:.6g}" y="0" width="{b - a:.4g}" height="{svg.number(height)}" class="{reason_class(why)}"/>'
+        for a, b, why in found
+    )
+
+
+def _area(filled: np.ndarray, height: float) -> str:
+    """A stepped area, in bins: one command a change."""
+    tops = np.round(height * (1 - np.clip(filled, 0, 1)), 1)
+    changes = np.flatnonzero(np.concatenate([[True], tops[1:] != tops[:-1]]))
+    ends = np.append(changes[1:], len(tops))
+    steps = "".join(f"V{tops[a]:g}H{b}" for a, b in zip(changes.tolist(), ends.tolist(), strict=True))
+    return f'<path class="r-busy" d="M0 {svg.number(height)}{steps}V{svg.number(height)}Z"/>'
+
+
+def _mean_in_rollout(measured: SlotTime, group: np.ndarray, slots: float) -> float:
+    """Part of the slots of some replicas that was filled while rollout was on."""
+    edges = np.unique([t for window in measured.windows for t in (window.began, window.ended)])
+    if len(edges) < 2:
+        return 0.0
+    middle = (edges[:-1] + edges[1:]) / 2
+    within = np.zeros(len(middle), dtype=bool)
+    for window in measured.windows:
+        within |= (middle > window.began) & (middle < window.ended)
+    spans = np.diff(edges)[within]
+    filled = np.sum([measured.occupied(int(i), edges) for i in group], axis=0)[within]
+    return float((filled * spans).sum() / (slots * spans.sum())) if spans.sum() > 0 else 0.0
+
+
+def _name(measured: SlotTime, replica: int) -> str:
+    return f"replica {measured.replicas[replica]}"
+
+
+def _lane_name(measured: SlotTime, group: np.ndarray) -> str:
+    first, last = measured.replicas[group[0]], measured.replicas[group[-1]]
+    return f"replica {first}" if len(group) == 1 else f"{first} to {last}"
+
+
+def _figure(plot: str, names: str, begin: float, end: float, height: float, title: str, origin: float) -> str:
+    """Labels around a plot that has seconds as its unit, so that zooming is another view box."""
+    span = end - begin
+    width = float(WIDTH - _LEFT - _RIGHT)
+    unit, size = next((u, s) for u, s, longest in _UNITS if span <= longest)
+    marks = []
+    for value in svg.ticks((begin - origin) / size, (end - origin) / size, 8):
+        x = _LEFT + width * (value * size + origin - begin) / span
+        marks.append(svg.tag("line", x1=x, x2=x, y1=_TOP + height, y2=_TOP + height + 4, class_="axis"))
+        marks.append(svg.label(x, _TOP + height + 17, svg.short(value), text_anchor="middle"))
+    base = svg.tag("line", x1=float(_LEFT), x2=_LEFT + width, y1=_TOP + height, y2=_TOP + height, class_="axis")
+    what = f"time since the rollout began ({unit})" if origin else f"time ({unit})"
+    under = svg.label(_LEFT + width / 2, _TOP + height + 34, what, "title", text_anchor="middle")
+    inner = (
+        f'<svg class="plot" x="{_LEFT}" y="{_TOP}" width="{svg.number(width)}" height="{svg.number(height)}" '
+        f'viewBox="{begin!r} 0 {span!r} {svg.number(height)}" preserveAspectRatio="none" '
+        f'data-origin="{origin!r}" data-unit="{size:g}">{plot}</svg>'
+    )
+    content = f'{inner}{names}{base}<g class="ticks">{"".join(marks)}</g>{under}'
+    return svg.picture(content, WIDTH, _TOP + height + _BOTTOM, title, "lanes")

@@ -1,0 +1,123 @@
+"""A run as the page needs it: what it logged, and what of that is missing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from verl_rhyme.observability import events, metrics, slot_time, steps
+from verl_rhyme.observability.slot_time import SlotTime
+
+#: Columns without which there is no timeline.
+_NEEDED = ("step", "replica", "started_at", "finished_at")
+
+
+@dataclass
+class Run:
+    """One run.
+
+    Attributes:
+        folder: Where it lies.
+        summary: Of ``summary.summarize``.
+        steps: Metrics by step.
+        requests, stages: Columns of its event log; empty without one.
+        predicted: float64[N], tokens that each response was predicted to have; NaN where nothing was.
+        slot_time: Its slots over time; ``None`` where the log does not tell.
+        problems: What is missing, a sentence each.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    steps: steps.Steps
+    requests: dict[str, np.ndarray] = field(default_factory=dict)
+    stages: dict[str, np.ndarray] = field(default_factory=dict)
+    predicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    slot_time: SlotTime | None = None
+    runs_on: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its arm, or what tells it apart from another of the same."""
+        return str(self.summary["arm"])
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.summary["arm"] = name
+
+    @property
+    def epochs(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of its summary."""
+        return self.summary["epochs"]
+
+    def by_epoch(self, name: str) -> list[tuple[float, float]]:
+        """(epoch from 1, mean over its steps) of a metric, weighted by requests where all steps tell of them."""
+        found: dict[int, list[tuple[float, float]]] = {}
+        for data in self.steps.values():
+            value = metrics.finite(data, name)
+            if value is not None:
+                weight = metrics.finite(data, metrics.REQUESTS) or 1.0
+                found.setdefault(int(data[metrics.EPOCH]) + 1, []).append((value, weight))
+        return [
+            (float(epoch), float(np.average([v for v, _ in values], weights=[w for _, w in values])))
+            for epoch, values in sorted(found.items())
+        ]
+
+    def by_step(self, *names: str) -> list[tuple[float, float]]:
+        """(step, value) of the first of some metrics that each step has."""
+        rows = ((step, [metrics.finite(data, name) for name in names]) for step, data in self.steps.items())
+        found = ((step, next((v for v in values if v is not None), None)) for step, values in rows)
+        return [(float(step), value) for step, value in found if value is not None]
+
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted and real tokens of the responses that ran to their end and were predicted."""
+        if not self.requests:
+            return np.zeros(0), np.zeros(0)
+        real = self.requests["response_tokens"].astype(np.float64)
+        known = np.isfinite(self.predicted) & (self.predicted > 0) & (real > 0)
+        known &= self.requests["trained"] & (self.requests["attempt"] == 0)
+        return self.predicted[known], real[known]
+
+
+def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_folder: Path) -> Run:
+    """What a run logged, beside its summary; what cannot be read is one of its problems, not an error."""
+    run = Run(folder, summary, by_step)
+    if not events_folder.is_dir():
+        run.problems.append(f"{folder} has no event log (events/ beside its checkpoints), so there are no lanes")
+        return run
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        table, stages = events.read_requests(events_folder), events.read_stages(events_folder)
+    run.problems += list(dict.fromkeys(str(warning.message) for warning in told))
+    if not table.num_rows:
+        run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
+        return run
+    missing = [name for name in _NEEDED if table[name].null_count == table.num_rows]
+    if table["response_tokens"].null_count == table.num_rows:
+        run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
+    info = events.read_info(events_folder)
+    run.requests, run.stages = events.to_numpy(table), events.to_numpy(stages)
+    run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
+    run.runs_on = info.get("rollout") == "step"
+    slots = info.get("slots")
+    if missing:
+        run.problems.append(
+            f"the event log {events_folder} is of another version: without {', '.join(missing)} there are no lanes"
+        )
+        return run
+    if not isinstance(slots, int) or slots < 1:
+        slots = None
+        run.problems.append(
+            f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
+            "ran at a time, and there is no bubble ratio"
+        )
+    run.slot_time = slot_time.measure(run.requests, run.stages, slots, run.runs_on)
+    if run.slot_time is None:
+        run.problems.append(f"no request of the event log {events_folder} has times, so there are no lanes")
+    return run

@@ -1,0 +1,330 @@
+"""The page's sections, each a few lines of HTML around its figures; none where there is nothing to show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from verl_rhyme.observability import metrics
+from verl_rhyme.observability.page import charts, lanes, matched, words
+from verl_rhyme.observability.page.charts import Points
+from verl_rhyme.observability.page.run import Run
+from verl_rhyme.observability.page.svg import percent
+from verl_rhyme.observability.slot_time import DEFINITIONS, REASONS, SlotTime, Window
+
+#: Name, SVG if there is one, caption.
+Figure = tuple[str, str | None, str]
+
+#: Columns of the table by epoch, with how each is written.
+_TABLE = (
+    ("reward_mean", "mean reward", ".3f"),
+    ("rollout_s", "rollout (s)", ".1f"),
+    ("tokens", "response tokens", ",d"),
+    ("useful_tokens_per_s", "useful tokens/s", ".0f"),
+    ("bubble_ratio", "bubble ratio", ".1%"),
+    ("accept_length", "acceptance length", ".2f"),
+    ("history_hit_rate", "with history", ".0%"),
+    ("similarity", "similarity", ".0%"),
+    ("similarity_by_chance", "by chance", ".0%"),
+    ("staleness_max", "staleness", "d"),
+)
+
+
+#: Reasons of placement that are told, and replicas that are named for each.
+_REASONS, _NAMED = 12, 4
+#: Rollouts; more than that are too narrow in the lanes of the whole run to see what happens in them.
+_MANY = 12
+
+
+def problems(runs: Sequence[Run]) -> Iterator[str]:
+    told = [(run, problem) for run in runs for problem in run.problems]
+    if told:
+        items = "".join(f"<li>{escape(run.name)}: {escape(problem)}</li>" for run, problem in told)
+        yield f'<div class="problems"><b>What is missing here</b><ul>{items}</ul></div>'
+
+
+def epochs(runs: Sequence[Run]) -> Iterator[str]:
+    """The table, a row an epoch and run."""
+    columns = [c for c in _TABLE if any(row.get(c[0]) is not None for run in runs for row in run.epochs)]
+    head = ["epoch", *(["run"] if len(runs) > 1 else [])], [title for _, title, _ in columns]
+    rows = []
+    for number in sorted({row["epoch"] for run in runs for row in run.epochs}):
+        mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
+        for at, (run, row) in enumerate(mine):
+            lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
+            rows.append((lead, [_written(row.get(key), form) for key, _, form in columns]))
+    yield _table(*head, rows) + _note(words.TABLE)
+
+
+def timeline(runs: Sequence[Run]) -> Iterator[str]:
+    """Lanes of each run on one scale, and what their colours mean and come to."""
+    known = [(run, run.slot_time) for run in runs if run.slot_time is not None]
+    if not known:
+        return
+    yield "<h2>Replicas over time</h2>" + lanes.legend()
+    scale = max(measured.ended for _, measured in known)
+    for at, (run, measured) in enumerate(known):
+        picture = lanes.overview(measured, 0.0, measured.ended, f"Replicas of {run.name} over time", scale)
+        height = words.ITS_SLOTS if measured.told else words.THEIR_MOST
+        caption = words.LANES.format(name=escape(run.name), height=height)
+        if measured.pauses:
+            caption += words.PAUSES.format(count=len(measured.pauses))
+        yield _figure(f"lanes-{at + 1}", picture, caption + words.RUNS_ON * run.runs_on, wide=True)
+    terms = (
+        f'<dt><i class="{lanes.reason_class(code)}"></i>{name}</dt><dd>{escape(DEFINITIONS[name])}</dd>'
+        for code, name in enumerate(REASONS)
+    )
+    yield f"<dl class=terms>{''.join(terms)}</dl>" + _shares(known)
+    caption = words.BUBBLES
+    figures = (
+        (f"bubbles-{at + 1}", charts.bubbles(run), caption.format(name=escape(run.name))) for at, run in enumerate(runs)
+    )
+    yield _pair(figures)
+
+
+def _shares(known: Sequence[tuple[Run, SlotTime]]) -> str:
+    rows = []
+    for run, measured in known:
+        bubble = _written(measured.bubble if measured.told else None, ".3f")
+        rows.append(([run.name, "of rollout"], [*_parts(measured.rollout_shares), bubble, _logged_bubble(run)]))
+        rows.append((["", "of all time"], [*_parts(measured.shares), "", ""]))
+    return _table(["run", "share of slot time"], [*REASONS, "bubble ratio", "logged"], rows) + _note(words.SHARES)
+
+
+def _parts(shares: Iterable[float]) -> list[str]:
+    return [f"{share:.1%}" for share in shares]
+
+
+def _logged_bubble(run: Run) -> str:
+    """Weighted as the rollouts are that were measured, so that both agree where they are of one kind."""
+    assert run.slot_time is not None
+    spans = {window.step: window.ended - window.began for window in run.slot_time.windows}
+    said = [(value, spans.get(int(step), 0.0)) for step, value in run.by_step(metrics.BUBBLE_RATIO)]
+    total = sum(span for _, span in said)
+    return _written(sum(value * span for value, span in said) / total if total else None, ".3f")
+
+
+def requests(runs: Sequence[Run], step: int | None) -> Iterator[str]:
+    """A rollout, request by request; in a long run its neighbours, in lanes, before it."""
+    figures = []
+    for at, run in enumerate(runs):
+        measured = run.slot_time
+        window = None if measured is None else _chosen(measured.windows, step)
+        if measured is None or window is None:
+            continue
+        name = escape(run.name)
+        if len(measured.windows) > _MANY:
+            k = measured.windows.index(window)
+            around = measured.windows[max(0, k - 1) : k + 2]
+            begin, end = around[0].began, around[-1].ended
+            title = f"Replicas of {run.name} around step {window.step}"
+            picture = lanes.overview(measured, begin, end, title, origin=window.began)
+            caption = words.AROUND.format(name=name, first=around[0].step, last=around[-1].step)
+            figures.append(_figure(f"around-{at + 1}", picture, caption, wide=True))
+        pad = 0.01 * (window.ended - window.began)
+        begin, end, title = window.began - pad, window.ended + pad, f"Requests of {run.name} in step {window.step}"
+        picture, shown = lanes.detail(measured, begin, end, title, _described(run), window.began)
+        every = len(measured.replicas)
+        some = "" if shown == every else words.SOME_REPLICAS.format(every=every, shown=shown)
+        caption = words.REQUESTS.format(name=name, step=window.step, some=some)
+        figures.append(_figure(f"requests-{at + 1}", picture, caption, wide=True))
+        figures += _reasons(run, measured, window)
+    if figures:
+        yield "<h2>One rollout, request by request</h2>"
+        yield lanes.legend()
+        yield from figures
+
+
+def _reasons(run: Run, measured: SlotTime, window: Window) -> Iterator[str]:
+    """Why a rollout's requests were where they were, the commonest first."""
+    ran = measured.requests
+    here = (ran["finished"] > window.began) & (ran["started"] < window.ended)
+    rows, replicas = ran["row"][here], ran["replica"][here]
+    why = np.array([run.requests["why_there"][row] or "" for row in rows], dtype=object)
+    told = Counter(reason for reason in why if reason)
+    if not told:
+        return
+    table = []
+    for reason, count in told.most_common(_REASONS):
+        mine = why == reason
+        names = ", ".join(str(name) for name in np.unique(measured.replicas[replicas[mine]])[:_NAMED])
+        more = len(np.unique(replicas[mine])) - _NAMED
+        tokens = run.requests["response_tokens"][rows[mine]].mean()
+        table.append(([reason], [f"{count:,}", f"{tokens:,.0f}", names + (f" and {more} more" if more > 0 else "")]))
+    if others := sum(told.values()) - sum(count for _, count in told.most_common(_REASONS)):
+        table.append((["other reasons, each of fewer requests"], [f"{others:,}", "", ""]))
+    if unplaced := len(why) - sum(told.values()):
+        table.append((["none: the router decided"], [f"{unplaced:,}", "", ""]))
+    head = [f"{run.name}, step {window.step}: why a request was at its replica"]
+    yield _table(head, ["requests", "mean tokens", "replicas"], table)
+
+
+def _chosen(windows: Sequence[Window], step: int | None) -> Window | None:
+    """The rollout of a step; without one the middle of those that took more than half as long as the longest."""
+    if step is not None:
+        return next((window for window in windows if window.step == step), None)
+    longest = max((window.ended - window.began for window in windows), default=0.0)
+    real = [window for window in windows if window.ended - window.began > longest / 2]
+    return real[len(real) // 2] if real else None
+
+
+def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
+    columns = run.requests
+
+    def about(row: int) -> tuple[str, bool]:
+        key = columns["prompt_key"][row]
+        prompt = key.hex()[:8] if isinstance(key, bytes) else "?"
+        predicted = f" ({run.predicted[row]:.0f} predicted)" if run.predicted[row] > 0 else ""
+        seconds = columns["finished_at"][row] - columns["started_at"][row]
+        why = f"; there for: {columns['why_there'][row]}" if columns["why_there"][row] else ""
+        told = f"prompt {prompt}, sample {columns['sample'][row]}: {columns['response_tokens'][row]} tokens{predicted}"
+        return f"{told}, {seconds:.2f} s, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
+
+    return about
+
+
+def lengths(runs: Sequence[Run]) -> Iterator[str]:
+    """How well they were predicted: response by response where the log tells, by epoch where the metrics do."""
+    figures: list[Figure] = []
+    for at, run in enumerate(runs):
+        predicted, real = run.lengths()
+        factor = float(np.median(np.maximum(predicted, real) / np.minimum(predicted, real))) if len(real) else 0.0
+        shown = min(len(real), charts.DOTS)
+        caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
+        figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
+    rank = [(run, run.by_epoch(metrics.LENGTH_CORRELATION)) for run in runs]
+    recall = [(run, run.by_epoch(metrics.LENGTHS + "recall_10")) for run in runs]
+    wanted = "recall of the longest 10%"
+    figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
+    figures.append(("recall", charts.curve(recall, wanted, write=percent, low=0.0, high=1.0), words.RECALL))
+    for at, run in enumerate(runs):
+        caption = words.CALIBRATION.format(name=escape(run.name))
+        figures.append((f"calibration-{at + 1}", charts.calibration(run), caption))
+    if pictures := _pair(figures, runs):
+        none = "" if any(len(run.lengths()[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
+        yield "<h2>Lengths</h2>" + none + pictures
+
+
+def drafting(runs: Sequence[Run]) -> Iterator[str]:
+    accepted = [(run, _column(run, "accept_length")) for run in runs]
+    if all(value == 1.0 for _, points in accepted for _, value in points):
+        accepted = []  # nobody drafted
+    rates = [(run, _column(run, "accept_rate")) for run in runs]
+    figures = (
+        ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
+        ("rate", charts.curve(rates, "accepted draft tokens", write=percent, low=0.0), words.ACCEPTANCE_RATE),
+        ("similarity", charts.similarity(runs), words.SIMILARITY),
+    )
+    if shown := _pair(figures, runs):
+        yield "<h2>Drafting from history</h2>" + shown
+
+
+def step_time(runs: Sequence[Run]) -> Iterator[str]:
+    """Stacked stages, of both runs on one scale; the few slowest of many steps are cut off."""
+    sums = [sum(parts) for run in runs for _, parts in charts.stage_seconds(run)]
+    if not sums:
+        return
+    top = 1.05 * float(np.quantile(sums, 0.98) if len(sums) >= 50 else max(sums))
+    names = [*(name for name, _ in charts.STAGES), charts.REST]
+    keys = "".join(f'<span><i class="{charts.stage_class(name)}"></i>{name}</span>' for name in names)
+    figures = (
+        (
+            f"stages-{at + 1}",
+            charts.stages(run, top),
+            words.STAGES.format(name=escape(run.name), on=words.STAGES_ON * run.runs_on),
+        )
+        for at, run in enumerate(runs)
+    )
+    yield f"<h2>Where a step's time goes</h2><div class=legend>{keys}</div>" + _pair(figures)
+
+
+def training(runs: Sequence[Run]) -> Iterator[str]:
+    useful = [(run, _column(run, "useful_tokens_per_s")) for run in runs]
+    length = [(run, run.by_step(metrics.RESPONSE_LENGTH_MEAN)) for run in runs]
+    figures = (
+        ("reward", charts.reward(runs), words.REWARD),
+        ("useful", charts.curve(useful, "useful tokens per second", low=0.0), words.USEFUL),
+        ("length", charts.curve(length, "mean response length (tokens)", x="training step"), words.LENGTH),
+    )
+    if shown := _pair(figures, runs):
+        yield "<h2>Reward, speed and length</h2>" + shown
+
+
+def beside(runs: Sequence[Run], first_warm_epoch: int) -> Iterator[str]:
+    """Two runs at matched lengths."""
+    if len(runs) != 2:
+        return
+    points = [matched.points(run.steps) for run in runs]
+    found = matched.match(points[0], points[1], first_warm_epoch)
+    names = [escape(run.name) for run in runs]
+    yield f"<h2>Side by side, at matched lengths</h2><p>{words.MATCHED}</p>"
+    if found.ratio is None:
+        yield f"<p><b>{words.UNMATCHED}</b></p>"
+    else:
+        ratios = [b.ratio for b in found.bins]
+        spread = {"low": min(ratios), "high": max(ratios), "bins": len(ratios)}
+        told = words.RATIO.format(first=names[0], second=names[1], ratio=found.ratio)
+        around = words.SPREAD.format(**spread, alone=found.unmatched[0], other=found.unmatched[1])
+        yield f"<p><b>{told}</b> {around}.</p>"
+        head = [f"{what}, {run.name}" for what in ("steps", "tokens/s") for run in runs]
+        rows = [
+            (
+                [f"{b.low:.0f} to {b.high:.0f}"],
+                [str(b.first), str(b.second), f"{b.first_speed:.0f}", f"{b.second_speed:.0f}", f"{b.ratio:.2f}"],
+            )
+            for b in found.bins
+        ]
+        yield _table(["mean length (tokens)"], [*head, "ratio"], rows)
+    yield _pair([("matched", charts.at_matched_lengths(runs, points, found), words.SCATTER)], runs)
+
+
+def _column(run: Run, name: str) -> Points:
+    return [(float(row["epoch"]), row[name]) for row in run.epochs if row[name] is not None]
+
+
+def _pair(figures: Iterable[Figure], runs: Sequence[Run] = ()) -> str:
+    """Figures in two columns, under a legend of the runs where these are two; empty without any."""
+    shown = [_figure(name, picture, caption) for name, picture, caption in figures if picture]
+    if not shown:
+        return ""
+    keys = (f'<span><i class="c-{c}"></i>{escape(run.name)}</span>' for c, run in zip("ab", runs, strict=False))
+    legend = f'<div class="legend">{"".join(keys)}</div>' if len(runs) > 1 else ""
+    return f'{legend}<div class="pair">{"".join(shown)}</div>'
+
+
+def _figure(name: str, picture: str, caption: str, wide: bool = False) -> str:
+    """Lanes are wide: they scroll on a narrow screen, and can be zoomed."""
+    reset = '<button class="reset" hidden>see all</button>' if wide else ""
+    tools = f'<div class="tools">{reset}<button class="export" hidden>save as SVG</button></div>'
+    body = f'<div class="wide">{picture}</div>' if wide else picture
+    return f'<figure id="{name}">{body}{tools}<figcaption>{caption}</figcaption></figure>'
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str], rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
+    """Columns of text, then of numbers; a rule above each row whose first cell says something."""
+
+    def cells(tag: str, lead: Sequence[str], values: Sequence[str]) -> str:
+        told = "".join(f'<{tag} class="text">{escape(text)}</{tag}>' for text in lead)
+        return told + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
+
+    groups = any(not lead[0] for lead, _ in rows)
+    body = "".join(
+        f"<tr{' class=first' if groups and lead[0] and at else ''}>{cells('td', lead, values)}</tr>"
+        for at, (lead, values) in enumerate(rows)
+    )
+    head = f"<thead><tr>{cells('th', texts, numbers)}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _note(text: str) -> str:
+    return f'<p class="about">{text}</p>'
+
+
+def _written(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    return format(int(value) if form.endswith("d") else value, form).replace(",", "\u202f")

@@ -1,0 +1,314 @@
+"""When slots were filled, and why those stood empty that did: the bubble ratio, told apart.
+
+A moment has one reason, which holds for every slot that is empty then, on any replica. Rollout is a window of time:
+
+- Engines that stop while the actor trains (``rollout`` stage ``gen``): from the first start to the last end of the
+  requests that ran between two trainings; what :func:`~verl_rhyme.observability.metrics.bubble_ratio` says of these.
+- Engines that run on (``step``): from harvest to harvest, a harvest being the end of verl's stage ``gen``.
+
+All functions are pure: numpy arrays and seconds come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, Array]
+
+BUSY, TAIL, STARVED, SYNC, TRAINING, OTHER = range(6)
+#: By their numbers, as the page and its tables name them.
+REASONS = ("busy", "tail", "starved", "weight sync", "training", "other")
+DEFINITIONS = {
+    "busy": "A request runs in the slot.",
+    "tail": "Rollout is on, and everything of the batch has been started: others of it still run, and there is nothing "
+    "left to start before the harvest.",
+    "starved": "Rollout is on and something of the batch has yet to start, but the slot is empty: the work waits at "
+    "another replica, for room in a KV cache, for its turn, or has not been handed out.",
+    "weight sync": "Weights are on their way from the trainer to the engines.",
+    "training": "The actor trains (log-probs, advantages, updates), and the engines sleep, or may start nothing before "
+    "the new weights.",
+    "other": "Neither: start-up, the time before a rollout's first request and after its last, rewards, validation, "
+    "checkpoints.",
+}
+#: verl's stages that stand for training.
+TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_STEP, _GEN, _SYNC = "step", "gen", "update_weights"
+#: A pause of a run (it was stopped and resumed) is this share of all its time, and this many seconds, at least.
+_PAUSE_SHARE, _PAUSE_S = 0.05, 20.0
+#: Of its part of the slots, what a replica may seem to run.
+_FULL = 1.2
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of rollout: seconds, and the last start within it."""
+
+    step: int
+    began: float
+    ended: float
+    last_start: float
+    busy: float = 0.0
+    idle: tuple[float, ...] = ()
+
+    def bubble(self, slots: int) -> float:
+        """Of the window: idle over all slot seconds."""
+        span = slots * (self.ended - self.began)
+        return sum(self.idle) / span if span > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class SlotTime:
+    """A run's slots over time. Seconds count from its first event; pauses between two starts are cut out.
+
+    Attributes:
+        slots: Q of the bubble ratio; where the run does not tell, the most requests that ran at a time.
+        told: The run told ``slots``.
+        replicas: Numbers of the replicas, [R].
+        requests: Columns of those that ran, [N], by start: ``replica`` (0 to R - 1), ``started``, ``finished``,
+            ``row`` (of the event log's table).
+        edges, reason: float64[k + 1], int8[k]: why a slot was empty in each stretch, had it been.
+        windows: Of rollout.
+        shares: float64[6], of all slot seconds, by :data:`REASONS`.
+        stages: Columns ``step``, ``stage``, ``started``, ``ended``.
+        pauses: Where pauses were cut out.
+        origin: Seconds since the Unix epoch (or of a simulation) of the first event.
+    """
+
+    slots: int
+    told: bool
+    replicas: Array
+    requests: dict[str, Array]
+    edges: Array
+    reason: Array
+    windows: list[Window]
+    shares: Array
+    stages: dict[str, Array]
+    pauses: list[float]
+    origin: float
+
+    @property
+    def ended(self) -> float:
+        return float(self.edges[-1])
+
+    @property
+    def rollout_shares(self) -> Array:
+        """float64[6]: of the slot seconds of rollout windows alone. All but the first sum up to the bubble ratio."""
+        seconds = np.zeros(len(REASONS))
+        for window in self.windows:
+            seconds[BUSY] += window.busy
+            seconds[1:] += window.idle
+        return seconds / seconds.sum() if seconds.sum() > 0 else seconds
+
+    @property
+    def bubble(self) -> float:
+        """Of all rollout."""
+        return float(self.rollout_shares[1:].sum())
+
+    def lane_slots(self, replica: int) -> float:
+        """Height of a replica's lane: its equal part of the slots, or what it filled for a twentieth of the time in
+        which it ran anything, if that is more: where loads differ, replicas may have other parts."""
+        share = self.slots / len(self.replicas)
+        mine = self.requests["replica"] == replica
+        times, counts = running(self.requests["started"][mine], self.requests["finished"][mine])
+        order = np.argsort(counts[:-1])
+        spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
+        often = float(counts[:-1][order][np.searchsorted(spent, 0.95 * spent[-1])]) if spent.any() else 1.0
+        # A response leaves a moment after its slot was given away: a little more than all is not another part.
+        return often if often > _FULL * share else share
+
+    def occupied(self, replica: int, edges: Array) -> Array:
+        """float64[k]: requests that ran at a replica, mean over each stretch between ``edges`` [k + 1]."""
+        mine = self.requests["replica"] == replica
+        total = _busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
+        return np.diff(total) / np.maximum(np.diff(edges), 1e-12)
+
+
+def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool) -> SlotTime | None:
+    """Slots over time.
+
+    Args:
+        requests: Columns of ``events.REQUESTS``; validation is left out, as is what never ran.
+        stages: Columns of ``events.STAGES``.
+        slots: Q; ``None`` where unknown.
+        runs_on: Engines go on while the actor trains.
+
+    Returns:
+        ``None`` where no request ran.
+    """
+    ran = ~requests["validate"] & np.isfinite(requests["started_at"]) & np.isfinite(requests["finished_at"])
+    rows = np.flatnonzero(ran)
+    if not len(rows):
+        return None
+    rows = rows[np.argsort(requests["started_at"][rows], kind="stable")]
+    started = requests["started_at"][rows].astype(np.float64)
+    finished = np.maximum(started, requests["finished_at"][rows])
+    kept = np.isfinite(stages["started_at"]) & (stages["duration_s"] >= 0)  # a batch may be ready at once
+    stage = {name: values[kept] for name, values in stages.items()}
+    began, ended = stage["started_at"].astype(np.float64), stage["started_at"] + stage["duration_s"]
+
+    cut, pauses, origin = _pauses(np.concatenate([started, began]), np.concatenate([finished, ended]))
+    started, finished, began, ended = (cut(times) for times in (started, finished, began, ended))
+    columns = {"step": stage["step"], "stage": stage["stage"].astype(str), "started": began, "ended": ended}
+    replicas, replica = np.unique(requests["replica"][rows], return_inverse=True)
+    ran_columns = {"replica": replica, "started": started, "finished": finished, "row": rows}
+
+    times, counts = running(started, finished)
+    q = slots or int(counts.max(initial=1))
+    last = max(float(finished.max()), float(ended.max(initial=0.0)))
+    steps = _Steps.of(columns)
+    if runs_on and steps:
+        windows = _between_harvests(started, finished, steps)
+    else:
+        windows = _between_trainings(started, finished, requests["step"][rows], steps)
+    edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
+    measured = SlotTime(
+        *(q, slots is not None, replicas, ran_columns, edges, reason, windows, np.zeros(len(REASONS))),
+        *(columns, pauses, origin),
+    )
+    return _counted(measured, times, counts)
+
+
+def running(started: Array, finished: Array) -> tuple[Array, Array]:
+    """Times at which requests start or end, float64[2N], and how many run from each on, int[2N]."""
+    times = np.concatenate([started, finished])
+    order = np.argsort(times, kind="stable")
+    return times[order], np.cumsum(np.repeat([1, -1], len(started))[order])
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """By step, in their order: when its batch was harvested, and when the engines had the weights."""
+
+    numbers: Array
+    harvested: Array
+    synced: Array
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @classmethod
+    def of(cls, stages: Columns) -> _Steps:
+        gen, sync, step = (stages["stage"] == name for name in (_GEN, _SYNC, _STEP))
+        numbers, harvested, synced = [], [], []
+        for number in np.unique(stages["step"][gen]):
+            mine = stages["step"] == number
+            done = float(stages["ended"][mine & gen].max())
+            ends = stages["ended"][mine & sync] if (mine & sync).any() else stages["ended"][mine & step]
+            numbers.append(int(number))
+            harvested.append(done)
+            synced.append(max(done, float(ends.max(initial=done))))
+        return cls(np.array(numbers), np.array(harvested), np.array(synced))
+
+
+def _between_trainings(started: Array, finished: Array, step: Array, steps: _Steps) -> list[Window]:
+    """Engines stand still from harvest to sync, so a request belongs to the rollout whose half of that time it ends in:
+    clocks of nodes may differ."""
+    if len(steps):
+        borders = (steps.harvested + steps.synced) / 2
+        phase = np.searchsorted(borders, finished)
+        numbers = np.append(steps.numbers, steps.numbers[-1] + 1)  # of which only the requests may have been logged
+    else:
+        numbers, phase = np.unique(step, return_inverse=True)
+    order = np.argsort(phase, kind="stable")
+    first = np.searchsorted(phase[order], np.arange(len(numbers)))
+    windows = []
+    for k, rows in enumerate(np.split(order, first[1:])):
+        if len(rows):
+            last_start = float(started[rows].max())
+            windows.append(Window(int(numbers[k]), float(started[rows].min()), float(finished[rows].max()), last_start))
+    return windows
+
+
+def _between_harvests(started: Array, finished: Array, steps: _Steps) -> list[Window]:
+    ordered = np.sort(started)
+    begins = np.concatenate([ordered[:1], steps.harvested[:-1]])
+    windows = []
+    for number, began, ended in zip(steps.numbers, begins, steps.harvested, strict=True):
+        if ended > began:
+            at = np.searchsorted(ordered, ended, side="right")
+            last_start = float(ordered[at - 1]) if at else began
+            windows.append(Window(int(number), float(began), float(ended), max(float(began), last_start)))
+    return windows
+
+
+def _reasons(
+    stages: Columns, windows: list[Window], steps: _Steps, started: Array, runs_on: bool, last: float
+) -> tuple[Array, Array]:
+    """Stretches of one reason each; what is painted later lies over what is painted earlier."""
+    rollout = [(window.began, window.last_start, STARVED) for window in windows]
+    rollout += [(window.last_start, window.ended, TAIL) for window in windows]
+    within = np.isin(stages["stage"], TRAINING_STAGES)
+    training = []
+    for step in np.unique(stages["step"][within]):
+        mine = within & (stages["step"] == step)
+        training.append((float(stages["started"][mine].min()), float(stages["ended"][mine].max()), TRAINING))
+    sync = stages["stage"] == _SYNC
+    syncing = [(a, b, SYNC) for a, b in zip(stages["started"][sync], stages["ended"][sync], strict=True)]
+    if not runs_on:
+        strips = [*training, *syncing, *rollout]
+    else:
+        held = []
+        ordered = np.sort(started)
+        for harvested, synced in zip(steps.harvested, steps.synced, strict=True):
+            at = np.searchsorted(ordered, synced)
+            held.append((max(harvested, float(ordered[at - 1]) if at else harvested), synced, TRAINING))
+        strips = [*rollout, *held, *syncing]
+    edges = np.unique([0.0, last, *(t for begin, end, _ in strips for t in (begin, end))])
+    reason = np.full(len(edges) - 1, OTHER, dtype=np.int8)
+    for begin, end, why in strips:
+        reason[np.searchsorted(edges, begin) : np.searchsorted(edges, end)] = why
+    return edges, reason
+
+
+def _counted(measured: SlotTime, times: Array, counts: Array) -> SlotTime:
+    """With the slot seconds of each reason, of the whole and of each window."""
+    borders = [t for window in measured.windows for t in (window.began, window.ended)]
+    cuts = np.unique(np.concatenate([measured.edges, times, borders]))
+    middle = np.searchsorted(times, cuts[:-1], side="right") - 1
+    busy = np.where(middle >= 0, counts[middle], 0).clip(0, measured.slots)
+    seconds = np.diff(cuts)
+    why = measured.reason[np.searchsorted(measured.edges, cuts[:-1], side="right") - 1]
+    by_reason = np.zeros((len(REASONS), len(cuts)))
+    by_reason[BUSY, 1:] = np.cumsum(busy * seconds)
+    for code in range(1, len(REASONS)):
+        by_reason[code, 1:] = np.cumsum(np.where(why == code, (measured.slots - busy) * seconds, 0.0))
+    windows = []
+    for window in measured.windows:
+        begin, end = np.searchsorted(cuts, [window.began, window.ended])
+        spent = by_reason[:, end] - by_reason[:, begin]
+        windows.append(replace(window, busy=float(spent[BUSY]), idle=tuple(spent[1:].tolist())))
+    total = by_reason[:, -1]
+    return replace(measured, windows=windows, shares=total / total.sum() if total.sum() > 0 else total)
+
+
+def _busy_until(started: Array, finished: Array, at: Array) -> Array:
+    """Request seconds that have passed at each time, float64[k]: exact, whatever the width of bins."""
+
+    def passed(times: Array) -> Array:
+        times = np.sort(times)
+        known = np.searchsorted(times, at, side="right")
+        sums = np.concatenate([[0.0], np.cumsum(times)])
+        return known * at - sums[known]
+
+    return passed(started) - passed(finished)
+
+
+def _pauses(began: Array, ended: Array) -> tuple[Any, list[float], float]:
+    """How to cut out stretches in which nothing happened at all; where they were; the first moment."""
+    order = np.argsort(began)
+    began, reached = began[order], np.maximum.accumulate(ended[order])
+    origin, span = float(began[0]), float(reached[-1] - began[0])
+    gaps = began[1:] - reached[:-1]
+    long = np.flatnonzero(gaps > max(_PAUSE_S, _PAUSE_SHARE * span))
+    at, lost = reached[:-1][long], np.concatenate([[0.0], np.cumsum(gaps[long])])
+
+    def cut(times: Array) -> Array:
+        return times - origin - lost[np.searchsorted(at, times, side="left")]
+
+    return cut, cut(at).tolist(), origin

