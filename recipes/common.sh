@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # What the recipes for GPUs share. A recipe sets RECIPE (its YAML in config/) and its own defaults, sources this file
 # and calls `launch "$@"`. Variables of every recipe, beside those in its own header:
-#   RHYME=histospec|sorted|off   drafting on (default), the sorted pipeline with drafting, or stock verl
+#   RHYME=histospec|sorted|histopipe|off   drafting on (default), the sorted pipeline with drafting, placement by predicted
+#                                lengths with drafting, or stock verl
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted: docs/sorted.md
 #   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
@@ -41,7 +42,7 @@ one_of ENGINE megatron fsdp
 one_of MODE sync colocate_async separate_async
 _arm=$(arm_name)
 _run=$_arm-$ENGINE-$MODE
-[ "$RHYME-$MODE" != sorted-sync ] || MODE=rhyme_sorted
+[[ ! "$RHYME-$MODE" =~ ^(sorted|histopipe)-sync$ ]] || MODE=rhyme_sorted
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
   RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke-$_run}
@@ -105,11 +106,11 @@ if [ "$MODE" = separate_async ]; then
     "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
   )
   case "$SMOKE" in # there weights go through shared memory, to a second logical GPU
-    1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=shm ray_kwargs.ray_init.num_gpus=2) ;;
+    1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=relay ray_kwargs.ray_init.num_gpus=2) ;;
     *) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=nccl) ;;
   esac
   # all engines are the pool's, and a version is an update batch
-  [ "$RHYME" != sorted ] ||
+  [[ ! "$RHYME" =~ ^(sorted|histopipe)$ ]] ||
     _args+=(actor_rollout_ref.hybrid_engine=false trainer.v1.separate_async.parameter_sync_step=1)
 fi
 

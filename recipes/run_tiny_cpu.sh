@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Trains a tiny model on Knights and Knaves puzzles with verl and vLLM on a CPU, drafting from history.
-#   RHYME=histospec|sorted|off   drafting on (default), the sorted pipeline with drafting, or stock verl
+#   RHYME=histospec|sorted|histopipe|off   drafting on (default), the sorted pipeline with drafting, placement by predicted
+#                           lengths with drafting, or stock verl
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted (docs/sorted.md)
 #   COMPARE=1               both arms with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
-#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (the first two are one to RHYME=sorted)
+#   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (the first two are one to sorted, histopipe)
+#   REPLICAS=1              engines
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
-#   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync
+#   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync; with
+#                           more engines than one histopipe-qwen2-fsdp-separate_async-2_replicas
 #   more arguments are hydra overrides: bash recipes/run_tiny_cpu.sh data.train_batch_size=8
-# Started again with more EPOCHS it resumes. A RUN_DIR of another arm, model, engine, mode, seed or of other puzzles is
-# refused: checkpoints/run.json in it says whose it is.
+# Started again with more EPOCHS it resumes. A RUN_DIR of another arm, model, engine, mode, seed, of other puzzles or of
+# another number of replicas is refused: checkpoints/run.json in it says whose it is.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -24,6 +27,7 @@ EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
 PEOPLE=${PEOPLE:-2 3}
 SEED=${SEED:-1}
+REPLICAS=${REPLICAS:-1}
 BATCH=16
 
 # shellcheck source=recipes/settings.sh
@@ -47,7 +51,8 @@ one_of DRY_RUN 0 1
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
-EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) # with zeros in front bash takes them for octal
+number REPLICAS 1
+EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # with zeros in front bash takes them for octal
 [[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
 
 export TINY_WORLD="$ROOT/examples/tiny_world"
@@ -57,7 +62,9 @@ model_name=$(basename "$MODEL")
 export MODEL
 arm=$(arm_name)
 [ "$COMPARE" = 1 ] && arm=compare
-RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$MODE}")
+several=
+[ "$REPLICAS" = 1 ] || several=-${REPLICAS}_replicas
+RUN_DIR=$(realpath -m "${RUN_DIR:-$ROOT/runs/tiny_cpu/$arm-$model_name-$ENGINE-$MODE$several}")
 plain_path ROOT "the checkout's folder"
 plain_path RUN_DIR
 
@@ -79,33 +86,39 @@ run() { # run RHYME DIRECTORY [overrides]
   local group=("${RHYME_ARGS[@]}")
   case "$RHYME" in
     histospec) group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=null) ;;
-    sorted)
+    sorted | histopipe)
       group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05 trainer.v1.sampler.custom_sampler.path=null)
       ;;
   esac
   [ "$ENGINE" = fsdp ] || group+=("model_engine=$ENGINE") # again in "$@", it is the same
   local mode=("trainer.v1.trainer_mode=$MODE")
-  [ "$RHYME-$MODE" = sorted-sync ] && mode=() # +rhyme=sorted names its own
-  [ "$RHYME" = sorted ] || [ "$MODE" = sync ] ||
+  local ours=0
+  [[ "$RHYME" =~ ^(sorted|histopipe)$ ]] && ours=1
+  [ "$ours-$MODE" = 1-sync ] && mode=() # +rhyme=sorted and histopipe name their own
+  [ "$ours" = 1 ] || [ "$MODE" = sync ] ||
     mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)
-  [ "$MODE" = separate_async ] && mode+=(
-    # a replica of its own, on a second logical GPU, fed through shared memory
-    actor_rollout_ref.hybrid_engine=false actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=1
-    actor_rollout_ref.rollout.checkpoint_engine.backend=shm trainer.v1.separate_async.parameter_sync_step=1
-    ray_kwargs.ray_init.num_gpus=2
-  )
+  if [ "$MODE" = separate_async ]; then
+    mode+=( # replicas of their own, each on a further logical GPU, fed through shared memory
+      actor_rollout_ref.hybrid_engine=false actor_rollout_ref.rollout.nnodes=1
+      "actor_rollout_ref.rollout.n_gpus_per_node=$REPLICAS" actor_rollout_ref.rollout.checkpoint_engine.backend=relay
+      trainer.v1.separate_async.parameter_sync_step=1 "ray_kwargs.ray_init.num_gpus=$((REPLICAS + 1))"
+    )
+  elif [ "$REPLICAS" != 1 ]; then
+    mode+=("trainer.n_gpus_per_node=$REPLICAS")
+  fi
   local command=(
     python -m verl.trainer.main_ppo --config-path "$ROOT/recipes/config" --config-name tiny_cpu
     "${group[@]}" "${mode[@]}" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED"
     "actor_rollout_ref.rollout.seed=$SEED" "hydra.run.dir=$RUN_DIR/hydra" "$@"
   )
-  local puzzles=(--note "puzzles=$PROMPTS of $PEOPLE people")
+  # a run's metrics have one number of request slots
+  local notes=(--note "puzzles=$PROMPTS of $PEOPLE people" --note "replicas=$REPLICAS")
   if [ "$DRY_RUN" = 1 ]; then
-    verl-rhyme preflight --dry-run "${puzzles[@]}" -- "${command[@]:3}"
+    verl-rhyme preflight --dry-run "${notes[@]}" -- "${command[@]:3}"
     return
   fi
   local status=0
-  verl-rhyme claim --check "${puzzles[@]}" -- "${command[@]:3}" || status=$?
+  verl-rhyme claim --check "${notes[@]}" -- "${command[@]:3}" || status=$?
   case "$status" in
     0)
       # shellcheck disable=SC2086  # PEOPLE is a list
@@ -127,7 +140,7 @@ if [ "$COMPARE" = 1 ]; then
   run off "$TOP/off" "$@"
   run histospec "$TOP/histospec" "$@"
   [ "$DRY_RUN" = 1 ] ||
-    python -m verl_rhyme.observability.report --compare "$TOP/off" "$TOP/histospec" --out "$TOP"
+    python -m verl_rhyme.observability.report "$TOP/histospec" "$TOP/off" --out "$TOP"
 else
   run "$RHYME" "$RUN_DIR" "$@"
 fi

@@ -43,6 +43,12 @@ check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; l
   one_of RHYME "${ready[@]}"
   [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-sync},"* ]] ||
     refuse "MODE=$MODE and RHYME=$RHYME exclude each other; with $RHYME use MODE=${allowed//,/ or }"
+  if [ "$RHYME" != sorted ]; then
+    local hint="is of RHYME=sorted; with RHYME=$RHYME drop it"
+    [ "$RHYME" != histopipe ] || hint+=" (MODE says how stale a token may get: at most 1 in separate_async, 0 in the others)"
+    [ -z "${SORTED_MODE:-}" ] || refuse "SORTED_MODE=$SORTED_MODE $hint"
+    [ "${SORTED_COUPLED:-0}" = 0 ] || refuse "SORTED_COUPLED=$SORTED_COUPLED ${hint% (*}"
+  fi
   RHYME_ARGS=("+rhyme=$RHYME")
   case "$RHYME" in
     off) RHYME_ARGS=() ;;

@@ -236,15 +236,20 @@ def _silenced() -> Iterator[None]:
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(help="Run folder.")],
-    off: Annotated[str | None, typer.Option(help="Run folder of the stock arm, to compare with.")] = None,
-    out: Annotated[str | None, typer.Option(help="Where summary.json and the picture go.")] = None,
+    run: Annotated[str, typer.Argument(help="Run folder, of training or of verl-rhyme simulate --out.")],
+    other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
+    arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,
+    step: Annotated[int | None, typer.Option(help="Whose rollout the page shows request by request.")] = None,
+    perfetto: Annotated[bool, typer.Option("--perfetto", help="Write trace.json, too; Perfetto opens it.")] = False,
 ) -> None:
-    """Table, summary.json and picture of a finished run, or of two side by side."""
+    """Table, summary.json, report.html and picture of a run, or of two side by side."""
     from verl_rhyme.observability import report as reports
 
-    arguments = ["--compare", off, run] if off else [run]
-    raise typer.Exit(reports.main(arguments + (["--out", out] if out else [])))
+    given = {"--out": out, "--arm": arm, "--step": step}
+    options = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
+    folders = [run, *([other] if other is not None else [])]
+    raise typer.Exit(reports.main([*folders, *options, *(["--perfetto"] if perfetto else [])]))
 
 
 @app.command()
@@ -271,23 +276,28 @@ def simulate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a step, and one of them all.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Write Chrome trace JSON here; Perfetto opens it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a run folder here that verl-rhyme report reads.")] = None,
 ) -> None:
     """A run in virtual time, with the scheduler, placement and length predictor of training."""
     from rich.progress import Progress
 
-    from verl_rhyme.simulation import cluster_file, summary
+    from verl_rhyme.observability import trace
+    from verl_rhyme.simulation import cluster_file, event_log, summary
     from verl_rhyme.simulation.run import Simulation
-    from verl_rhyme.simulation.timeline import trace
 
     try:
         loaded = cluster_file.load(cluster, overrides or [])
-        segments: list | None = [] if timeline else None
+        segments: list | None = [] if timeline or out else None
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("updates", total=loaded.updates)
             steps = simulation.run(lambda step: progress.update(task, completed=step.version + 1))
+        log = (loaded.scenario, segments or [], steps, loaded.epoch_prompts, simulation.predicted)
         if timeline is not None:
-            timeline.write_text(json.dumps(trace(segments or [], steps)))
+            trace.write(timeline, *event_log.columns(*log))
+        if out is not None:
+            about = " ".join(["simulated:", cluster.stem, *(overrides or [])])
+            event_log.write(out, about, *log)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -298,12 +308,37 @@ def simulate(
         return
     table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
     for step in steps:
-        table.add_row(str(step.version), *summary.cells(step))
+        table.add_row(str(step.version + 1), *summary.cells(step))
     Console().print(table)
     for line in summary.lines(simulation):
         print(line)
     for source in loaded.sources:
         print(f"what steps cost: {source}")
+
+
+@app.command()
+def profile(
+    run: Annotated[Path, typer.Argument(help="Folder of a run; a short one is enough.")],
+    out: Annotated[Path | None, typer.Option(help="Where the profile goes. [default: RUN/profile.yaml]")] = None,
+) -> None:
+    """What a run's own event log tells of its machine: a profile that simulate reads, with its error."""
+    from verl_rhyme.simulation import fitted, recorded
+
+    path = run / "profile.yaml" if out is None else out
+    try:
+        found = fitted.fit(recorded.read(run))
+        source = f"measured: {run.absolute().name}, {found.run.info.get('engine', 'an unknown engine')}, {found.date}"
+        path.write_text(fitted.yaml(found, source))
+    except (OSError, ValueError) as error:
+        print(f"verl-rhyme profile: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    table = Table("", "seconds", "+-", "", box=None, pad_edge=False)
+    for row in fitted.rows(found):
+        table.add_row(*row)
+    Console().print(table, highlight=False)
+    for line in fitted.lines(found):
+        print(line)
+    print(f"{path}: name it as a replica's profile in a cluster file")
 
 
 def _told(found: Inspection) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import CONFIG_PATH, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
+from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
 
-#: What ``+rhyme=histospec`` and ``+rhyme=sorted`` set as :data:`MANAGER`.
+#: What ``+rhyme=histospec`` and ``+rhyme=sorted`` (and ``histopipe``) set as :data:`MANAGER`.
 DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
 SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -87,6 +87,11 @@ class Refusal:
         return f"{self.detail}; {self.remedy}"
 
 
+def _mixes(sorting: str | None, trainer: Any) -> bool:
+    """A response may have tokens of several policies."""
+    return sorting == "partial" or (sorting == "histopipe" and TOPOLOGIES.get(str(trainer)) == "separate")
+
+
 TABLE = (
     Combination(
         (f"{_ROLLOUT}.name",),
@@ -143,7 +148,8 @@ TABLE = (
         (_MODE, "rhyme.sorting.mode"),
         lambda trainer, sorting: trainer == "rhyme_sorted" and sorting is None,
         "this trainer mode is that of sorting",
-        f"set {CONFIG_PATH}.sorting.mode=on_policy or partial, as +rhyme=sorted does, or {_MODE} to one of verl's",
+        f"set {CONFIG_PATH}.sorting.mode=on_policy, partial or histopipe, as +rhyme=sorted and +rhyme=histopipe do, or "
+        f"{_MODE} to one of verl's",
     ),
     Combination(
         (MANAGER, "rhyme.sorting.mode"),
@@ -169,6 +175,21 @@ TABLE = (
         "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",
         f"drop draft_ahead; it is for {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=on_policy (partial trains "
         "what is generated meanwhile)",
+    ),
+    Combination(
+        (f"{_ROLLOUT}.checkpoint_engine.backend",),
+        lambda backend: backend == "shm",
+        "weights through shared memory are the relay's now",
+        f"set {_ROLLOUT}.checkpoint_engine.backend=relay",
+    ),
+    Combination(
+        (_MODE, "rhyme.sorting.mode", f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.sorting.keep_running"),
+        lambda trainer, sorting, backend, keep: (
+            keep and (trainer, backend, sorting in ("partial", "histopipe")) != ("separate_async", "relay", True)
+        ),
+        "replicas must take new weights one by one, each when it is done with what it began under older ones",
+        f"set {_MODE}=separate_async, {_ROLLOUT}.checkpoint_engine.backend=relay and {CONFIG_PATH}.sorting.mode="
+        "partial or histopipe, or drop keep_running",
     ),
     Combination(
         ("rhyme.sorting.draft_ahead", "rhyme.sorting.redraft", "rhyme.drafting.enable"),
@@ -199,14 +220,14 @@ TABLE = (
     ),
     Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
-        lambda replay, sorting: bool(replay) and sorting == "partial",
-        "the experts of a response that several policies made cannot be replayed",
+        lambda replay, sorting: bool(replay) and sorting in ("partial", "histopipe"),
+        "the experts of a response that several policies, or replicas, made cannot be replayed",
         f"set {_ROLLOUT}.enable_rollout_routing_replay=false, or {CONFIG_PATH}.sorting.mode=on_policy",
     ),
     Combination(
-        (f"{_ROLLOUT}.calculate_log_probs", "rhyme.sorting.mode"),
-        lambda logprobs, sorting: not logprobs and sorting == "partial",
-        "partial mode needs the log-probabilities that tokens were made with",
+        (f"{_ROLLOUT}.calculate_log_probs", "rhyme.sorting.mode", _MODE),
+        lambda logprobs, sorting, trainer: not logprobs and _mixes(sorting, trainer),
+        "responses that span policies need the log-probabilities that tokens were made with",
         f"set {_ROLLOUT}.calculate_log_probs=true",
     ),
     Combination(
@@ -234,6 +255,12 @@ TABLE = (
         f"set skip.rollout_tq.enable=false, or {CONFIG_PATH}.sorting.mode=null",
     ),
     Combination(
+        ("rhyme.placement.policy", "rhyme.sorting.mode"),
+        lambda policy, sorting: policy in LENGTH_PLACEMENTS and sorting is None,
+        "it goes by forecasts of lengths, which the coordinator of a sorted rollout makes",
+        f"use +rhyme=histopipe or +rhyme=sorted, or set {CONFIG_PATH}.placement.policy=sticky_group",
+    ),
+    Combination(
         (f"{_ROLLOUT}.router_config_path", "rhyme.placement.policy"),
         lambda file, policy: bool(file) and policy is not None,
         "there is one router",
@@ -248,15 +275,15 @@ TABLE = (
     Combination(
         (_MODE,),
         lambda mode: str(mode).startswith("rhyme_"),
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted sets with it",
-        "for stock verl drop +rhyme=sorted",
+        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
+        "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
         rhyme=False,
     ),
     Combination(
         (MANAGER,),
         lambda manager: manager == SORTED_MANAGER,
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted sets with it",
-        "for stock verl drop +rhyme=sorted",
+        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
+        "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
         rhyme=False,
     ),
 )

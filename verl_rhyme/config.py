@@ -36,7 +36,7 @@ DRAFTERS = ("adaptive", "paper")
 VERIFIERS = ("ours", "vllm")
 
 #: Values of ``sorting.mode`` and of ``sorting.unit``.
-SORTING_MODES = ("on_policy", "partial")
+SORTING_MODES = ("on_policy", "partial", "histopipe")
 SORTING_UNITS = ("group", "trajectory")
 
 #: Values of other keys of ``sorting``.
@@ -53,7 +53,17 @@ TOPOLOGIES = {"rhyme_sorted": "colocated", "colocate_async": "colocated", "separ
 SINGLE_ESTIMATORS = ("gae", "reinforce_plus_plus")
 
 #: Values of ``placement.policy``, and the ``placement.options`` of each.
-PLACEMENTS: Mapping[str, tuple[str, ...]] = {"least_loaded": ("seed",), "sticky_group": ("factor",)}
+PLACEMENTS: Mapping[str, tuple[str, ...]] = {
+    "least_loaded": ("seed",),
+    "sticky_group": ("factor",),
+    "longest_first": (),
+    "histopipe": ("groups", "two_tier", "migrate", "tail"),
+    "two_pools": ("tail",),
+    "makespan": ("migrate", "gain"),
+}
+
+#: Those that go by forecasts of lengths.
+LENGTH_PLACEMENTS = ("longest_first", "histopipe", "two_pools", "makespan")
 
 #: The arm of a run without rhyme.
 STOCK_ARM = "off"
@@ -226,8 +236,10 @@ class SortingConfig:
 
     Attributes:
         mode: A set of rules by its name (``scheduling/rules.py``). ``"on_policy"``: only what the current policy made
-            is trained, an interrupted response is generated anew. ``"partial"``: it goes on where it stood. ``None``:
-            verl's trainer modes as they are.
+            is trained, an interrupted response is generated anew. ``"partial"``: it goes on where it stood.
+            ``"histopipe"``: updates as they were loaded; of engines apart from the actor each begins its share of the
+            next one when its share of this one is done (``load`` is ``rolling`` then, ``max_staleness`` 1), else a step
+            is strictly synchronous. ``None``: verl's trainer modes as they are.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
         oversubscription: Samples that the engines are given at a time, as a multiple of their request slots, and of
@@ -242,9 +254,14 @@ class SortingConfig:
             first, which it waits for; lengths are trained as they come.
         start_order: Which prompts of a load are started first: ``"load"``, as they were loaded, or by the length that
             their earlier responses let expect, ``"longest"`` or ``"shortest"``.
+        probe: One sample of a prompt runs first, and the others start when it has come to its end: its length tells
+            theirs, which placement goes by.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
+        keep_running: Partial and histopipe, with engines apart from training and weights by the relay
+            (``checkpoint_engine.backend=relay``): what runs at a new version comes to its end under the old one, and
+            its replica takes the new one then; else it is cut short and goes on.
         draft_ahead: On-policy, with engines apart from training (``separate_async``): start samples while the actor
             trains. What they say before the new version can only become drafts, and counts as wasted.
         stop_wait: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge); then
@@ -262,14 +279,16 @@ class SortingConfig:
     load: str = "group"
     harvest: str = "shortest"
     start_order: str = "load"
+    probe: bool = False
     order: float | None = None
     redraft: bool = True
+    keep_running: bool = False
     draft_ahead: bool = False
     stop_wait: float = 30.0
     lost_after: float = 300.0
 
     def __post_init__(self) -> None:
-        _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {' or '.join(SORTING_MODES)}")
+        _require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {', '.join(SORTING_MODES)}")
         _require(self.unit in (*SORTING_UNITS, None), "sorting.unit", self.unit, f"null, {' or '.join(SORTING_UNITS)}")
         _require(self.group_batches >= 1, "sorting.group_batches", self.group_batches, "at least 1")
         _require(
@@ -288,11 +307,17 @@ class SortingConfig:
             "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
         _require(
-            self.mode != "on_policy" or self.max_staleness <= 1,  # 1 is the default, also there
+            self.mode in ("partial", None) or self.max_staleness <= 1,  # 1 is the default, also there
             "sorting.max_staleness",
             self.max_staleness,
-            "left out with sorting.mode=on_policy, which trains nothing stale (a bound is for sorting.mode=partial)",
+            f"left out with sorting.mode={self.mode}, which has its own (a bound is for sorting.mode=partial)",
         )
+        if self.mode == "histopipe":
+            for name in ("max_staleness", "harvest_tokens", "group_batches", "load", "harvest"):
+                default = type(self).__dataclass_fields__[name].default
+                given = getattr(self, name)
+                allowed = "left out with sorting.mode=histopipe, which has its own (sorting.mode=partial takes it)"
+                _require(given == default, f"sorting.{name}", given, allowed)
         for name, values in SORTING_CHOICES.items():
             value = getattr(self, name)
             near = _nearest(str(value), values)
@@ -309,14 +334,22 @@ class PlacementConfig:
 
     Attributes:
         policy: A name in :data:`PLACEMENTS` (``scheduling/placement``). ``None``: verl's own router.
-        options: Of the policy: ``factor`` of ``sticky_group``, ``seed`` of ``least_loaded``.
+        options: Of the policy: ``factor`` of ``sticky_group``, ``seed`` of ``least_loaded``, ``groups``, ``two_tier``,
+            ``migrate`` and ``tail`` of ``histopipe``, ``tail`` of ``two_pools``, ``migrate`` and ``gain`` of
+            ``makespan``.
+        profile: Of those that go by forecasts: what a replica's work costs, a name of ``simulation/profiles`` or a file
+            (``verl-rhyme profile`` makes one of a run). ``None``: a 32B model's over four H800s; only ratios count.
     """
 
     policy: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         policies = ", ".join(PLACEMENTS)
+        if self.profile is not None:
+            allowed = f"null, or placement.policy one of {', '.join(LENGTH_PLACEMENTS)}"
+            _require(self.policy in LENGTH_PLACEMENTS, "placement.profile", self.profile, allowed)
         if self.policy is None:
             _require(not self.options, "placement.options", self.options, f"empty without a policy ({policies})")
             return
@@ -325,7 +358,7 @@ class PlacementConfig:
         known = PLACEMENTS[self.policy]
         for name in self.options:
             if name not in known:
-                near = _nearest(name, known) or f"; {self.policy} has {', '.join(known)}"
+                near = _nearest(name, known) or f"; {self.policy} has {', '.join(known) or 'none'}"
                 raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}{near}")
         for name, value in self.options.items():
             finite = not isinstance(value, float) or math.isfinite(value)
@@ -388,6 +421,11 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     if sorting.mode:
         chosen = {name: getattr(sorting, name) for name in SORTING_CHOICES}
         parts = ["sorted", sorting.mode, *(c for name, c in chosen.items() if c != getattr(SortingConfig, name))]
+    if sorting.mode == "histopipe":
+        others = (sorting.start_order, "longest"), (rhyme.placement.policy, "histopipe")
+        parts = ["histopipe", *(str(value or "unplaced") for value, usual in others if value != usual)]
+    if sorting.keep_running:
+        parts.append("keep_running")
     if switches and rhyme.sampling.coupled:
         parts.append("coupled")
     if switches and not rhyme.drafting.enable:

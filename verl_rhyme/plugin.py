@@ -22,7 +22,7 @@ REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
     ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
     ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
-    ("verl.checkpoint_engine.base", "verl_rhyme.workers.shm_checkpoint_engine:register"),
+    ("verl.checkpoint_engine.base", "verl_rhyme.workers.weights.engine:register"),
     ("verl.workers.rollout.replica", "verl_rhyme.workers.registry:register"),
     ("verl.workers.rollout.base", "verl_rhyme.workers.registry:register_adapter"),
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),

@@ -55,7 +55,7 @@ from verl.workers.rollout import get_rollout_class
 assert verl_rhyme.plugin.FAILURES == []
 assert type(get_platform()).__name__ == "PlatformCPU"
 assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHead"
-assert CheckpointEngineRegistry.get("shm").__name__ == "ShmCheckpointEngine"
+assert CheckpointEngineRegistry.get("relay").__name__ == "RelayCheckpointEngine"
 assert get_rollout_class("vllm").__name__ == "RhymeServerAdapter"
 sync = get_trainer_cls("sync")
 assert issubclass(sync, PPOTrainerSync) and sync.__name__ == "RhymeTrainerSync", sync

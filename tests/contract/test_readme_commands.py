@@ -150,6 +150,7 @@ def test_again_further_and_elsewhere(checkout):
         ({"ENGINE": "megatron"}, "engine fsdp2 there, megatron here"),
         ({"MODE": "colocate_async"}, "mode sync there, colocate_async here"),
         ({"SEED": "2"}, "seed 1 there, 2 here"),
+        ({"REPLICAS": "2", "MODE": "separate_async"}, "replicas 1 there, 2 here"),
         ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people here"),
     ):
         for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
@@ -161,11 +162,25 @@ def test_again_further_and_elsewhere(checkout):
     assert tree(folder) == before
 
 
+@pytest.mark.xdist_group("readme")
+def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
+    folders = set()
+    for replicas in ("1", "2", "3"):
+        variables = {"MODE": "separate_async", "REPLICAS": replicas, "DRY_RUN": "1"}
+        done = start(checkout, "bash recipes/run_tiny_cpu.sh", **variables)
+        (folder,) = [line.split()[-1] for line in done.stdout.splitlines() if "default_local_dir:" in line]
+        folders.add(Path(folder).parent.name)
+    single = "histospec-qwen2-fsdp-separate_async"
+    assert folders == {single, f"{single}-2_replicas", f"{single}-3_replicas"}
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted or off"),
+        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted, histopipe or off"),
         ("RHYME=sorted SORTED_MODE=on", "SORTED_MODE=on is unknown; use on_policy or partial"),
+        ("RHYME=histopipe SORTED_MODE=partial", "SORTED_MODE=partial is of RHYME=sorted; with RHYME=histopipe drop it"),
+        ("RHYME=histopipe SORTED_COUPLED=1", "SORTED_COUPLED=1 is of RHYME=sorted; with RHYME=histopipe drop it"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
         ("ENGINE=foo", "ENGINE=foo is unknown; use fsdp or megatron"),

@@ -479,7 +479,7 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
 
 
 def check_sorted(config, mode, sorted_mode):
-    """A config of ``RHYME=sorted MODE=mode``: in the trainer mode asked for, and nothing of it is refused."""
+    """A config of ``RHYME=sorted MODE=mode``, or histopipe: in the mode asked for, and nothing of it is refused."""
     from verl_rhyme import combinations, config_tree
 
     rhyme = config_tree.from_verl(config)
@@ -491,6 +491,7 @@ def check_sorted(config, mode, sorted_mode):
         assert not config.actor_rollout_ref.hybrid_engine
         assert config.actor_rollout_ref.rollout.nnodes == 1
         assert config.actor_rollout_ref.rollout.checkpoint_engine.backend != "naive"
+    return rhyme
 
 
 @pytest.mark.parametrize(
@@ -548,12 +549,20 @@ class TestScript:
         assert result.returncode == 0, result.stderr
         check_sorted(config_of(calls[0][4:]), mode, "partial")
 
-    @pytest.mark.parametrize("rhyme", ["histopipe", "stream", "full", "histospeck"])
+    @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+    def test_placement_by_length_in_every_mode(self, recipe, mode):
+        result, calls = start(recipe, DRY_RUN="1", RHYME="histopipe", MODE=mode)
+        assert result.returncode == 0, result.stderr
+        rhyme = check_sorted(config_of(calls[0][4:]), mode, "histopipe")
+        assert (rhyme.placement.policy, rhyme.sorting.start_order) == ("histopipe", "longest")
+        assert rhyme.drafting.enable
+
+    @pytest.mark.parametrize("rhyme", ["stream", "full", "histospeck"])
     def test_a_mode_that_does_not_exist(self, recipe, rhyme):
         result, calls = start(recipe, RHYME=rhyme)
         assert result.returncode == 2
         assert f"RHYME={rhyme}" in result.stderr
-        assert "use histospec, sorted or off" in result.stderr
+        assert "use histospec, sorted, histopipe or off" in result.stderr
         assert calls == []
 
     @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree
-from verl_rhyme.config import CONFIG_PATH, SORTING_MODES, arm_name
+from verl_rhyme.config import CONFIG_PATH, arm_name
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = combinations.systems()
@@ -28,7 +28,9 @@ def config(group: str, *changes: str) -> Any:
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
         }
     )
-    for name in {"off": (), "histospec": ("histospec",), "sorted": ("histospec", "sorted")}[group]:
+    for name in {"off": (), "histospec": ("histospec",), "sorted": ("histospec", "sorted")}.get(
+        group, ("histospec", "sorted", group)
+    ):
         tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
     for change in changes:
         key, _, value = change.partition("=")
@@ -75,7 +77,10 @@ CASES = [
     (
         "histospec",
         ["trainer.v1.trainer_mode=rhyme_sorted", f"{R}.agent.agent_loop_manager_class={combinations.SORTED_MANAGER}"],
-        [f"trainer_mode=rhyme_sorted with {CONFIG_PATH}.sorting.mode=null", "sorting.mode=on_policy or partial"],
+        [
+            f"trainer_mode=rhyme_sorted with {CONFIG_PATH}.sorting.mode=null",
+            "sorting.mode=on_policy, partial or histopipe",
+        ],
     ),
     (
         "sorted",
@@ -100,6 +105,16 @@ CASES = [
         "sorted",
         [*APART, f"{CONFIG_PATH}.sorting.mode=partial", f"{CONFIG_PATH}.sorting.draft_ahead=true"],
         ["sorting.mode=partial with", "sorting.draft_ahead=true", "drop draft_ahead"],
+    ),
+    (
+        "histospec",
+        [f"{R}.checkpoint_engine.backend=shm"],
+        ["checkpoint_engine.backend=shm: ", "backend=relay"],
+    ),
+    (
+        "histopipe",
+        [*APART, f"{CONFIG_PATH}.sorting.keep_running=true", f"{R}.checkpoint_engine.backend=nccl"],
+        ["checkpoint_engine.backend=nccl with", "one by one", "backend=relay"],
     ),
     (
         "sorted",
@@ -134,6 +149,15 @@ CASES = [
     ("sorted", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "sorting.order=0"]),
     ("sorted", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "sorting.group_batches"]),
     ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "skip.rollout_tq.enable=false"]),
+    (
+        "histospec",
+        [f"{CONFIG_PATH}.placement.policy=makespan"],
+        [
+            "placement.policy=makespan with",
+            "sorting.mode=null: it goes by forecasts of lengths",
+            "use +rhyme=histopipe",
+        ],
+    ),
     (
         "histospec",
         [f"{CONFIG_PATH}.placement.policy=sticky_group", f"{R}.router_config_path=mine.yaml"],
@@ -188,6 +212,11 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("sorted", [*APART, f"{CONFIG_PATH}.sampling.coupled=true", f"{CONFIG_PATH}.sorting.draft_ahead=true"]),
         ("sorted", [*APART, f"{CONFIG_PATH}.sorting.mode=partial", f"{CONFIG_PATH}.placement.policy=sticky_group"]),
         ("sorted", ["trainer.v1.trainer_mode=colocate_async", "data.gen_batch_size=1"]),
+        ("sorted", [f"{CONFIG_PATH}.placement.policy=makespan"]),
+        ("histopipe", [f"{R}.calculate_log_probs=false"]),
+        ("histopipe", APART),
+        ("histopipe", [*APART, f"{CONFIG_PATH}.sorting.keep_running=true", f"{R}.checkpoint_engine.backend=relay"]),
+        ("histopipe", [f"{CONFIG_PATH}.placement.policy=two_pools", "trainer.v1.trainer_mode=colocate_async"]),
         ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
         ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),
     ],
@@ -221,8 +250,8 @@ def test_every_group_is_a_system_that_is_ready() -> None:
     ("name", "words"),
     [
         ("sorted", "not installed beside verl"),
-        ("stream", r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted$"),
-        ("histospeck", r"no such group; use \+rhyme=histospec or \+rhyme=sorted,"),
+        ("stream", r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe$"),
+        ("histospeck", r"no such group; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe,"),
     ],
 )
 def test_a_group_that_hydra_did_not_find(name: str, words: str) -> None:
@@ -243,7 +272,7 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
     tries = "; ".join(f"(RHYME={name} MODE={mode}; check_rhyme) 2>&1 || true; echo ." for name, mode in pairs)
     answers = "\n".join(settings(tries)).split(".\n")
     told = dict(zip(pairs, [answer.rstrip(".\n") for answer in answers], strict=True))
-    use = "use histospec, sorted or off"
+    use = "use histospec, sorted, histopipe or off"
     for (name, mode), answer in told.items():
         system = SYSTEMS.get(name)
         if system is None:
@@ -263,7 +292,8 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
 
 
 def test_the_run_scripts_call_an_arm_as_python_does() -> None:
-    runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], SORTING_MODES, "01")]
+    runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], ("on_policy", "partial"), "01")]
+    runs.append(("histopipe", "", ""))
     variables = "RHYME={} SORTED_MODE={} SORTED_COUPLED={}"
     lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
     for (name, mode, coupled), told in zip(runs, lines, strict=True):
@@ -279,6 +309,13 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
         ("histospec", [], "histospec", "histospec"),
         ("histospec", ["drafting.enable=false"], "histospec-undrafted", "histospec"),
         ("sorted", ["sampling.coupled=true"], "sorted-on_policy-coupled", "sorted-on_policy"),
+        ("histopipe", [], "histopipe", "histopipe"),
+        (
+            "histopipe",
+            ["placement.policy=makespan", "drafting.enable=false"],
+            "histopipe-makespan-undrafted",
+            "histopipe-makespan",
+        ),
         ("sorted", ["sorting.mode=partial", "drafting.enable=false"], "sorted-partial-undrafted", "sorted-partial"),
     ],
 )

@@ -112,7 +112,10 @@ def test_numbers_are_finite(number):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy or partial"),
+        ({"sorting": {"mode": "histopipe", "max_staleness": 0}}, "max_staleness must be left out with .*histopipe"),
+        ({"sorting": {"mode": "histopipe", "harvest_tokens": 9}}, "harvest_tokens must be left out with .*histopipe"),
+        ({"sorting": {"mode": "histopipe", "group_batches": 8}}, "group_batches must be left out with .*histopipe"),
+        ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy, partial, histopipe"),
         ({"sorting": {"mode": "partial", "max_staleness": 0}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),

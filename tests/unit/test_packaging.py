@@ -113,6 +113,7 @@ def test_every_patch_and_group_is_found(way: Callable[[Machine], dict], tmp_path
     assert seen["patches"] == {patch.name: str(lie / f"{patch.name}.py") for patch in patches.ALL}
     assert seen["searched"] == [str(package / "patches"), *([str(lie)] if checkout else [])]
     assert seen["groups"] == str(package / "conf")
+    assert {path.name for path in (package / "observability" / "page").glob("page.*")} == {"page.css", "page.js"}
     assert {path.stem for path in Path(seen["groups"]).glob("rhyme/*.yaml")} == {
         path.stem for path in ROOT.glob("verl_rhyme/conf/rhyme/*.yaml")
     }
