@@ -39,6 +39,8 @@ if [ "$RHYME_EXTRA" = gpu ]; then
   echo "verl-rhyme: tests/e2e left out: its engines run on a CPU, which vLLM's CUDA build cannot; without RHYME_EXTRA=gpu they run"
   exit
 fi
-# Whole runs come last, when the memory of the engines is free again; they mostly wait for processes to start.
+# Whole runs come last, when the memory of the engines is free again; they mostly wait for processes to start. Those of
+# several engines have the machine's memory for themselves.
 python -m pytest -n 2 --dist loadgroup -m "not whole_run" tests/e2e
-exec python -m pytest -n 2 --dist loadgroup -m whole_run tests/e2e
+python -m pytest -n 2 --dist loadgroup -m "whole_run and not alone" tests/e2e
+exec python -m pytest -m alone tests/e2e

@@ -11,7 +11,8 @@ import whole_run
 from test_sorted import BATCH, PROMPTS, SAMPLES, requests_of, runs_while_the_actor_trains, start
 from whole_run import SLOW
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.whole_run]
+# Of the runs whose engines have processes of their own one at a time: two want 24 GiB.
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.whole_run, pytest.mark.xdist_group("sorted-separate")]
 
 #: By the titles that Ray and vLLM give their processes.
 KINDS = {

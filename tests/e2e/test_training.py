@@ -67,15 +67,19 @@ def test_trains_drafts_and_reports(trained):
     assert set(first) == {
         *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_max"),
-        *("discarded_tokens", "reverified_tokens", "waiting_max", "length_rank_correlation"),
+        *("discarded_tokens", "reverified_tokens", "waiting_max", "migrated", "length_rank_correlation"),
+        *("similarity", "similarity_by_chance"),
     }
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] == 1
     assert second["accept_length"] > 1
     assert 0 < second["accept_rate"] <= 1
+    assert first["similarity"] is None
+    assert 0 <= second["similarity_by_chance"] < second["similarity"] <= 1
     assert second["staleness_max"] == 0
     assert 0 <= second["bubble_ratio"] < 1
     assert str(run_dir / "summary.json") in output.replace("\n", "")
+    assert "Replicas over time" in (run_dir / "report.html").read_text()
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"step {LAST_STEP}/{LAST_STEP}" in output
 

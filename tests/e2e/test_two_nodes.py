@@ -60,7 +60,8 @@ def stored(n, length=20, epoch=0, logprobs=True):
     """The same in TransferQueue, as verl's agent loops put it there."""
     made = trajectories(n, length, epoch)
     now = time.time()
-    told = dict.fromkeys(REQUESTS.names, 0) | {"node": "n", "stop_reason": "completed", "response_tokens": length}
+    words = {"node": "n", "stop_reason": "completed", "why_there": ""}
+    told = dict.fromkeys(REQUESTS.names, 0) | words | {"response_tokens": length}
     told |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
     fields = [
         {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+_FAILURE = re.compile(r"failed; its prompt is replaced|Traceback \(most recent call last\)")
 SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 
 
@@ -24,17 +26,25 @@ def start(run_dir, *overrides, epochs, **env):
     )
 
 
-def finish(process, run_dir, timeout=600):
+def finish(process, run_dir, timeout=900):
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
         output += "\n(timed out)"
-    log = run_dir / "train.log"
-    tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
-    assert process.returncode == 0, f"{output[-4000:]}\n--- train.log\n{tail}"
+    assert process.returncode == 0, f"{_story(run_dir)}\n--- output\n{output[-3000:]}"
     return output
+
+
+def _story(run_dir):
+    """Of train.log what a reader who has nothing else needs: the first that failed, what Ray ended, the end."""
+    log = run_dir / "train.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    first = next((n for n, line in enumerate(lines) if _FAILURE.search(line)), len(lines))
+    ended = [line for line in lines if "OOM" in line or "memory pressure" in line or "died unexpectedly" in line]
+    told = {"what failed first": lines[first : first + 40], "deaths": ended[:5], "train.log": lines[-20:]}
+    return "\n".join(f"--- {name}\n" + "\n".join(line[:300] for line in part) for name, part in told.items())
 
 
 def steps_of(run_dir):
@@ -43,13 +53,14 @@ def steps_of(run_dir):
     return [(line["step"], line["data"]) for file in files for line in map(json.loads, file.read_text().splitlines())]
 
 
-def wait_for_step(process, run_dir, step, timeout=500):
+def wait_for_step(process, run_dir, step, timeout=800):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         if any(found >= step for found, _ in steps_of(run_dir)):
             return
         time.sleep(0.2)
-    raise AssertionError(f"no step {step}: {process.communicate(timeout=60)[0][-3000:]}")
+    output = process.communicate(timeout=60)[0]
+    raise AssertionError(f"no step {step}: {_story(run_dir)}\n--- output\n{output[-2000:]}")
 
 
 def kill_all(process):
