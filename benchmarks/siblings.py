@@ -10,21 +10,20 @@ they are on the same replica. Arms, interleaved by seed: `least_loaded` (verl's 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
+from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, steps
 
-ROOT = Path(__file__).parents[1]
 PROMPTS, BATCH, SAMPLES = 64, 16, 8
 BLOCKS = 512  # of 128 tokens: all that may run at once. vLLM would take 1 GiB in each replica
-POLICY = "actor_rollout_ref.rollout.custom.rhyme.placement.policy"
+POLICY = f"{RHYME}.placement.policy"
 ARMS = {"least_loaded": "null", "sticky_group": "sticky_group"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -32,16 +31,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 def train(arm: str, replicas: int, seed: int, folder: Path) -> None:
     """One epoch."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"RHYME": "histospec", "RUN_DIR": str(folder), "EPOCHS": "1", "PROMPTS": str(PROMPTS), "SEED": str(seed)}
-    command = [
-        *("bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), f"{POLICY}={ARMS[arm]}"),
-        *(f"trainer.n_gpus_per_node={replicas}", f"data.train_batch_size={BATCH}"),
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
-        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override={BLOCKS}",
+    settings = {"RHYME": "histospec", "EPOCHS": "1", "PROMPTS": str(PROMPTS), "SEED": str(seed)}
+    overrides = [
+        *(f"{POLICY}={ARMS[arm]}", f"trainer.n_gpus_per_node={replicas}", f"data.train_batch_size={BATCH}"),
+        *(f"{ROLLOUT}.n={SAMPLES}", f"+{ROLLOUT}.engine_kwargs.vllm.num_gpu_blocks_override={BLOCKS}"),
     ]
-    with folder.with_suffix(".log").open("w") as log:
-        subprocess.run(command, env={**os.environ, **settings}, stdout=log, stderr=log, check=True, timeout=1200)
+    tiny_run.train(folder, settings, overrides)
 
 
 def measure(folder: Path) -> dict[str, float]:

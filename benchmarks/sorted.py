@@ -13,26 +13,21 @@ GPU. Then most of a rollout is sleep, which other work on the machine does not d
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
 from verl_rhyme.observability import metrics, steps
-
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "run_tiny_cpu.sh"
-STEADY_STEP = Path(__file__).parent / "steady_step"
 
 PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 64, 8, 8, 16, 4
 STEPS_AN_EPOCH = PROMPTS // BATCH
 #: Mean reward over an epoch's updates, in which each prompt is trained once.
 REWARDS = (0.36, 0.38)
-_NO_DRAFTS = "actor_rollout_ref.rollout.custom.rhyme.drafting.enable=false"
+_NO_DRAFTS = f"{tiny_run.RHYME}.drafting.enable=false"
 
 #: Environment and overrides of each arm.
 ARMS: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -51,22 +46,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 def train(arm: str, folder: Path, epochs: int, steady_ms: float | None) -> None:
     """Train an arm up to ``epochs``, from its latest checkpoint where there is one."""
     env, overrides = ARMS[arm]
-    if steady_ms is not None:
-        path = os.pathsep.join(filter(None, [str(STEADY_STEP), os.environ.get("PYTHONPATH")]))
-        env = {**env, "STEADY_STEP_MS": str(steady_ms), "PYTHONPATH": path}
-    command = [
-        *(
-            "bash",
-            str(RECIPE),
-            f"data.train_batch_size={BATCH}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
-        ),
+    sized = [
+        *(f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}"),
         *(f"actor_rollout_ref.rollout.max_num_seqs={SLOTS}", f"trainer.save_freq={epochs * STEPS_AN_EPOCH}"),
-        *overrides,
     ]
-    settings = {"RUN_DIR": str(folder), "EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": "1"}
-    with (folder.parent / f"{folder.name}.log").open("a") as log:
-        subprocess.run(command, env={**os.environ, **settings, **env}, stdout=log, stderr=log, check=True, timeout=1200)
+    settings = {"EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": "1", **env}
+    tiny_run.train(folder, settings, [*sized, *overrides], steady_ms)
 
 
 def measure(arm: str, folder: Path, first: int, last: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""In a process with this folder in PYTHONPATH, a decoding step of vLLM takes at least ``STEADY_STEP_MS`` milliseconds.
+"""In a process with this folder in PYTHONPATH, a decoding step of vLLM takes at least ``STEADY_STEP_MS`` milliseconds,
+and verl's update of the actor at least ``STEADY_UPDATE_S`` seconds; each where it is set.
 
 On a GPU a step takes as long for one request as for a few dozen, because it waits for the weights; on two CPU cores it
 gets faster with every request less. The sleep stands for the first, so that idle slots cost what they cost there.
@@ -11,14 +12,15 @@ import sys
 import time
 from importlib.abc import MetaPathFinder
 
-_RUNNER = "vllm.v1.worker.gpu_model_runner"
-
 
 class _Finder(MetaPathFinder):
-    """Wraps the runner's two halves of a step when vLLM is imported."""
+    """Changes a module when it is imported."""
+
+    def __init__(self, name, change):
+        self._name, self._change = name, change
 
     def find_spec(self, name, path, target=None):
-        if name != _RUNNER:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -26,13 +28,14 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            _steady(module.GPUModelRunner, float(os.environ["STEADY_STEP_MS"]) / 1000)
+            self._change(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _steady(runner, seconds):
+def _steady_step(module):
+    runner, seconds = module.GPUModelRunner, float(os.environ["STEADY_STEP_MS"]) / 1000
     execute, sample = runner.execute_model, runner.sample_tokens
 
     def execute_model(self, *args, **kwargs):
@@ -47,5 +50,22 @@ def _steady(runner, seconds):
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
 
-if "STEADY_STEP_MS" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+def _steady_update(module):
+    trainer, seconds = module.PPOTrainer, float(os.environ["STEADY_UPDATE_S"])
+    update = trainer._update_actor
+
+    def update_actor(self, *args, **kwargs):
+        start = time.perf_counter()
+        output = update(self, *args, **kwargs)
+        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        return output
+
+    trainer._update_actor = update_actor
+
+
+for _variable, _name, _change in (
+    ("STEADY_STEP_MS", "vllm.v1.worker.gpu_model_runner", _steady_step),
+    ("STEADY_UPDATE_S", "verl.trainer.ppo.v1.trainer_base", _steady_update),
+):
+    if _variable in os.environ:
+        sys.meta_path.insert(0, _Finder(_name, _change))

@@ -1,0 +1,356 @@
+"""Placement by forecasts through the real stack: stock verl, the router's policies, HistoPipe and ours, side by side.
+
+    python -m benchmarks.placement_real [--json] [--quick] [--predict] [--arm ARM] [--runs N] [--repeats N]
+        [--out DIR] [SETTING ...]
+
+Real verl, vLLM and GRPO on the tiny world, two or three replicas of four slots, updates of three or four times as many
+samples. Arms take turns; each run is one seed's, a few minutes long, and its row is kept in ``--out``: started again,
+what is there is not run again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it
+shows what there is: every run's row, and for each arm the medians over its runs. ``--predict`` adds what the simulator
+says of each, and of each arm with the lengths of one run.
+
+Steady settings: a decoding step takes at least 60 ms and an update of the actor 3 s (:mod:`benchmarks.steady_step`),
+as on GPUs of their own; bare ones leave the replicas to share this machine's cores. All arms but ``stock`` draft; that
+one, which takes four times as long, trains two epochs and not three. Policies that reckon with costs know those of the
+setting's first run with drafts. Figures are of the steps from the second epoch on: in the first there is no history to
+forecast by. Arms with ``eager`` in their name move responses early and often (``tests/e2e/eager_moves.py``), so that
+there is something to check; their seconds are no placement's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks import simulator, tiny_run
+from benchmarks.machine import commit, describe
+from benchmarks.tiny_run import RHYME, ROLLOUT
+from verl_rhyme.observability import metrics, slot_time, steps
+from verl_rhyme.simulation import fitted, recorded
+
+SAMPLES, SLOTS, LIMIT, EPOCHS, STEPS_AN_EPOCH = 4, 4, 384, 3, 3
+STEADY_MS, UPDATE_S, TEMPERATURE = 60, 3.0, 0.6
+EAGER = Path(__file__).parents[1] / "tests" / "e2e"
+ROWS = "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Setting:
+    replicas: int
+    bare: bool = False
+    repeats: int = 2
+
+    @property
+    def batch(self) -> int:
+        """Prompts of an update: shared by all replicas, which train as well."""
+        return {2: 8, 3: 9}[self.replicas]
+
+
+@dataclass(frozen=True)
+class Arm:
+    system: str = "histopipe"
+    policy: str | None = None
+    across: bool = False
+    eager: bool = False
+    epochs: int = EPOCHS
+    overrides: tuple[str, ...] = ()
+
+    def settings(self, setting: Setting) -> dict[str, str]:
+        told = {"RHYME": self.system, "REPLICAS": str(setting.replicas)}
+        told |= {"MODE": "separate_async"} if self.across else {}
+        return told | ({"VERL_USE_EXTERNAL_MODULES": "eager_moves"} if self.eager else {})
+
+    def changes(self, profile: Path | None) -> list[str]:
+        policy = [] if self.policy is None else [f"{RHYME}.placement.policy={self.policy}"]
+        if profile is not None and self.policy in ("histopipe", "makespan"):
+            policy.append(f"{RHYME}.placement.profile={profile}")
+        return [*policy, *self.overrides]
+
+
+_EAGER = (f"+{RHYME}.placement.options.tail=1.0",)
+DRAFTED = "stock, drafts"
+ARMS = {
+    DRAFTED: Arm("histospec"),
+    "stock": Arm("histospec", epochs=2, overrides=(f"{RHYME}.drafting.enable=false",)),
+    **{name: Arm(policy=name) for name in ("least_loaded", "sticky_group", "longest_first", "histopipe", "makespan")},
+    **{f"across: {name}": Arm(policy=name, across=True) for name in ("least_loaded", "histopipe", "makespan")},
+    "histopipe, eager": Arm(policy="histopipe", eager=True, overrides=_EAGER),
+    "across: histopipe, eager": Arm(policy="histopipe", across=True, eager=True, overrides=_EAGER),
+}
+SETTINGS = {
+    "2 replicas": Setting(2, repeats=3),
+    "3 replicas": Setting(3),
+    "2 replicas, bare": Setting(2, bare=True),
+    "3 replicas, bare": Setting(3, bare=True),
+}
+#: Run once, in the first setting.
+CHECKS = tuple(name for name, arm in ARMS.items() if arm.eager)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    setting: str
+    arm: str
+    seed: int
+
+    def folder(self, out: Path) -> Path:
+        parts = (self.setting, self.arm, f"seed {self.seed}")
+        return out.absolute().joinpath(*(part.replace(",", "").replace(":", "").replace(" ", "_") for part in parts))
+
+
+def cells(settings: Iterable[str], repeats: int | None = None) -> Iterator[Cell]:
+    """Runs in their order: by repeats, in each by settings, in each all arms."""
+    chosen = {name: SETTINGS[name] for name in settings}
+    for seed in range(1, 1 + max(repeats or setting.repeats for setting in chosen.values())):
+        for name, setting in chosen.items():
+            if seed <= (repeats or setting.repeats):
+                checked = name == next(iter(SETTINGS)) and seed == 1
+                yield from (Cell(name, arm, seed) for arm in ARMS if checked or arm not in CHECKS)
+
+
+def train(cell: Cell, out: Path) -> None:
+    """Make a run."""
+    setting, arm = SETTINGS[cell.setting], ARMS[cell.arm]
+    settings = {"EPOCHS": str(arm.epochs), "PROMPTS": str(STEPS_AN_EPOCH * setting.batch), "SEED": str(cell.seed)}
+    overrides = [
+        *tiny_run.sizes(setting.batch, SAMPLES, SLOTS, setting.replicas),
+        *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
+        *arm.changes(profile(cell, out)),
+    ]
+    steady = () if setting.bare else (STEADY_MS, UPDATE_S)
+    modules = [EAGER] if arm.eager else []
+    folder = cell.folder(out)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    tiny_run.train(folder, settings | arm.settings(setting), overrides, *steady, modules=modules, timeout=590)
+
+
+def profile(cell: Cell, out: Path) -> Path | None:
+    """What steps cost in the setting's first run with drafts; ``None``: there is none yet."""
+    first = Cell(cell.setting, DRAFTED, 1).folder(out)
+    path = first / "profile.yaml"
+    if not path.exists():
+        try:
+            path.write_text(fitted.yaml(fitted.fit(recorded.read(first)), f"measured: {cell.setting}"))
+        except recorded.RunError:
+            return None
+    return path
+
+
+def measure(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Figures of a run, from the second epoch on, and what :func:`faults` finds in all of it."""
+    setting, arm = SETTINGS[cell.setting], ARMS[cell.arm]
+    by_step = sorted(steps.from_metrics(folder / "metrics.jsonl").items())
+    run = recorded.read(folder)
+    slots, samples = setting.replicas * SLOTS, setting.batch * SAMPLES
+    counted = [row for step, row in by_step if step > STEPS_AN_EPOCH]
+
+    def column(name: str, of: list[dict[str, Any]] = counted) -> np.ndarray:
+        return np.array([row.get(name, np.nan) for row in of], dtype=float)
+
+    seconds = column(metrics.STEP_S)
+    tokens = column(metrics.RESPONSE_LENGTH_MEAN) * samples
+    measured = slot_time.measure(run.requests, run.stages, slots, runs_on=arm.across)
+    assert measured is not None, "a run without requests has no metrics"
+    windows = [window for window in measured.windows if window.step > STEPS_AN_EPOCH]
+    span = sum(window.ended - window.began for window in windows)
+    epochs = [[row for _, row in by_step[at : at + STEPS_AN_EPOCH]] for at in range(0, len(by_step), STEPS_AN_EPOCH)]
+    whole = [row for _, row in by_step]
+    accepted, verified = (column(name).sum() for name in (metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS))
+    figures: dict[str, Any] = {
+        "step_s": float(np.median(seconds)),
+        "rollout_s": span / len(windows),
+        "tokens_per_s": tokens.sum() / seconds.sum(),
+        "tokens_per_rollout_s": tokens.sum() / span,
+        "bubble_ratio": sum(sum(window.idle) for window in windows) / (slots * span),
+        "bubble_least": None if arm.across else least_bubble(run, slots),
+        "acceptance_length": 1 + accepted / verified if verified > 0 else 1.0,
+        "length_correlation": float(column(metrics.LENGTH_CORRELATION).mean()),
+        "moved": int(np.nansum(column(metrics.PLACEMENT_MOVED, whole))),
+        "staleness_max": int(column(metrics.STALENESS_MAX, whole).max()),
+        "pearson_least": float(column("training/rollout_actor_probs_pearson_corr", whole).min()),
+        "probability_difference_max": float(column("training/rollout_probs_diff_max", whole).max()),
+    }
+    shown = {name: _short(value) for name, value in figures.items()}
+    shown["steps_s"] = [_short(value) for value in seconds]
+    shown["response_length"] = [_short(column(metrics.RESPONSE_LENGTH_MEAN, rows).mean()) for rows in epochs]
+    shown["reward"] = [_short(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]
+    return {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **shown, **checked(run, arm, whole, samples)}
+
+
+def least_bubble(run: recorded.Run, slots: int) -> float:
+    """Bubble ratio that the same requests, as long in their slots as they were, would leave in the best of orders, or
+    less: nobody ends before the longest sample, nor before the slots have had them all."""
+    request = run.requests
+    rows = np.flatnonzero(request["trained"] & (request["step"] > STEPS_AN_EPOCH))
+    busy: dict[int, dict[tuple[str, int], float]] = {}
+    for row in rows.tolist():
+        of_step = busy.setdefault(int(request["step"][row]), {})
+        sample = str(request["uid"][row]), int(request["sample"][row])
+        of_step[sample] = of_step.get(sample, 0.0) + float(request["finished_at"][row] - request["started_at"][row])
+    spent = np.array([sum(of_step.values()) for of_step in busy.values()])
+    longest = np.array([max(of_step.values()) for of_step in busy.values()])
+    return float(1 - spent.sum() / (slots * np.maximum(longest, spent / slots).sum()))
+
+
+def simulated(cell: Cell, out: Path) -> dict[str, Any]:
+    """What the simulator says of a run in a steady setting, fitted on the setting's first run with drafts: means over
+    what chance decides, of the run's own lengths and acceptance lengths, and of that run's, which are the same for all
+    arms that draft."""
+    setting, arm = SETTINGS[cell.setting], ARMS[cell.arm]
+    if setting.bare or arm.eager:
+        return {}
+    case = simulator.Case(
+        rules={"group_batches": 1} if arm.system == "histospec" else {"mode": "histopipe", "start_order": "longest"},
+        seed=cell.seed,
+        replicas=setting.replicas,
+        batch=setting.batch,
+        colocated=not arm.across,
+        placement=arm.policy or "least_loaded",
+        slots=SLOTS,
+        forecast=arm.system == "histopipe",
+    )
+    first = recorded.read(Cell(cell.setting, DRAFTED, 1).folder(out))
+    found = {}
+    lengths = {"predicted": recorded.read(cell.folder(out))} | ({} if cell.arm == "stock" else {"same_lengths": first})
+    for name, run in lengths.items():
+        told = simulator.predicted(case, fitted.fit(first), run, own=True, first=STEPS_AN_EPOCH)
+        found |= {f"{what}_{name}": _short(told[what][0]) for what in ("step_s", "bubble_ratio")}
+    return found
+
+
+def checked(run: recorded.Run, arm: Arm, by_step: list[dict[str, Any]], samples: int) -> dict[str, Any]:
+    """``spanning``: responses that several replicas made; ``faults``: what is wrong with any response, in words."""
+    request = run.requests
+    rows = np.flatnonzero(request["trained"])
+    attempts: dict[tuple[str, int], list[int]] = {}
+    for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
+        attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
+    faults = []
+    if len(attempts) != len(by_step) * samples:
+        faults.append(f"{len(attempts)} samples were trained, not {len(by_step) * samples}")
+    for step, row in enumerate(by_step, 1):
+        made = int(request["response_tokens"][rows[request["step"][rows] == step]].sum())
+        told = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
+        if made != told:
+            faults.append(f"step {step} trained {told} tokens; the engines made {made}")
+    for (uid, number), own in attempts.items():
+        versions = request["policy_version_end"][own]
+        late = request["step"][own[-1]] - 1 - request["policy_version_start"][own].min()
+        if request["response_tokens"][own].sum() > LIMIT:
+            faults.append(f"{uid}-{number} is longer than {LIMIT} tokens")
+        if (np.diff(versions) < 0).any() or late > arm.across:
+            faults.append(f"{uid}-{number} is of versions {versions.tolist()}, {late} behind")
+        if (request["stop_reason"][own[:-1]] != "aborted").any():
+            faults.append(f"{uid}-{number} went on after its end")
+    spanning = [own for own in attempts.values() if len(set(request["replica"][own])) > 1]
+    return {"spanning": len(spanning), "faults": faults}
+
+
+def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each setting and arm: medians over its runs (of step seconds: over all their steps), and of some the least
+    and greatest run."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["setting"], row["arm"]), []).append(row)
+    for setting, arm in sorted(groups, key=lambda key: (list(SETTINGS).index(key[0]), list(ARMS).index(key[1]))):
+        runs = groups[setting, arm]
+        merged: dict[str, Any] = {"setting": setting, "arm": arm, "runs": len(runs)}
+        for name, first in runs[0].items():
+            if name in ("setting", "arm", "seed", "steps_s", "faults", *_ABOUT):
+                continue
+            values = np.array([np.nan if run[name] is None else run[name] for run in runs], dtype=float)
+            if isinstance(first, list):
+                merged[name] = [_short(value) for value in np.median(values, axis=0)]
+            elif name in ("moved", "spanning"):
+                merged[name] = int(values.sum())
+            elif name == "staleness_max":
+                merged[name] = int(values.max())
+            elif name == "probability_difference_max":
+                merged[name] = _short(values.max())
+            elif name == "pearson_least":
+                merged[name] = _short(values.min())
+            else:
+                merged[name] = _short(np.median(values))
+                if name in ("step_s", "tokens_per_s", "bubble_ratio"):
+                    merged[f"{name}_range"] = [_short(values.min()), _short(values.max())]
+        seconds = [second for run in runs for second in run["steps_s"]]
+        merged |= {"step_s": _short(np.median(seconds)), "step_s_mean": _short(np.mean(seconds))}
+        merged["faults"] = sum(len(run["faults"]) for run in runs)
+        yield merged
+
+
+_ABOUT = ("benchmark", "machine", "commit")
+
+
+def _short(value: float | int | None) -> float | int | None:
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
+def _told(row: dict[str, Any]) -> str:
+    which = f"{row['setting']:18} {row['arm']:26} " + (
+        f"seed {row['seed']}" if "seed" in row else f"{row['runs']} runs"
+    )
+    return (
+        f"{which}: step {row['step_s']} s, {row['tokens_per_s']} tokens/s, bubble {row['bubble_ratio']}, length "
+        f"{row['response_length']}, reward {row['reward']}, moved {row['moved']}, faults {row['faults'] or 'none'}"
+    )
+
+
+@app.command()
+def main(
+    settings: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="two arms, one seed (six minutes)")] = False,
+    predict: Annotated[bool, typer.Option(help="show what the simulator says, too")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
+    runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
+    repeats: Annotated[int | None, typer.Option(help="of each arm")] = None,
+    out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/placement_real"),
+) -> None:
+    """Train, measure, print."""
+    chosen = settings or list(SETTINGS)
+    if unknown := sorted(set(chosen) - set(SETTINGS)):
+        raise typer.BadParameter(f"no setting {', '.join(unknown)}; there are: {', '.join(SETTINGS)}")
+    if unknown := sorted(set(arm or ()) - set(ARMS)):
+        raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {'; '.join(ARMS)}")
+    wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
+    if quick:
+        wanted = [cell for cell in wanted if cell.seed == 1 and cell.arm in (DRAFTED, "makespan")][:2]
+    kept = out / ROWS
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(row["setting"], row["arm"], row["seed"]) for row in rows}
+    left = [cell for cell in wanted if (cell.setting, cell.arm, cell.seed) not in done]
+    about = dict(zip(_ABOUT, ("placement_real", describe(), commit()), strict=True))
+    for cell in left[:runs]:
+        train(cell, out)
+        row = {**about, **measure(cell, cell.folder(out))}
+        rows.append(row)
+        with kept.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if not as_json:
+            print(_told(row), flush=True)
+    if runs and len(left) > runs:
+        typer.echo(f"{len(left) - runs} runs are left", err=True)
+        return
+    shown = [row for row in rows if any(row["setting"] == c.setting and row["arm"] == c.arm for c in wanted)]
+    if predict:
+        shown = [row | simulated(Cell(row["setting"], row["arm"], row["seed"]), out) for row in shown]
+    for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
+        print(json.dumps(row) if as_json else _told(row), flush=True)
+
+
+if __name__ == "__main__":
+    app()

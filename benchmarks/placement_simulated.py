@@ -1,0 +1,156 @@
+"""Placement by forecasts of lengths, in the simulator: steps at DAPO's sizes, and what they are sensitive to.
+
+    python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT]
+
+The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made up) without drafts. ``within a step``:
+verl's synchronous order on the GPUs that train. ``across steps``: ``rules.mode=histopipe`` on engines of their own, the
+actor on as many further GPUs. Arms are policies, with forecasts from history and, as what no policy can know, with the
+lengths themselves. Figures are means over the updates from the second epoch on, and over seeds.
+
+The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
+step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
+arm's own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.machine import commit, describe
+from verl_rhyme.simulation import cluster_file
+from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.run import Simulation
+from verl_rhyme.simulation.scenario import Step
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "dapo32b.yaml"
+SETTINGS = {
+    "within a step": ["rules.mode=sync", "topology=colocated"],
+    "across steps": ["rules.mode=histopipe", "topology=separate"],
+}
+#: Policy and forecasts.
+ARMS = [
+    ("least_loaded", "none"),
+    *(
+        (policy, known)
+        for policy in ("longest_first", "two_pools", "histopipe", "makespan")
+        for known in ("history", "oracle")
+    ),
+]
+FEW = [arm for arm in ARMS if arm[1] != "oracle" or arm[0] == "makespan"]
+
+
+def _replicas(count: int, slots: int = 256) -> str:
+    return f"replicas=[{{count: {count}, profile: qwen2.5-32b-h800-tp4, slots: {slots}}}]"
+
+
+_QUARTER = [
+    *SETTINGS["within a step"],
+    *(_replicas(8), "workload.prompts=256", "rules.batch_prompts=128", "workload.epochs=2"),
+]
+#: What is changed, by what that shows.
+VARIED: dict[str, list[str]] = {
+    "a quarter": [],
+    "prompts alike: 0.3": ["workload.alike=0.3"],
+    "prompts alike: 0.9": ["workload.alike=0.9"],
+    "history is old (wander 0.8)": ["workload.wander=0.8"],
+    "half are never seen": ["workload.unseen=0.5"],
+    "groups of 4": ["workload.samples=4", "workload.prompts=1024", "rules.batch_prompts=512"],
+    "groups of 64": ["workload.samples=64", "workload.prompts=64", "rules.batch_prompts=32"],
+    "short tail": ["workload.percentiles={50: 2500, 90: 5000, 99: 8000}"],
+    "hardly a tail": ["workload.percentiles={50: 4000, 90: 5000, 99: 6000}"],
+    "heavy tail": ["workload.percentiles={50: 1000, 90: 6000, 99: 19000}"],
+    "drafts: 2 tokens a step": ["drafts.acceptance=[1,2]"],
+    "64 slots": [_replicas(8, 64)],
+}
+
+
+def simulate(changes: list[str], policy: str, forecasts: str, seed: int) -> dict[str, Any]:
+    """Figures of one run."""
+    order = "load" if forecasts == "none" else "longest"
+    named = [f"placement.policy={policy}", f"forecasts={forecasts}", f"rules.start_order={order}"]
+    others = ["drafts.acceptance=[1]", "workload.epochs=3", f"workload.seed={seed}"]
+    return figures(*run(cluster_file.load(CLUSTER, [*named, *others, *changes])))
+
+
+def run(
+    loaded: cluster_file.Loaded, segments: list[tuple[str, Segment]] | None = None
+) -> tuple[Simulation, list[Step]]:
+    """A run, and its updates from the second epoch on.
+
+    Raises:
+        RuntimeError: Its placement failed.
+    """
+    simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+    first = loaded.epoch_prompts // loaded.scenario.rules.batch_prompts
+    steps = simulation.run()[first:]
+    if simulation.placement.errors:
+        raise RuntimeError(f"{loaded.scenario.placement} failed: {simulation.placement.last_error}")
+    return simulation, steps
+
+
+def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
+    """What it came to."""
+    return {
+        "step_s": statistics.mean(step.seconds for step in steps),
+        "rollout_s": statistics.mean(step.rollout for step in steps),
+        "bubble_ratio": statistics.mean(step.bubble for step in steps),
+        "useful_tokens_per_s": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
+        "staleness_max": max(step.staleness for step in steps),
+        "moved": simulation.dispatch.moved,
+        "preempted": sum(engine.preempted for engine in simulation.cluster.engines.values()),
+    }
+
+
+def evaluate(seeds: int, quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
+    """Rows; of each setting the one with lengths known comes last."""
+    small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
+    settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
+    if not quick:
+        settings += [(name, [*_QUARTER, *changes], FEW) for name, changes in VARIED.items()]
+    for setting, changes, arms in settings:
+        if only not in setting:
+            continue
+        rows = []
+        for policy, forecasts in arms:
+            runs = [simulate(changes, policy, forecasts, seed) for seed in range(seeds)]
+            means = {name: round(statistics.mean(run[name] for run in runs), 4) for name in runs[0]}
+            spread = [round(run["step_s"], 1) for run in runs]
+            rows.append({"setting": setting, "arm": policy, "forecasts": forecasts, **means, "step_s_by_seed": spread})
+        for row in rows:
+            row["of_oracle"] = round(rows[-1]["rollout_s"] / row["rollout_s"], 4)
+            yield row
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
+    seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
+    only: Annotated[str, typer.Option(help="settings whose name has this in it")] = "",
+) -> None:
+    """Simulate every arm in every setting."""
+    for row in evaluate(1 if quick else seeds, quick, only):
+        if as_json:
+            told = {"benchmark": "placement_simulated", **row, "machine": describe(), "commit": commit()}
+            print(json.dumps(told), flush=True)
+        else:
+            figures = (
+                f"step {row['step_s']:7.1f} s  rollout {row['rollout_s']:7.1f} s  bubble {row['bubble_ratio']:.3f}"
+                f"  of oracle {row['of_oracle']:.3f}"
+            )
+            print(
+                f"{row['setting']:34} {row['arm']:14} {row['forecasts']:8} {figures}  moved {row['moved']:.0f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    app()
