@@ -61,9 +61,7 @@ def test_samples_are_placed_and_moved(tmp_path, mode):
             samples.setdefault((requests["uid"][row], requests["sample"][row]), []).append(row)
     assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"
     been = [rows for rows in samples.values() if len(set(requests["replica"][rows])) > 1]
-    if mode == "sync":  # a weight sync cuts nothing short: what was elsewhere was moved
-        assert 0 < len(been) <= moved
-    assert moved > 0
+    assert 0 < len(been) <= moved  # a weight sync cuts nothing short: what was elsewhere was moved
     for rows in samples.values():
         assert requests["response_tokens"][rows].sum() <= LIMIT
         versions = requests["policy_version_end"][rows]
