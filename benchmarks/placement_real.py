@@ -13,7 +13,7 @@ Steady settings: a decoding step takes at least 60 ms and an update of the actor
 as on GPUs of their own; bare ones leave the replicas to share this machine's cores. All arms but ``stock`` draft; that
 one, which takes four times as long, trains two epochs and not three. Policies that reckon with costs know those of the
 setting's first run with drafts. Figures are of the steps from the second epoch on: in the first there is no history to
-forecast by. Arms with ``eager`` in their name move responses early and often (``tests/e2e/eager_moves.py``), so that
+forecast by. Arms with ``eager`` in their name move each response once (``tests/e2e/eager_moves.py``), so that
 there is something to check; their seconds are no placement's.
 """
 

@@ -16,7 +16,7 @@ _gaining = HistoPipe.moves
 def _each_once(self: HistoPipe, progress: Mapping[str, Progress]) -> Iterator[Move]:
     yield from _gaining(self, progress)
     for group in self._last():
-        for name, (_, replica) in group.running.items():
+        for name, (_, replica) in list(group.running.items()):
             if name in progress and name not in group.moved and len(self._fleet) > 1:
                 group.moved.add(name)
                 other = next(there for there in self._fleet.names if there != replica)
