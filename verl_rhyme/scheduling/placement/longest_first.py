@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_rhyme.scheduling.placement.fleet import Fleet
-from verl_rhyme.scheduling.placement.policy import Load, PlacementPolicy, Request, about, expected_tokens
+from verl_rhyme.scheduling.placement.policy import Load, PlacementPolicy, Request, expected_tokens, roughly
 
 
 class LongestFirst(PlacementPolicy):
@@ -33,7 +33,7 @@ class LongestFirst(PlacementPolicy):
 
     def why(self, request: Request, replica: str) -> str:
         tokens, tenth = request.response_tokens, self._tenth.get(request.key)
-        expected = "unknown length" if tokens is None else f"about {about(tokens)} tokens expected"
+        expected = "unknown length" if tokens is None else f"about {roughly(tokens)} tokens expected"
         ranked = "in no plan" if tenth is None else f"its prompt in tenth {tenth} of 10, longest first"
         return f"{expected}, {ranked}: where the fewest tokens were"
 

@@ -35,7 +35,7 @@ from verl_rhyme.lengths.outlook import CELLS, certain, edges
 from verl_rhyme.scheduling.cost import Floats
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.scheduling.placement.packing import admit, judge, pack, spread
-from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request, about
+from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request, roughly
 
 #: Tokens a response can have, as long as nobody said.
 _LIMIT = 1 << 15
@@ -202,7 +202,7 @@ class Makespan(PlacementPolicy):
             }
         for run in self._runs.get(request.id, ()):
             if run.replica == replica:
-                return f"{_PLANS[run.plan]}: about {about(run.sums[1])} tokens to come, {self._compared[replica]}"
+                return f"{_PLANS[run.plan]}: about {roughly(run.sums[1])} tokens to come, {self._compared[replica]}"
         return ""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
