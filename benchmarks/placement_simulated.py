@@ -9,7 +9,8 @@ lengths themselves. Figures are means over the updates from the second epoch on,
 
 The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
 step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
-arm's own.
+arm's own. Those of ``TOGETHER`` are that quarter with two tokens a step, of which siblings on one replica make so many
+more (``drafts.siblings``); ``makespan`` runs unaware of it, and told how many steps that saves (``sibling_gain``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SETTINGS = {
     "within a step": ["rules.mode=sync", "topology=colocated"],
     "across steps": ["rules.mode=histopipe", "topology=separate"],
 }
+#: Policy, forecasts and options.
+Arm = tuple[str, str, dict[str, Any]]
 #: Policy and forecasts.
 ARMS = [
     ("least_loaded", "none"),
@@ -45,6 +48,17 @@ ARMS = [
     ),
 ]
 FEW = [arm for arm in ARMS if arm[1] != "oracle" or arm[0] == "makespan"]
+
+
+def _plain(arms: list[tuple[str, str]]) -> list[Arm]:
+    return [(policy, forecasts, {}) for policy, forecasts in arms]
+
+
+def _with_siblings(gain: float) -> list[Arm]:
+    """Arms of ``TOGETHER``."""
+    policies = ("least_loaded", "none"), ("sticky_group", "none"), ("makespan", "history")
+    aware = {"sibling_gain": gain}
+    return [*_plain(list(policies)), ("makespan", "history", aware), ("makespan", "oracle", aware)]
 
 
 def _replicas(count: int, slots: int = 256) -> str:
@@ -69,6 +83,12 @@ VARIED: dict[str, list[str]] = {
     "heavy tail": ["workload.percentiles={50: 1000, 90: 6000, 99: 19000}"],
     "drafts: 2 tokens a step": ["drafts.acceptance=[1,2]"],
     "64 slots": [_replicas(8, 64)],
+}
+#: What siblings are worth on one replica, by setting.
+TOGETHER = {
+    f"siblings +{gain:.0%}, groups of {samples}": (gain, [*VARIED["drafts: 2 tokens a step"], *changes])
+    for samples, changes in ((16, []), (4, VARIED["groups of 4"]))
+    for gain in (0.1, 0.3)
 }
 
 
@@ -112,18 +132,23 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
 def evaluate(seeds: int, quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
     """Rows; of each setting the one with lengths known comes last."""
     small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
-    settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
+    settings = [(name, [*changes, *small], _plain(ARMS)) for name, changes in SETTINGS.items()]
     if not quick:
-        settings += [(name, [*_QUARTER, *changes], FEW) for name, changes in VARIED.items()]
+        settings += [(name, [*_QUARTER, *changes], _plain(FEW)) for name, changes in VARIED.items()]
+        for name, (gain, changes) in TOGETHER.items():
+            world = [*_QUARTER, *changes, f"drafts.siblings={gain}"]
+            settings.append((name, world, _with_siblings(round(gain / (1 + gain), 3))))
     for setting, changes, arms in settings:
         if only not in setting:
             continue
         rows = []
-        for policy, forecasts in arms:
-            runs = [simulate(changes, policy, forecasts, seed) for seed in range(seeds)]
+        for policy, forecasts, options in arms:
+            told = [f"placement.options.{name}={value}" for name, value in options.items()]
+            runs = [simulate([*changes, *told], policy, forecasts, seed) for seed in range(seeds)]
             means = {name: round(statistics.mean(run[name] for run in runs), 4) for name in runs[0]}
             spread = [round(run["step_s"], 1) for run in runs]
-            rows.append({"setting": setting, "arm": policy, "forecasts": forecasts, **means, "step_s_by_seed": spread})
+            about = {"setting": setting, "arm": policy, **options, "forecasts": forecasts}
+            rows.append({**about, **means, "step_s_by_seed": spread})
         for row in rows:
             row["of_oracle"] = round(rows[-1]["rollout_s"] / row["rollout_s"], 4)
             yield row
@@ -147,7 +172,8 @@ def main(
                 f"  of oracle {row['of_oracle']:.3f}"
             )
             print(
-                f"{row['setting']:34} {row['arm']:14} {row['forecasts']:8} {figures}  moved {row['moved']:.0f}",
+                f"{row['setting']:34} {row['arm']:14} {row.get('sibling_gain', ''):5} {row['forecasts']:8} {figures}"
+                f"  moved {row['moved']:.0f}",
                 flush=True,
             )
 

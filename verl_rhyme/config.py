@@ -59,7 +59,7 @@ PLACEMENTS: Mapping[str, tuple[str, ...]] = {
     "longest_first": (),
     "histopipe": ("groups", "two_tier", "migrate", "tail"),
     "two_pools": ("tail",),
-    "makespan": ("migrate", "gain"),
+    "makespan": ("migrate", "gain", "sibling_gain"),
 }
 
 #: Those that go by forecasts of lengths.
@@ -335,8 +335,8 @@ class PlacementConfig:
     Attributes:
         policy: A name in :data:`PLACEMENTS` (``scheduling/placement``). ``None``: verl's own router.
         options: Of the policy: ``factor`` of ``sticky_group``, ``seed`` of ``least_loaded``, ``groups``, ``two_tier``,
-            ``migrate`` and ``tail`` of ``histopipe``, ``tail`` of ``two_pools``, ``migrate`` and ``gain`` of
-            ``makespan``.
+            ``migrate`` and ``tail`` of ``histopipe``, ``tail`` of ``two_pools``, ``migrate``, ``gain`` and
+            ``sibling_gain`` of ``makespan``.
         profile: Of those that go by forecasts: what a replica's work costs, a name of ``simulation/profiles`` or a file
             (``verl-rhyme profile`` makes one of a run). ``None``: a 32B model's over four H800s; only ratios count.
     """

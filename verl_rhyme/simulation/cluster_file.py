@@ -140,10 +140,12 @@ class PlacementFile:
 
 @dataclass
 class DraftsFile:
-    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5."""
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5. What siblings
+    help is in a recorded run's own acceptance, and is not added to that."""
 
     acceptance: list[float] | None = None
     overhead: float | None = None
+    siblings: float = 0.0
 
 
 @dataclass
@@ -353,7 +355,7 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
     acceptance = known.acceptance if config.acceptance is None else tuple(config.acceptance)
-    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead)
+    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead, config.siblings)
 
 
 def _check_placement(config: PlacementFile, path: Path) -> None:

@@ -178,9 +178,9 @@ class Simulation:
             sample.started = max(self._versions[replica], start.version)
             self._under_way[start.name] = sample
             length, known = prompt.response(attempt.number, self._version)
-            pace, drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), known)
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), known)
             request = Request(
-                *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, pace, drafts),
+                *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, *drafts),
             )
             self._submit(replica, start.version, request)
             touched.add(replica)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,19 +17,25 @@ class Drafts:
     Attributes:
         acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
         overhead: Verified draft tokens for each token gained.
+        siblings: So much more tokens a step, as a share, beside a sibling (:mod:`verl_rhyme.simulation.engine`).
     """
 
     acceptance: tuple[float, ...] = (1.0,)
     overhead: float = 1.5
+    siblings: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.acceptance or min(self.acceptance) < 1 or self.overhead < 1:
             raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
+        if not 0 <= self.siblings < math.inf:
+            raise ValueError(f"siblings must be a share of at least 0, not {self.siblings}")
 
-    def of(self, seen: int, known: float | None = None) -> tuple[float, float]:
-        """Tokens a step, which may be known, and draft tokens a step."""
+    def of(self, seen: int, known: float | None = None) -> tuple[float, float, float, float]:
+        """Tokens a step and draft tokens a step, and what is added to both beside a sibling; a pace that is known has
+        that in it."""
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
-        return pace, (pace - 1) * self.overhead
+        more = pace * self.siblings if known is None else 0.0
+        return pace, (pace - 1) * self.overhead, more, more * self.overhead
 
 
 @dataclass(frozen=True)

@@ -91,5 +91,7 @@ class Moving:
             return
         moves = self._dispatch.moves(emitted)
         self._moves(moves)
-        for name, replica, why in moves:
-            logger.info("%s goes on at %s: %s", name, replica, why)
+        for move in moves:
+            logger.debug("%s goes on at %s: %s", *move)
+        if moves:
+            logger.info("%d samples go on at another replica; the first, %s at %s: %s", len(moves), *moves[0])

@@ -100,6 +100,7 @@ def test_simulate_prints_a_table():
         ("placement.options={factor: 2}", "factor"),
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
         ("drafts.acceptance=[0.5]", "acceptance lengths must be at least 1"),
+        ("drafts.siblings=-0.1", "siblings must be a share of at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(override, told):

@@ -165,6 +165,20 @@ def test_drafts_shorten_what_comes_back():
     assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
 
 
+@pytest.mark.parametrize("mode", ["sync", "sorted partial", "rolling"])
+def test_siblings_help_each_other_where_they_are_together(mode):
+    prompts = list(LENGTHS.epochs(16, 4, 2, 20))
+    tokens = sum(int(prompt.lengths.sum()) for prompt in prompts)
+    spans = []
+    for placement, siblings in (("least_loaded", 0.0), ("sticky_group", 0.0), ("sticky_group", 0.5)):
+        given = {"placement": placement, "drafts": Drafts(siblings=siblings)}
+        steps = Simulation(scenario(mode, **given), prompts).run()
+        assert sum(step.tokens for step in steps) == tokens
+        spans.append(steps[-1].ended)
+    apart, together, helped = spans
+    assert helped < 0.95 * min(apart, together)
+
+
 def test_engines_of_their_own_work_while_the_actor_trains():
     prompts = list(LENGTHS.epochs(64, 4, 1, 20))
     training = TrainingCost(update=20.0)

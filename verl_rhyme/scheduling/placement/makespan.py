@@ -13,6 +13,10 @@ few of their like and all others elsewhere. The latter is better where lengths a
 are not. So lengths are drawn from the distributions, and the plan that is done first, on average, is taken.
 Siblings have one forecast and stay together as far as that goes.
 
+**In pairs.** Where siblings help each other's drafts (``sibling_gain``) a third plan is the first with two and two of
+them together: one sibling is what makes the difference here, and pairs are spread nearly as well as single ones. What
+being beside a sibling saves in steps counts when plans are judged, and when something is to move.
+
 **Bound late.** What finds no slot, or no room in the cache at its expected peak, on the replica that it is planned for,
 is not started, and planned anew with all others that wait when some have ended and it is known how far the rest is.
 
@@ -22,7 +26,7 @@ added there, as long as that saves more than a share of the time and than the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +35,7 @@ from verl_rhyme.lengths.outlook import CELLS, certain, edges
 from verl_rhyme.scheduling.cost import Floats
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.scheduling.placement.packing import admit, judge, pack, spread
-from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request
+from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request, roughly
 
 #: Tokens a response can have, as long as nobody said.
 _LIMIT = 1 << 15
@@ -51,6 +55,14 @@ _MANY = 0.25
 _WATCHED = 16384
 #: Where nobody knows a cache's room.
 _ROOMY = 1e15
+#: What plans are, as reasons.
+_PLANS = {
+    "": "in no plan, where all was done first",
+    "spread": "spread, where all is done first",
+    "pairs": "spread two and two, beside a sibling",
+    "packed": "packed with its like, the longest on few replicas",
+    "moved": "moved, where all was done first",
+}
 
 
 class _Run(NamedTuple):
@@ -60,6 +72,7 @@ class _Run(NamedTuple):
     request: Request
     rows: Floats
     sums: Floats
+    plan: str = ""  # that it came from, of _PLANS
 
 
 class _Known(NamedTuple):
@@ -78,6 +91,45 @@ class _Known(NamedTuple):
     sums: Floats
 
 
+def _prompt(request: Request) -> str:
+    """Its key; one without is nobody's sibling."""
+    return request.key or request.id
+
+
+class _Siblings:
+    """Of B requests: who goes with whom, and who is beside a sibling in a plan.
+
+    Args:
+        requests: These.
+        fleet: Where they may run.
+        running: Keys and replicas of what runs.
+
+    Attributes:
+        after: int64[B], the sibling before it of which it is the second, or at the end of an odd group the third; -1.
+    """
+
+    def __init__(self, requests: Sequence[Request], fleet: Fleet, running: Iterable[tuple[str, str]]) -> None:
+        keys: dict[str, int] = {}
+        self._keys = np.array([keys.setdefault(_prompt(request), len(keys)) for request in requests])
+        self._replicas = len(fleet)
+        there = [keys[key] * len(fleet) + fleet.index[replica] for key, replica in running if key in keys]
+        self._running = np.array(there, np.int64)
+        order = np.argsort(self._keys, kind="stable")
+        first = np.flatnonzero(np.diff(self._keys[order], prepend=-1))
+        size = np.diff(first, append=len(order))
+        rank = np.arange(len(order)) - np.repeat(first, size)
+        last = rank == np.repeat(size, size) - 1
+        follows = (rank % 2 == 1) | (last & (rank > 0))
+        self.after = np.full(len(order), -1)
+        self.after[order[follows]] = order[np.flatnonzero(follows) - 1]
+
+    def together(self, where: np.ndarray) -> np.ndarray:
+        """bool[B], at least one sibling is on the replica that it has in a plan."""
+        place = self._keys * self._replicas + where
+        _, at, count = np.unique(place, return_inverse=True, return_counts=True)
+        return (count[at] > 1) | np.isin(place, self._running)
+
+
 class Makespan(PlacementPolicy):
     """See the module. A request of unknown length counts as the mean of those that ended.
 
@@ -85,23 +137,28 @@ class Makespan(PlacementPolicy):
         fleet: Where the loads stand.
         migrate: Requests move.
         gain: Share of the time to go that a move has to save.
+        sibling_gain: Share of its steps that a response saves by drafts where a sibling is on its replica.
 
     Raises:
-        ValueError: ``gain`` is no share.
+        ValueError: ``gain`` or ``sibling_gain`` is no share.
     """
 
-    def __init__(self, fleet: Fleet, migrate: bool = True, gain: float = 0.01) -> None:
+    def __init__(self, fleet: Fleet, migrate: bool = True, gain: float = 0.01, sibling_gain: float = 0.0) -> None:
         if not 0 < gain < 1:
             raise ValueError(f"makespan: gain={gain} must be above 0 and below 1")
+        if not 0 <= sibling_gain < 1:
+            raise ValueError(f"makespan: sibling_gain={sibling_gain} must be at least 0 and below 1")
         self._fleet = fleet
-        self._migrate, self._gain = migrate, gain
+        self._migrate, self._gain, self._sibling_gain = migrate, gain, sibling_gain
         self._limit, self._bounds = 0, edges(_LIMIT)
         self._names: list[str] = []
         self._version = -1  # the fleet's
         self._state: Floats = np.zeros((0, 2, CELLS))  # sums of the rows of a replica's requests
         self._sums: Floats = np.zeros((0, 3))
         self._runs: dict[str, list[_Run]] = {}
-        self._coming: dict[str, tuple[str | None, Floats, Floats]] = {}  # planned: replica, rows and sums
+        self._coming: dict[str, tuple[str | None, Floats, Floats, str]] = {}  # planned: replica, rows, sums and plan
+        self._compared: dict[str, str] = {}  # replicas as reasons tell them, as of the last plan
+        self._together: dict[tuple[str, str], list[int]] = {}  # by key and replica: running, came since one does
         self._waiting = False
         self._ended = 0  # requests, so far
         self._planned_at = self._looked_at = 0  # of these
@@ -112,7 +169,7 @@ class Makespan(PlacementPolicy):
 
     def choose(self, request: Request) -> str | None:
         self._align()
-        replica, rows, sums = self._added(request)
+        replica, rows, sums, _ = self._added(request)
         if replica is None or replica in self._fleet:
             return replica
         seconds = self._seconds(self._state + rows, self._sums + sums, self._fleet.capacity)
@@ -122,12 +179,31 @@ class Makespan(PlacementPolicy):
 
     def started(self, request: Request, replica: str) -> None:
         self._align()
-        _, rows, sums = self._added(request)
+        planned, rows, sums, plan = self._added(request)
         self._coming.pop(request.id, None)
         at = self._fleet.index[replica]
         self._state[at] += rows
         self._sums[at] += sums
-        self._runs.setdefault(request.id, []).append(_Run(replica, request, rows, sums))
+        run = _Run(replica, request, rows, sums, plan if planned == replica else "")
+        self._runs.setdefault(request.id, []).append(run)
+        if self._sibling_gain:
+            together = self._together.setdefault((_prompt(request), replica), [0, 0])
+            together[0] += 1
+            together[1] += 1
+
+    def why(self, request: Request, replica: str) -> str:
+        self._align()
+        if not self._compared:
+            seconds = self.seconds()
+            share = np.rint(10 * seconds / max(float(seconds.max()), 1e-9)).astype(int).tolist()
+            self._compared = {
+                name: f"that replica takes {10 * tenths}% of the slowest's time"
+                for name, tenths in zip(self._fleet.names, share, strict=True)
+            }
+        for run in self._runs.get(request.id, ()):
+            if run.replica == replica:
+                return f"{_PLANS[run.plan]}: about {roughly(run.sums[1])} tokens to come, {self._compared[replica]}"
+        return ""
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
         self._align()
@@ -139,6 +215,11 @@ class Makespan(PlacementPolicy):
         run = runs.pop(found)
         if not runs:
             del self._runs[request.id]
+        if self._sibling_gain:
+            together = self._together[_prompt(request), replica]
+            together[0] -= 1
+            if not together[0]:
+                del self._together[_prompt(request), replica]
         self._state[at] -= run.rows
         self._sums[at] -= run.sums
         if self._sums[at, 0] < 0.5:  # nothing runs: rounding ends here
@@ -153,15 +234,17 @@ class Makespan(PlacementPolicy):
     def coming(self, requests: Sequence[Request]) -> None:
         self._align()
         self._coming.clear()
+        self._compared.clear()
         if not requests:
             return
         known = self._known(requests, [request.prompt_tokens for request in requests])
-        where = self._places(known).tolist()
+        places, plan = self._places(known, requests)
+        where = places.tolist()
         self._waiting = min(where) < 0
         self._planned_at, self._looked = self._ended, False
         names: list[str | None] = [*self._fleet.names, None]
         for request, at, rows, sums in zip(requests, where, known.rows, known.sums, strict=True):
-            self._coming[request.id] = names[at], rows, sums
+            self._coming[request.id] = names[at], rows, sums, plan
 
     def due(self) -> bool:
         ended = self._ended - self._planned_at
@@ -184,16 +267,29 @@ class Makespan(PlacementPolicy):
         had = np.array([run.request.prompt_tokens + progress[name].made for name, run in zip(names, runs, strict=True)])
         known = self._known([progress[name] for name in names], had)
         at = np.array([fleet.index[run.replica] for run in runs])
-        for name, run, rows, sums in zip(names, runs, known.rows, known.sums, strict=True):
-            self._runs[name][0] = run._replace(rows=rows, sums=sums)  # what is known by now counts from now on
-        np.add.at(self._state, at, known.rows - np.stack([run.rows for run in runs]))
-        np.add.at(self._sums, at, known.sums - np.stack([run.sums for run in runs]))
+        keys = [_prompt(run.request) for run in runs]
+        ways = self._ways(known)
+        way = np.array([self._came(key, run.replica) > 1 for key, run in zip(keys, runs, strict=True)], np.intp)
+        rows, sums = (each[way, np.arange(len(names))] for each in ways)
+        for name, run, row, sum_ in zip(names, runs, rows, sums, strict=True):
+            self._runs[name][0] = run._replace(rows=row, sums=sum_)  # what is known by now counts from now on
+        np.add.at(self._state, at, rows - np.stack([run.rows for run in runs]))
+        np.add.at(self._sums, at, sums - np.stack([run.sums for run in runs]))
         if self._migrate:
-            yield from self._moves(names, at, known)
+            yield from self._moves(names, keys, at, known.had, (rows, sums), ways)
 
-    def _moves(self, names: Sequence[str], at: np.ndarray, known: _Known) -> Iterator[Move]:
-        fleet, rows, sums = self._fleet, known.rows, known.sums
-        prefill = fleet.cost.prefill * known.had
+    def _moves(
+        self,
+        names: Sequence[str],
+        keys: Sequence[str],
+        at: np.ndarray,
+        had: Floats,
+        here: tuple[Floats, Floats],
+        ways: tuple[Floats, Floats],
+    ) -> Iterator[Move]:
+        """What is to move, of requests with these rows and sums where they are, and :meth:`_ways` elsewhere."""
+        fleet, rooms, (rows, sums) = self._fleet, self._fleet.capacity, here
+        prefill = fleet.cost.prefill * had
         moved = np.zeros(len(names), bool)
         for _ in range(2 * len(fleet)):
             seconds = self._seconds(self._state, self._sums, fleet.capacity)
@@ -203,20 +299,19 @@ class Makespan(PlacementPolicy):
             targets = targets[targets != slow]
             if not len(mine) or not len(targets):
                 return
-            without = self._seconds(self._state[slow] - rows[mine], self._sums[slow] - sums[mine], fleet.capacity[slow])
-            beside = self._seconds(
-                self._state[targets] + rows[mine][:, None], self._sums[targets] + sums[mine][:, None],
-                fleet.capacity[targets],
-            )  # fmt: skip
-            after = np.maximum(without[:, None], beside + prefill[mine][:, None])
+            without = self._seconds(self._state[slow] - rows[mine], self._sums[slow] - sums[mine], rooms[slow])
+            way = np.array([[self._came(keys[i], fleet.names[t]) > 0 for t in targets] for i in mine], np.intp)
+            more_rows, more_sums = (each[way, mine[:, None]] for each in ways)
+            there = self._seconds(self._state[targets] + more_rows, self._sums[targets] + more_sums, rooms[targets])
+            after = np.maximum(without[:, None], there + prefill[mine][:, None])
             best, target = np.unravel_index(int(after.argmin()), after.shape)
             i, saved = int(mine[best]), float(seconds[slow] - after[best, target])
             if saved < max(self._gain * seconds[slow], prefill[i]):
                 return
             moved[i], at[i] = True, targets[target]
-            there = fleet.names[at[i]]
-            self._coming[names[i]] = there, rows[i], sums[i]
-            yield Move(names[i], there, f"saves {saved:.1f} s of {seconds[slow]:.1f} s")
+            replica = fleet.names[at[i]]
+            self._coming[names[i]] = replica, more_rows[best, target], more_sums[best, target], "moved"
+            yield Move(names[i], replica, f"saves {saved:.1f} s of {seconds[slow]:.1f} s")
 
     def seconds(self) -> Floats:
         """float64[replicas], what each needs for what it has, as of the last look."""
@@ -225,8 +320,8 @@ class Makespan(PlacementPolicy):
 
     # ---- within ----
 
-    def _places(self, known: _Known) -> np.ndarray:
-        """int64[B], column of the replica of each request; -1: it waits."""
+    def _places(self, known: _Known, requests: Sequence[Request]) -> tuple[np.ndarray, str]:
+        """int64[B], column of the replica of each request (-1: it waits), and the plan's name."""
         fleet, step, bounds = self._fleet, self._fleet.cost.step, self._bounds
         cost = step.base, step.row, step.cached, float(fleet.cost.slots)
         rooms = np.minimum(fleet.capacity, _ROOMY)
@@ -237,12 +332,18 @@ class Makespan(PlacementPolicy):
         def state() -> tuple[Any, ...]:
             return bounds, none.copy(), self._state[:, 1].copy(), self._sums.copy(), cost, rooms
 
+        longest = (1 - none) @ np.diff(bounds)
         where = np.zeros(len(known.had), np.int64)
-        spread(*columns, *state(), where, now.copy())
+        alone = np.full(len(where), -1)
+        spread(*columns, *state(), where, now.copy(), alone)
+        plans = {"spread": where}
+        if self._sibling_gain:
+            siblings = _Siblings(requests, fleet, self._together)
+            plans["pairs"] = np.zeros(len(where), np.int64)
+            spread(*columns, *state(), plans["pairs"], now.copy(), siblings.after)
         if len(where) >= 2 * len(fleet):
             order = np.argsort(-columns[2], kind="stable")
             ranked = tuple(column[order] for column in columns)
-            longest = (1 - none) @ np.diff(bounds)
             replicas = np.argsort(-longest, kind="stable")
             packed = np.zeros(len(where), np.int64)
             low, high = 0.0, max(1e-3, 2 * float(now.max()))
@@ -255,12 +356,21 @@ class Makespan(PlacementPolicy):
                 else:
                     low = middle
             pack(*ranked, *state(), packed, replicas, high)
+            plans["packed"] = np.empty_like(where)
+            plans["packed"][order] = packed
+        best = "spread"
+        if len(plans) > 1:
             draws = np.random.default_rng(0).random((_DRAWS, len(where)))
-            about = bounds, longest, self._sums, cost, rooms
-            if judge(*ranked[:2], *about, packed, draws[:, order]) < judge(*columns[:2], *about, where, draws):
-                where[order] = packed
-        admit(*columns, *state(), where)
-        return where
+            there = bounds, longest, self._sums, cost, rooms
+            share = np.ones(len(where))
+            judged = {}
+            for name, plan in plans.items():
+                if self._sibling_gain:
+                    share = 1 - self._sibling_gain * siblings.together(plan)
+                judged[name] = judge(*columns[:2], *there, plan, draws, share)
+            best = min(plans, key=judged.__getitem__)
+        admit(*columns, *state(), plans[best])
+        return plans[best], best
 
     def _seconds(self, state: Floats, sums: Floats, room: Floats) -> Floats:
         """As ``packing.seconds``, of any leading shape."""
@@ -283,18 +393,36 @@ class Makespan(PlacementPolicy):
             others = sorted(set(range(len(about))) - set(told))
             tokens = [self._tokens(about[i]) for i in others]
             beyond[others] = certain(tokens, 0, int(self._bounds[-1])).beyond
-        width, begin = np.diff(self._bounds), np.asarray(had, np.float64)
-        caches = beyond * (begin[:, None] + (self._bounds[1:] + self._bounds[:-1]) / 2)
-        rows = np.stack([np.log1p(-np.minimum(beyond, 1 - _LEAST)), caches], axis=1)
-        sums = np.stack([np.ones(len(about)), beyond @ width, caches @ width], axis=1)
-        return _Known(beyond, begin, rows, sums)
+        begin = np.asarray(had, np.float64)
+        return _Known(beyond, begin, *self._rows(beyond, begin))
 
-    def _added(self, request: Request) -> tuple[str | None, Floats, Floats]:
+    def _rows(self, beyond: Floats, had: Floats, share: float = 1.0) -> tuple[Floats, Floats]:
+        """Rows and sums, of chances by cells of steps, a share of one for each token."""
+        width, middle = np.diff(self._bounds), (self._bounds[1:] + self._bounds[:-1]) / 2
+        caches = beyond * (had[:, None] + middle / share)
+        rows = np.stack([np.log1p(-np.minimum(beyond, 1 - _LEAST)), caches], axis=1)
+        return rows, np.stack([np.ones(len(had)), beyond @ width, caches @ width], axis=1)
+
+    def _ways(self, known: _Known) -> tuple[Floats, Floats]:
+        """Rows and sums, and where that saves steps in a second entry those beside a sibling."""
+        if not self._sibling_gain:
+            return known.rows[None], known.sums[None]
+        share, bounds = 1 - self._sibling_gain, self._bounds
+        low, high = bounds[:-1, None] / share, bounds[1:, None] / share  # in tokens, of the cells of steps
+        parts = np.maximum(0, np.minimum(high, bounds[1:]) - np.maximum(low, bounds[:-1])) / (high - low)
+        rows, sums = self._rows(known.beyond @ parts.T, known.had, share)
+        return np.stack([known.rows, rows]), np.stack([known.sums, sums])
+
+    def _came(self, key: str, replica: str) -> int:
+        """How many of a prompt came to a replica since one runs there; 0 where none does, or nothing is saved by it."""
+        return self._together[key, replica][1] if (key, replica) in self._together else 0
+
+    def _added(self, request: Request) -> tuple[str | None, Floats, Floats, str]:
         """Where it is planned for, and what it adds there; empty: nowhere in particular."""
         if (planned := self._coming.get(request.id)) is not None:
             return planned
         known = self._known([request], [request.prompt_tokens])
-        return "", known.rows[0], known.sums[0]
+        return "", known.rows[0], known.sums[0], ""
 
     def _tokens(self, about: Request | Progress) -> float:
         tokens = about.response_tokens if isinstance(about, Request) else about.left
@@ -305,6 +433,7 @@ class Makespan(PlacementPolicy):
         if self._version == self._fleet.version:
             return
         self._version = self._fleet.version
+        self._compared.clear()
         before = {name: i for i, name in enumerate(self._names)}
         state, sums = self._state, self._sums
         self._names = list(self._fleet.names)

@@ -89,14 +89,21 @@ def _least(values, found):
 
 
 @njit(cache=True, nogil=True)
-def spread(beyond, prompts, tokens, held, bounds, none, cached, sums, cost, rooms, where, now):
+def spread(beyond, prompts, tokens, held, bounds, none, cached, sums, cost, rooms, where, now, after):
     """Each request, in their order, goes where all is done first.
 
     Args:
         now: float64[R], seconds that each replica needs for what it has. It is changed.
+        after: int64[N], the request before it whose replica is its own as well; -1: none.
     """
     asked = np.arange(min(_CHOICE, len(now)))
     for i in range(len(beyond)):
+        if after[i] >= 0:
+            r = where[after[i]]
+            now[r], _ = _with(i, r, beyond, prompts, tokens, held, bounds, none, cached, sums, cost, rooms)
+            _add(i, r, beyond, prompts, tokens, held, bounds, none, cached, sums)
+            where[i] = r
+            continue
         if len(now) > _CHOICE:
             _least(now, asked)
         best, least, most = asked[0], np.inf, np.inf
@@ -123,12 +130,13 @@ def admit(beyond, prompts, tokens, held, bounds, none, cached, sums, cost, rooms
 
 
 @njit(cache=True, nogil=True)
-def judge(beyond, prompts, bounds, longest, sums, cost, rooms, where, draws):
+def judge(beyond, prompts, bounds, longest, sums, cost, rooms, where, draws, share):
     """Mean over some draws of lengths of the seconds until the last replica is done.
 
     Args:
         longest: float64[R], steps expected of what a replica has.
         draws: float64[K, N], uniform.
+        share: float64[N], steps for each of its tokens.
     """
     mean = 0.0
     cells = len(bounds) - 1
@@ -139,9 +147,10 @@ def judge(beyond, prompts, bounds, longest, sums, cost, rooms, where, draws):
             while c < cells and beyond[i, c] > draws[k, i]:
                 c += 1
             n = bounds[c] if c == 0 or c == cells else (bounds[c] + bounds[c - 1]) / 2
-            last[r] = max(last[r], n)
-            total[r] += n
-            caches[r] += n * (prompts[i] + n / 2)
+            steps = n * share[i]
+            last[r] = max(last[r], steps)
+            total[r] += steps
+            caches[r] += steps * (prompts[i] + n / 2)
             count[r] += 1
         worst = 0.0
         for r in range(len(last)):

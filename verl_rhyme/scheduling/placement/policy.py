@@ -88,6 +88,13 @@ def expected_tokens(loads: Sequence[Load]) -> Floats:
     return np.array([mean if load.tokens is None else load.tokens for load in loads])
 
 
+def roughly(tokens: float) -> str:
+    """Rounded to one digit, so that reasons can be told alike and counted: 3,000."""
+    whole = max(1, int(tokens))
+    digit = 10 ** (len(str(whole)) - 1)
+    return f"{(2 * whole + digit) // (2 * digit) * digit:,}"
+
+
 class Progress(NamedTuple):
     """How far a running request is.
 

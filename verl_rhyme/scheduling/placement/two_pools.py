@@ -4,11 +4,20 @@ section 4, skewness-aware dispatching, within a synchronous step)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from verl_rhyme.scheduling.placement.fleet import Fleet
 from verl_rhyme.scheduling.placement.policy import Load, PlacementPolicy, Request, expected_tokens
+
+
+class _Pools(NamedTuple):
+    """Of a step: replicas of the tail, which are the first ones, and the tokens from which a prompt belongs to it."""
+
+    step: int
+    width: int
+    tokens: float
 
 
 class TwoPools(PlacementPolicy):
@@ -26,7 +35,7 @@ class TwoPools(PlacementPolicy):
         if not 0 < tail < 1:
             raise ValueError(f"two_pools: tail={tail} must be above 0 and below 1")
         self._fleet, self._tail = fleet, tail
-        self._pool: dict[str, tuple[bool, int]] = {}  # by key: of the tail, and the replicas of that, the first ones
+        self._pool: dict[str, tuple[bool, _Pools]] = {}  # by key: whether of the tail
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         fleet = self._fleet
@@ -45,8 +54,8 @@ class TwoPools(PlacementPolicy):
             for pool, width in ((order[:count], workers), (order[count:], len(fleet) - workers))
         ]
         width = int(workers[int(np.argmin(np.maximum(*seconds)))])
-        long = set(order[:count].tolist())
-        self._pool.update((load.key, (i in long, width)) for i, load in enumerate(loads))
+        long, pools = set(order[:count].tolist()), _Pools(step, width, float(tokens[order[count - 1]]))
+        self._pool.update((load.key, (i in long, pools)) for i, load in enumerate(loads))
 
     def left(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -55,7 +64,17 @@ class TwoPools(PlacementPolicy):
     def choose(self, request: Request) -> str:
         fleet = self._fleet
         at = np.arange(len(fleet))
-        long, width = self._pool.get(request.key, (False, 0))
-        if 0 < width < len(fleet):
-            at = at[:width] if long else at[width:]
+        long, pools = self._pool.get(request.key, (False, None))
+        if pools is not None and pools.width < len(fleet):
+            at = at[: pools.width] if long else at[pools.width :]
         return fleet.names[fleet.least_tokens(at)]
+
+    def why(self, request: Request, replica: str) -> str:
+        long, pools = self._pool.get(request.key, (False, None))
+        if pools is None:
+            return "in no plan: where the fewest tokens were"
+        count = pools.width if long else len(self._fleet) - pools.width
+        if not 0 < count < len(self._fleet):
+            return "its pool's replicas are gone: where the fewest tokens were"
+        pool = "the tail of step {}, {:,.0f} tokens or more" if long else "the rest of step {}, at most {:,.0f} tokens"
+        return f"{pool.format(pools.step, pools.tokens)} expected: {count} of {len(self._fleet)} replicas"

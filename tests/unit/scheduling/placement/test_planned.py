@@ -150,14 +150,15 @@ def test_outliers_spread_over_the_replicas_that_have_room():
 
 
 def test_prompts_that_left_leave_nothing():
-    for policy in ("histopipe", "two_pools"):
+    kept_by = {"histopipe": "_of", "two_pools": "_pool", "longest_first": "_tenth"}
+    for policy, name in kept_by.items():
         placement = fleet(policy, 4)
         for step in range(40):  # far more than are under way at a time
             prompts = [load._replace(key=f"{step}-{load.key}") for load in loads([100.0, 5000.0] * 8)]
             placement.plan(step, prompts)
             if step >= 20:
                 placement.left([f"{step - 20}-{load.key}" for load in loads([100.0, 5000.0] * 8)])
-        kept = placement.policy._of if policy == "histopipe" else placement.policy._pool
+        kept = getattr(placement.policy, name)
         assert len(kept) == 20 * 16
         placement.left(list(kept))
         assert not kept
@@ -329,6 +330,114 @@ def test_a_move_has_to_save_more_than_it_costs():
     assert moved(prefill=1e-6, migrate=False) == 0
 
 
+FEWEST = "of 10, longest first: where the fewest tokens were"
+REASONS = {
+    "longest_first": {
+        "p0-0": f"about 20,000 tokens expected, its prompt in tenth 1 {FEWEST}",
+        "p9-1": f"about 400 tokens expected, its prompt in tenth 10 {FEWEST}",
+    },
+    "two_pools": {
+        "p0-0": "the tail of step 0, 18,000 tokens or more expected: {long} of 4 replicas",
+        "p9-1": "the rest of step 0, at most 18,000 tokens expected: {short} of 4 replicas",
+    },
+    "histopipe": {"p0-0": "length group 4 of 4 in step 0, on {long} replicas"},
+}
+
+
+@pytest.mark.parametrize("policy", REASONS)
+def test_why_a_sample_is_where_it_is(policy):
+    placement = fleet(policy)
+    where = place(placement, [19_600.0, 18_000.0] + [420.0] * 8)
+    prompts = {"long": range(2), "short": range(2, 10)}
+    counts = {pool: len({where[f"p{n}-{s}"] for n in among for s in range(2)}) for pool, among in prompts.items()}
+    for name, reason in REASONS[policy].items():
+        assert placement.why(name) == reason.format(**counts)
+    placement.acquire(Request("late-0", "late"))
+    assert "in no plan" in placement.why("late-0")
+    assert placement.why("nobody-0") == ""
+
+
+def test_makespan_says_which_plan_a_sample_is_of_and_how_its_replica_compares():
+    packed = fleet("makespan", 4, ReplicaCost(COST.step, slots=512, room=10**7))
+    packed.place(known([20_000] * 8 + [8_000] * 300))
+    assert packed.why("p0-0").startswith("packed with its like, the longest on few replicas: about 20,000 tokens")
+    shares = {packed.why(f"p{n}-0").rpartition("replica takes ")[2] for n in range(308)}
+    assert "100% of the slowest's time" in shares
+    assert len({packed.why(f"p{n}-0") for n in range(308)}) < 8, "reasons can be counted"
+
+    spread = fleet("makespan", 2)
+    spread.place(known([3_300, 950]))
+    assert spread.why("p0-0").startswith("spread, where all is done first: about 3,000 tokens to come")
+    spread.acquire(Request("late-0", "late", response_tokens=12))
+    assert spread.why("late-0").startswith("in no plan, where all was done first: about 10 tokens to come")
+    spread.add("r2")
+    assert spread.why("p1-0").endswith("% of the slowest's time"), "with replicas that came since"
+
+
+def test_reasons_cost_next_to_nothing():
+    placement = fleet("makespan", 64, ReplicaCost(COST.step, slots=512, room=10**9))
+    placement.place(known([1000, 2000] * 10_000))
+    began = time.process_time()
+    told = {placement.why(f"p{n}-0") for n in range(20_000)}
+    assert (time.process_time() - began) / 20_000 < 30e-6, "3 us where nothing else runs"
+    assert len(told) < 20
+
+
+def groups_of(samples, lengths):
+    """Requests of prompts whose samples have these lengths, the longest prompt first."""
+    rows = certain(lengths, 0, LIMIT).beyond
+    return [
+        Request(f"p{n}-{s}", f"p{n}", s, 0, samples, 0, int(tokens), ahead=Ahead(LIMIT, row))
+        for n, (tokens, row) in enumerate(zip(lengths, rows, strict=True))
+        for s in range(samples)
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(2, 9), st.floats(0.05, 0.9))
+def test_siblings_are_kept_in_pairs_where_that_gains(samples, prompts, replicas, gain):
+    """Of even prompts nobody is alone, and pairs are spread as far as that goes."""
+    placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=256, room=10**7), sibling_gain=gain)
+    requests = groups_of(samples, [4_000] * prompts)
+    found = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
+    assert placement.errors == 0, placement.last_error
+    where = [[found[f"p{n}-{s}"] for s in range(samples)] for n in range(prompts)]
+    beside = sum(each.count(replica) > 1 for each in where for replica in each)
+    unaware = fleet("makespan", replicas, ReplicaCost(COST.step, slots=256, room=10**7))
+    there = dict(zip((r.id for r in requests), unaware.place(requests), strict=True))
+    others = [[there[f"p{n}-{s}"] for s in range(samples)] for n in range(prompts)]
+    assert beside >= sum(each.count(replica) > 1 for each in others for replica in each)
+    if prompts * samples >= 4 * replicas:
+        assert beside == prompts * samples, "each gains, and a pair more or less hardly unbalances"
+    for name, replica in found.items():
+        placement.release(name, replica, 7)
+    assert not placement.policy._together
+    assert np.allclose(placement.policy.seconds(), 0, atol=1e-6)
+
+
+def test_one_whose_prompt_nobody_knows_is_nobodys_sibling():
+    placement = fleet("makespan", 4, sibling_gain=0.5)
+    found = placement.place([request._replace(key="") for request in known([4_000] * 4)])
+    assert sorted(found) == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_move_away_from_a_sibling_has_to_save_more():
+    def moved(keys, gain):
+        cost = ReplicaCost(COST.step, 1e-6, slots=64, room=10**7)
+        placement = fleet("makespan", 2, cost, gain=1e-3, sibling_gain=gain)
+        requests = [r._replace(key=keys(n)) for n, r in enumerate(known([4_000] * 24))]
+        for n, request in enumerate(requests):
+            placement.acquire(request._replace(planned="r0" if n < 14 else "r1"))
+        ahead = Ahead(LIMIT, certain([4_000], 2_000, LIMIT).beyond[0])
+        moves = placement.moves({r.id: Progress(2_000, 2_000, 2_000, ahead) for r in requests})
+        assert placement.errors == 0, placement.last_error
+        return len(moves)
+
+    assert moved(str, 0.4) == moved(str, 0.0) == moved(lambda n: str(n // 2), 0.0) > 0, "nobody has a sibling"
+    assert moved(lambda n: str(n // 2), 0.4) == 0, "both of a pair are at one replica"
+    assert moved(lambda n: str(n % 7), 0.4) > 0, "where a sibling is, too"
+
+
 def test_a_hundred_thousand_that_come_together_are_planned_in_a_second():
     placement = fleet("makespan", 1024, ReplicaCost(COST.step, slots=256, room=690_000))
     placement.policy.coming(known([100, 200]))  # compiled before
@@ -344,6 +453,8 @@ def test_a_hundred_thousand_that_come_together_are_planned_in_a_second():
     ("policy", "options"),
     [
         ("makespan", {"gain": 0.0}),
+        ("makespan", {"sibling_gain": 1.0}),
+        ("makespan", {"sibling_gain": -0.1}),
         ("histopipe", {"groups": 0}),
         ("histopipe", {"tail": 0.0}),
         ("two_pools", {"tail": 1.0}),

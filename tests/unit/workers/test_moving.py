@@ -1,0 +1,54 @@
+"""Looks for samples that are better off elsewhere: what they order, and what they say."""
+
+import asyncio
+import logging
+
+from verl_rhyme.scheduling.placement import Move
+from verl_rhyme.workers.moving import Moving
+
+
+class _Remote:
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def remote(self, names):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return dict.fromkeys(names, self._answer)
+
+
+class _Server:
+    def __init__(self, answer):
+        self.progress = _Remote(answer)
+
+
+class _Dispatch:
+    placement = None
+
+    def __init__(self, moves):
+        self._moves, self.told = moves, {}
+
+    def moves(self, emitted):
+        self.told = emitted
+        return self._moves
+
+
+def _look(moves):
+    dispatch, ordered = _Dispatch(moves), []
+    moving = Moving(dispatch, None, ordered.append, lambda: True)
+    moving._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
+    asyncio.run(moving._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
+    assert dispatch.told == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
+    assert ordered == [moves]
+
+
+def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
+    caplog.set_level(logging.DEBUG, "verl_rhyme.workers.moving")
+    _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
+    info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert info == ["2 samples go on at another replica; the first, 0_0_1 at c: saves 3 s of 9 s"]
+    debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert debug == ["0_0_1 goes on at c: saves 3 s of 9 s", "0_1_1 goes on at d: saves 2 s of 6 s"]
+    caplog.clear()
+    _look([])
+    assert not caplog.records
