@@ -119,13 +119,14 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
 
 
 def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator[dict[str, Any]]:
-    """Rows; of each setting the one with lengths known comes last, if it is wanted."""
+    """Rows; of each setting ours with lengths known comes last, if it is wanted."""
     small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
     settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
     if not quick:
         settings += [(name, [*_QUARTER, *changes], FEW) for name, changes in VARIED.items()]
+    names = {setting for setting, _, _ in settings}
     for setting, changes, arms in settings:
-        if only not in setting:
+        if only not in setting or (only in names and only != setting):
             continue
         rows = []
         for policy, forecasts in arms:
@@ -135,7 +136,8 @@ def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator
             means = {name: round(statistics.mean(run[name] for run in runs), 4) for name in runs[0]}
             spread = [round(run["step_s"], 1) for run in runs]
             rows.append({"setting": setting, "arm": policy, "forecasts": forecasts, **means, "step_s_by_seed": spread})
-        known = rows[-1]["rollout_s"] if rows and rows[-1]["forecasts"] == "oracle" else None
+        ours = bool(rows) and (rows[-1]["arm"], rows[-1]["forecasts"]) == ARMS[-1]
+        known = rows[-1]["rollout_s"] if ours else None
         for row in rows:
             yield row if known is None else {**row, "of_oracle": round(known / row["rollout_s"], 4)}
 
@@ -145,7 +147,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
-    only: Annotated[str, typer.Option(help="settings whose name has this in it")] = "",
+    only: Annotated[str, typer.Option(help="a setting, or those whose name has this in it")] = "",
     arm: Annotated[str, typer.Option(help="arms whose policy and forecasts have this in them: makespan probe")] = "",
 ) -> None:
     """Simulate every arm in every setting."""
