@@ -58,6 +58,7 @@ class Dispatch:
         self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
         self.moved = 0
         self._waiting: int | None = None  # pending samples, after some were let wait
+        self._probed: set[str] = set()  # prompts whose probe told since the last fill
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
         """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
@@ -78,6 +79,7 @@ class Dispatch:
         started, and bound to no replica, until something ended and a place was found."""
         rollout = self.rollout
         rollout.stock_up()
+        self._look_at_probes()
         pending = rollout.scheduler.ledger.tally.samples["pending"]
         if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
             return []
@@ -135,9 +137,11 @@ class Dispatch:
 
     def ended(self, name: str, tokens: int | None = None) -> None:
         """An attempt came to its end with so many tokens; ``None``: it was cut short, or is waited for no more."""
+        attempt = Attempt.named(name)
+        if self.rollout.rules.probe and tokens is not None:
+            self._probed.add(attempt.uid)
         if self.placement is None:
             return
-        attempt = Attempt.named(name)
         at = self._at.get(_id(*attempt.sample))
         if at is not None and at.name == name:  # no later attempt at it runs
             del self._at[_id(*attempt.sample)]
@@ -198,6 +202,12 @@ class Dispatch:
         return moves
 
     # ---- within ----
+
+    def _look_at_probes(self) -> None:
+        """Siblings start in the order of what is expected of them by now."""
+        probed, self._probed = [uid for uid in self._probed if self.rollout.needs_prompt(uid)], set()
+        if probed and (lengths := self._lengths([(uid, 0) for uid in probed], [0] * len(probed))) is not None:
+            self.rollout.expect(dict(zip(probed, lengths.tokens.tolist(), strict=True)))
 
     def _plan(self, uids: Iterable[str]) -> None:
         assert self.placement is not None

@@ -229,8 +229,7 @@ class Simulation:
         """An attempt left its replica, where it came to its end with so many tokens; ``None``: it was cut short."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), sample.replica, tokens)
-        else:
-            self.dispatch.ended(name, tokens)
+        self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
         """What is better off elsewhere goes on there."""

@@ -78,6 +78,23 @@ def test_without_forecasts_or_replicas_samples_start_all_the_same():
     assert dispatch.fill() == []
 
 
+def test_siblings_start_in_the_order_of_what_their_probes_told():
+    told = {"0": 500, "1": 3000}
+
+    def lengths(samples, had):
+        return certain([told[uid] for uid, _ in samples], had, 10_000)
+
+    rollout = Rollout(Rules(**{**RULES, "batch_samples": 6}, probe=True, group_batches=1))
+    dispatch = Dispatch(rollout, lengths)
+    rollout.hand([("0", 3), ("1", 3)])
+    rollout.publish(0, 1)
+    probes = dispatch.fill()
+    for start in probes:
+        rollout.ended(Ended(start.name, "generated", 9, 0))
+        dispatch.ended(start.name, 9)
+    assert [start.name for start in dispatch.fill(limit=3)] == ["1_1", "1_2", "0_1"]
+
+
 def test_what_ended_takes_no_room():
     rollout, dispatch = made()
     starts = dispatch.fill()
