@@ -42,6 +42,32 @@ def test_each_start_has_its_forecast_and_its_place():
     assert dispatch.why(starts["3", 1].name) == "length group 2 of 2 in step 1, on 1 replicas"
 
 
+def test_a_prompts_own_tokens_are_reckoned_with():
+    rollout = Rollout(named("histopipe", **RULES, through_training=True))
+    placement = Placement("histopipe", {"groups": 2})
+    planned: list[tuple[str, int]] = []
+    placement.policy.plan = lambda step, loads: planned.extend((load.key, load.prompt_tokens) for load in loads)
+    dispatch = Dispatch(rollout, expected, placement, lambda uids: [100 * int(uid) for uid in uids])
+    dispatch.serve({"a": 100_000})
+    rollout.hand([("1", 2), ("2", 2)])
+    rollout.publish(0, 10)
+    starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
+    assert planned == [("1", 100), ("2", 200)]
+    whole = 2 * (2000 + 3000 + 100 + 200)
+    assert placement.fleet.totals[1] == whole
+    cut = starts["2", 0].name
+    rollout.ended(Ended(cut, "interrupted", 600, 0))
+    dispatch.ended(cut)
+    assert placement.fleet.totals[1] == whole - 3200
+    [again] = dispatch.fill()
+    assert (again.tokens, placement.fleet.totals[1]) == (3000, whole)
+    dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
+    dispatch.serve({"a": 100_000})
+    dispatch.take_up({again.name: "a"})
+    [(request, _)] = dispatch.placement._running["2-0"]
+    assert request.prompt_tokens == 607
+
+
 def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     rollout, before = made()
     starts = {Attempt.named(start.name).sample: start for start in before.fill()}
