@@ -1,11 +1,13 @@
 """Placement by forecasts of lengths, in the simulator: steps at DAPO's sizes, and what they are sensitive to.
 
-    python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT]
+    python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT] [--arm TEXT]
 
 The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made up) without drafts. ``within a step``:
 verl's synchronous order on the GPUs that train. ``across steps``: ``rules.mode=histopipe`` on engines of their own, the
-actor on as many further GPUs. Arms are policies, with forecasts from history and, as what no policy can know, with the
-lengths themselves. Figures are means over the updates from the second epoch on, and over seeds.
+actor on as many further GPUs; all take new weights at once, or (``keep running``, as published) each when its share of
+a step is done. Arms are policies, with forecasts from history, from a sample of each prompt that runs before its
+siblings (``probe``; both are modes of NeMo-RL's) and, as what no policy can know, with the lengths themselves. Figures
+are means over the updates from the second epoch on, and over seeds.
 
 The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
 step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
@@ -16,6 +18,7 @@ more (``drafts.siblings``); ``makespan`` runs unaware of it, and told how many s
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +38,15 @@ CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "dapo32b.yaml"
 SETTINGS = {
     "within a step": ["rules.mode=sync", "topology=colocated"],
     "across steps": ["rules.mode=histopipe", "topology=separate"],
+    "across steps, keep running": ["rules.mode=histopipe", "topology=separate", "rules.keep_running=true"],
 }
 #: Policy, forecasts and options.
 Arm = tuple[str, str, dict[str, Any]]
 #: Policy and forecasts.
 ARMS = [
     ("least_loaded", "none"),
+    ("longest_first", "probe"),
+    ("makespan", "probe"),
     *(
         (policy, known)
         for policy in ("longest_first", "two_pools", "histopipe", "makespan")
@@ -76,6 +82,7 @@ VARIED: dict[str, list[str]] = {
     "prompts alike: 0.9": ["workload.alike=0.9"],
     "history is old (wander 0.8)": ["workload.wander=0.8"],
     "half are never seen": ["workload.unseen=0.5"],
+    "none is seen twice": ["workload.unseen=1"],
     "groups of 4": ["workload.samples=4", "workload.prompts=1024", "rules.batch_prompts=512"],
     "groups of 64": ["workload.samples=64", "workload.prompts=64", "rules.batch_prompts=32"],
     "short tail": ["workload.percentiles={50: 2500, 90: 5000, 99: 8000}"],
@@ -83,6 +90,7 @@ VARIED: dict[str, list[str]] = {
     "heavy tail": ["workload.percentiles={50: 1000, 90: 6000, 99: 19000}"],
     "drafts: 2 tokens a step": ["drafts.acceptance=[1,2]"],
     "64 slots": [_replicas(8, 64)],
+    "64 slots, none is seen twice": [_replicas(8, 64), "workload.unseen=1"],
 }
 #: What siblings are worth on one replica, by setting.
 TOGETHER = {
@@ -95,7 +103,8 @@ TOGETHER = {
 def simulate(changes: list[str], policy: str, forecasts: str, seed: int) -> dict[str, Any]:
     """Figures of one run."""
     order = "load" if forecasts == "none" else "longest"
-    named = [f"placement.policy={policy}", f"forecasts={forecasts}", f"rules.start_order={order}"]
+    named = [f"placement.policy={policy}", f"rules.start_order={order}"]
+    named += ["forecasts=history", "rules.probe=true"] if forecasts == "probe" else [f"forecasts={forecasts}"]
     others = ["drafts.acceptance=[1]", "workload.epochs=3", f"workload.seed={seed}"]
     return figures(*run(cluster_file.load(CLUSTER, [*named, *others, *changes])))
 
@@ -129,8 +138,8 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
     }
 
 
-def evaluate(seeds: int, quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
-    """Rows; of each setting the one with lengths known comes last."""
+def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator[dict[str, Any]]:
+    """Rows; of each setting ours with lengths known comes last, if it is wanted."""
     small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
     settings = [(name, [*changes, *small], _plain(ARMS)) for name, changes in SETTINGS.items()]
     if not quick:
@@ -138,20 +147,24 @@ def evaluate(seeds: int, quick: bool, only: str = "") -> Iterator[dict[str, Any]
         for name, (gain, changes) in TOGETHER.items():
             world = [*_QUARTER, *changes, f"drafts.siblings={gain}"]
             settings.append((name, world, _with_siblings(round(gain / (1 + gain), 3))))
+    names = {setting for setting, _, _ in settings}
     for setting, changes, arms in settings:
-        if only not in setting:
+        if only not in setting or (only in names and only != setting):
             continue
         rows = []
         for policy, forecasts, options in arms:
+            if arm not in f"{policy} {forecasts}":
+                continue
             told = [f"placement.options.{name}={value}" for name, value in options.items()]
             runs = [simulate([*changes, *told], policy, forecasts, seed) for seed in range(seeds)]
             means = {name: round(statistics.mean(run[name] for run in runs), 4) for name in runs[0]}
             spread = [round(run["step_s"], 1) for run in runs]
             about = {"setting": setting, "arm": policy, **options, "forecasts": forecasts}
             rows.append({**about, **means, "step_s_by_seed": spread})
+        ours = bool(rows) and (rows[-1]["arm"], rows[-1]["forecasts"]) == ARMS[-1]
+        known = rows[-1]["rollout_s"] if ours else None
         for row in rows:
-            row["of_oracle"] = round(rows[-1]["rollout_s"] / row["rollout_s"], 4)
-            yield row
+            yield row if known is None else {**row, "of_oracle": round(known / row["rollout_s"], 4)}
 
 
 @app.command()
@@ -159,17 +172,18 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
-    only: Annotated[str, typer.Option(help="settings whose name has this in it")] = "",
+    only: Annotated[str, typer.Option(help="a setting, or those whose name has this in it")] = "",
+    arm: Annotated[str, typer.Option(help="arms whose policy and forecasts have this in them: makespan probe")] = "",
 ) -> None:
     """Simulate every arm in every setting."""
-    for row in evaluate(1 if quick else seeds, quick, only):
+    for row in evaluate(1 if quick else seeds, quick, only, arm):
         if as_json:
             told = {"benchmark": "placement_simulated", **row, "machine": describe(), "commit": commit()}
             print(json.dumps(told), flush=True)
         else:
             figures = (
                 f"step {row['step_s']:7.1f} s  rollout {row['rollout_s']:7.1f} s  bubble {row['bubble_ratio']:.3f}"
-                f"  of oracle {row['of_oracle']:.3f}"
+                f"  of oracle {row.get('of_oracle', math.nan):.3f}"
             )
             print(
                 f"{row['setting']:34} {row['arm']:14} {row.get('sibling_gain', ''):5} {row['forecasts']:8} {figures}"

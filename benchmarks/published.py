@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,38 +142,35 @@ def simulate(model: str, arm: Arm, rollout: int, changes: Sequence[str] = (), qu
         rollout: GPUs for rollout, where it has its own.
         changes: Further ones to the cluster file, but for those that are not the arm's. Also ``room=``, tokens of a
             cache; where rollout has its own GPUs ``gated=1``, as many slots as samples of an update, so that the next
-            begin as these end, and ``keep_running=1``: a replica takes new weights for what it begins, and cuts nothing
-            short.
+            begin as these end.
         quick: A small workload.
     """
     kind = MODELS[model]
-    how = dict(change.split("=") for change in changes if change.startswith(("room=", "gated=", "keep_running=")))
+    how = dict(change.split("=") for change in changes if change.startswith(("room=", "gated=")))
     ours = [change for change in changes if change.partition("=")[0] not in how and _concerns(change, arm)]
-    made = [*arm.changes, *ours]
+    made = [*arm.changes, *["topology=separate"] * arm.separate, *ours]
     if arm.drafts:
         made = [f"drafts.acceptance={list(ACCEPTANCE)}", f"drafts.overhead={OVERHEAD}", *made]
     scenario = load(model, made, quick).scenario
     count = (rollout if arm.separate else GPUS) // kind.gpus
     replicas = {"count": count, "profile": kind.profile, **({"room": float(how["room"])} if "room" in how else {})}
     if arm.separate:
-        made += ["topology=separate", f"training.token={scenario.training.token * GPUS / (GPUS - rollout)}"]
+        made.append(f"training.token={scenario.training.token * GPUS / (GPUS - rollout)}")
         if "gated" in how:
             replicas["slots"] = -(-scenario.rules.batch_samples // count)
-    return dict(_simulated(model, (*made, f"replicas=[{replicas}]"), arm.separate and "keep_running" in how, quick))
+    return dict(_simulated(model, (*made, f"replicas=[{replicas}]"), quick))
 
 
 @cache
-def _simulated(model: str, changes: tuple[str, ...], keep_running: bool, quick: bool) -> dict[str, float]:
-    loaded = load(model, changes, quick)
-    if keep_running:
-        rules = replace(loaded.scenario.rules, on_interrupt="keep_running")
-        loaded = replace(loaded, scenario=replace(loaded.scenario, rules=rules))
-    return figures(*run(loaded))
+def _simulated(model: str, changes: tuple[str, ...], quick: bool) -> dict[str, float]:
+    return figures(*run(load(model, changes, quick)))
 
 
 def _concerns(change: str, arm: Arm) -> bool:
     if change.startswith("drafts."):
         return arm.drafts
+    if change.startswith("rules.keep_running="):
+        return arm.separate
     return arm.planned or not change.startswith(("forecasts=", "placement."))
 
 
@@ -270,7 +267,7 @@ VARIED: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "acceptance length 1.5": ("drafts.acceptance=[1,1.5]",),
     "acceptance length 2": ("drafts.acceptance=[1,2]",),
-    "replicas begin the next step's share as theirs ends": ("gated=1", "keep_running=1"),
+    "replicas begin the next step's share as theirs ends": ("gated=1", "rules.keep_running=true"),
     "training four times as long": ("training.token=10.68e-6",),
     "lengths at 50, 90, 99%: 2600, 4900, 8300": ("workload.percentiles={50: 2600, 90: 4900, 99: 8300}",),
     "lengths at 50, 90, 99%: 2500, 9000, 15000": ("workload.percentiles={50: 2500, 90: 9000, 99: 15000}",),

@@ -7,6 +7,7 @@ it stands on; an error in it costs the plan, and the router decides.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from verl_rhyme.scheduling.samples import Prompt
 
 #: Of samples (uid, number) that have so many tokens: what they may yet add.
 Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], "Outlook | None"]
+#: Tokens of prompts, by uid; 0 where nobody knows.
+PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
 class _Placed(NamedTuple):
@@ -46,18 +49,26 @@ class Dispatch:
         rollout: Whose starts these are.
         lengths: What is expected.
         placement: Of a policy that plans; ``None``: the router decides alone.
+        prompts: How long prompts are.
 
     Attributes:
         moved: Samples that were moved so far.
     """
 
-    def __init__(self, rollout: Rollout, lengths: Lengths, placement: Placement | None = None) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        lengths: Lengths,
+        placement: Placement | None = None,
+        prompts: PromptTokens = lambda uids: [0] * len(uids),
+    ) -> None:
         self.rollout, self.placement = rollout, placement
-        self._lengths = lengths
+        self._lengths, self._prompts = lengths, prompts
         self._planned: set[str] = set()  # prompts that are in a plan
         self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
         self.moved = 0
         self._waiting: int | None = None  # pending samples, after some were let wait
+        self._probed: set[str] = set()  # prompts whose probe told since the last fill
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
         """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
@@ -78,6 +89,7 @@ class Dispatch:
         started, and bound to no replica, until something ended and a place was found."""
         rollout = self.rollout
         rollout.stock_up()
+        self._look_at_probes()
         pending = rollout.scheduler.ledger.tally.samples["pending"]
         if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
             return []
@@ -112,8 +124,9 @@ class Dispatch:
                     self.placement.release(_id(*sample), before.replica)
             self._plan(dict.fromkeys(uid for uid, _ in samples))
             self.placement.expect(len(samples))
+            begin = map(operator.add, self._prompts([uid for uid, _ in samples]), had)
             ahead = _ahead(lengths, len(samples))
-            replicas = self.placement.place(list(map(self._request, samples, tokens, likely, had, ahead)))
+            replicas = self.placement.place(list(map(self._request, samples, begin, tokens, likely, had, ahead)))
         return dict(zip(samples, map(_Chosen, replicas, tokens, likely, had), strict=True))
 
     def take_up(self, running: Mapping[str, str]) -> None:
@@ -130,14 +143,17 @@ class Dispatch:
             if sample.state == "running" and sample.attempt == attempt:
                 had = sample.kept_tokens if self.rollout.rules.continues else 0
                 id_ = f"{uid}-{number}"
-                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), had, planned=replica))
+                begin = self._prompts([uid])[0] + had
+                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), begin, planned=replica))
                 self._at[id_] = _Placed(replica, name, had)
 
     def ended(self, name: str, tokens: int | None = None) -> None:
         """An attempt came to its end with so many tokens; ``None``: it was cut short, or is waited for no more."""
+        attempt = Attempt.named(name)
+        if self.rollout.rules.probe and tokens is not None:
+            self._probed.add(attempt.uid)
         if self.placement is None:
             return
-        attempt = Attempt.named(name)
         at = self._at.get(_id(*attempt.sample))
         if at is not None and at.name == name:  # no later attempt at it runs
             del self._at[_id(*attempt.sample)]
@@ -199,6 +215,12 @@ class Dispatch:
 
     # ---- within ----
 
+    def _look_at_probes(self) -> None:
+        """Siblings start in the order of what is expected of them by now."""
+        probed, self._probed = [uid for uid in self._probed if self.rollout.needs_prompt(uid)], set()
+        if probed and (lengths := self._lengths([(uid, 0) for uid in probed], [0] * len(probed))) is not None:
+            self.rollout.expect(dict(zip(probed, lengths.tokens.tolist(), strict=True)))
+
     def _plan(self, uids: Iterable[str]) -> None:
         assert self.placement is not None
         new = {uid for uid in uids if uid not in self._planned}
@@ -211,11 +233,12 @@ class Dispatch:
         for step, prompts in steps.items():
             if any(prompt.uid in new for prompt in prompts):
                 unplanned = [p for p in prompts if p.uid not in self._planned]
-                self.placement.plan(step, [Load(p.uid, len(p.samples), p.expected) for p in unplanned])
+                told = zip(unplanned, self._prompts([p.uid for p in unplanned]), strict=True)
+                self.placement.plan(step, [Load(p.uid, len(p.samples), p.expected, own) for p, own in told])
                 self._planned.update(p.uid for p in unplanned)
 
     def _request(
-        self, sample: tuple[str, int], tokens: int | None, likely: int | None, had: int, ahead: Ahead | None
+        self, sample: tuple[str, int], begin: int, tokens: int | None, likely: int | None, had: int, ahead: Ahead | None
     ) -> Request:
         uid, number = sample
         group = self.rollout.scheduler.ledger.prompt(uid).samples
@@ -225,7 +248,7 @@ class Dispatch:
             sample=number,
             attempt=group[number].attempt + 1,
             group=len(group),
-            prompt_tokens=had,
+            prompt_tokens=begin,
             response_tokens=None if tokens is None else max(1, tokens - had),
             likely_tokens=None if likely is None else max(1, likely - had),
             ahead=ahead,

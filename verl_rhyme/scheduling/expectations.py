@@ -1,8 +1,8 @@
 """What is expected of prompts that are about to be answered: the length predictor, as a run's rollout goes on.
 
-Of a prompt that is loaded it is known which one it is (its key, the same in every epoch), and then how long each of its
-samples became, the latest attempt at it. When it leaves, these become the prompt's history. A pure state machine; an
-error in it costs the expectation, never the rollout: who asks is told nothing then.
+Of a prompt that is loaded it is known which one it is (its key, the same in every epoch), and then how long it is, and
+how long each of its samples became, the latest attempt at it. When it leaves, these become the prompt's history. A pure
+state machine; an error in it costs the expectation, never the rollout: who asks is told nothing then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from verl_rhyme.lengths.outlook import Outlook
 from verl_rhyme.lengths.predictor import LengthPredictor
+from verl_rhyme.lengths.prompts import PromptLengths
 from verl_rhyme.lengths.quality import Quality
 
 T = TypeVar("T")
@@ -31,12 +32,14 @@ class Expectations:
 
     Attributes:
         predictor: What is known of lengths.
+        prompts: What is known of those of prompts.
         errors: Calls that failed.
         last_error: The latest of them, in words.
     """
 
     def __init__(self, limit: int) -> None:
         self.predictor = LengthPredictor(limit)
+        self.prompts = PromptLengths()
         self.errors, self.last_error = 0, ""
         self._quality = Quality()
         self._keys: dict[str, str] = {}
@@ -60,6 +63,15 @@ class Expectations:
             return told.outlook()
 
         return self._try(outlook, None)
+
+    def prompted(self, uid: str, tokens: int) -> None:
+        """A prompt has so many tokens."""
+        if key := self._keys.get(uid, _NOBODY):
+            self.prompts.tell(key, tokens)
+
+    def prompt_tokens(self, uids: Sequence[str]) -> list[int]:
+        """Of these prompts; 0 where nothing is known."""
+        return [self.prompts.of(self._keys.get(uid, _NOBODY)) for uid in uids]
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
         """A sample came to its end; what an earlier attempt at it had counts no more."""
@@ -94,11 +106,12 @@ class Expectations:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: what is known of lengths, without the prompts that are here."""
-        return self._try(lambda: self.predictor.state_dict(), {})
+        return self._try(lambda: {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}, {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave; what cannot be read is as if it had not been there."""
         self._try(lambda: self.predictor.load_state_dict(state), None)
+        self._try(lambda: self.prompts.load_state_dict(state.get("prompt_tokens", {})), None)  # older states have none
 
     # ---- within ----
 

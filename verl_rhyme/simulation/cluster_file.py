@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,8 @@ class WorkloadFile:
 
 @dataclass
 class RulesFile:
-    """``mode`` is ``sync`` or one of ``sorting.mode``; the rest as in :class:`~verl_rhyme.scheduling.rules.Rules`."""
+    """``mode`` is ``sync`` or one of ``sorting.mode``; ``keep_running`` as ``sorting.keep_running``; the rest as in
+    :class:`~verl_rhyme.scheduling.rules.Rules`."""
 
     mode: str = "sync"
     batch_prompts: int = MISSING
@@ -127,7 +128,9 @@ class RulesFile:
     max_staleness: int | None = None
     start_order: str = "load"
     unit: str = "group"
+    probe: bool = False
     draft_ahead: bool = False
+    keep_running: bool = False
 
 
 @dataclass
@@ -367,11 +370,24 @@ def _check_placement(config: PlacementFile, path: Path) -> None:
 
 
 def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
+    rules = _mode(config, samples, separate, path)
+    if not config.keep_running:
+        return rules
+    if config.mode not in ("partial", "histopipe") or not (separate and rules.max_staleness):
+        raise ClusterError(
+            f"{path}: rules.keep_running needs engines of their own and tokens of earlier policies: set "
+            "topology=separate and rules.mode=histopipe, or partial with rules.max_staleness at least 1; or drop it"
+        )
+    return replace(rules, one_by_one=True, on_interrupt="keep_running")
+
+
+def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
     given: dict[str, Any] = {
         "batch_prompts": config.batch_prompts,
         "batch_samples": config.batch_prompts * samples,
         "start_order": config.start_order,
         "unit": config.unit,
+        "probe": config.probe,
         "draft_ahead": config.draft_ahead,
         "through_training": separate,
     }

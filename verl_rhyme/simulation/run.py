@@ -68,7 +68,7 @@ class Simulation:
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
         planned = self.placement if scenario.placement in PLANNED else None
-        self.dispatch = Dispatch(self.rollout, self._lengths, planned)
+        self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._open: dict[str, int] = {}  # samples of each prompt that have not ended
@@ -161,6 +161,14 @@ class Simulation:
         tokens = [int(self._loaded[uid].lengths[number]) for uid, number in samples]
         return certain(tokens, had, self.scenario.response_limit)
 
+    def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
+        """Of prompts, as far as it is known (:attr:`Scenario.forecasts`)."""
+        if self.scenario.forecasts == "none":
+            return [0] * len(uids)
+        if self.scenario.forecasts == "oracle":
+            return [self._loaded[uid].tokens for uid in uids]
+        return self.expectations.prompt_tokens(uids)
+
     def _start(self, starts: list[Start]) -> None:
         if self.dispatch.placement is None:
             self.placement.expect(len(starts))
@@ -229,8 +237,7 @@ class Simulation:
         """An attempt left its replica, where it came to its end with so many tokens; ``None``: it was cut short."""
         if self.dispatch.placement is None:
             self.placement.release(self._name(sample.attempt), sample.replica, tokens)
-        else:
-            self.dispatch.ended(name, tokens)
+        self.dispatch.ended(name, tokens)
 
     def _move(self) -> None:
         """What is better off elsewhere goes on there."""
@@ -261,6 +268,7 @@ class Simulation:
         self._left(name, sample, tokens)
         first = sample.started if sample.first_version is None else sample.first_version
         self.rollout.ended(Ended(name, "generated", tokens, first))
+        self.expectations.prompted(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         self._open[uid] -= 1
         if not self._open[uid]:

@@ -111,7 +111,7 @@ class Coordinator:
             rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
-        self._dispatch = Dispatch(rollout, self._lengths, placement)
+        self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
         self._moving = Moving(self._dispatch, setting.router, self._move, lambda: self._dispatching)
         await self._moving.look()
         self._dispatch.take_up(running)
@@ -271,6 +271,8 @@ class Coordinator:
                 self._slots.ran(told)
                 if report.status == "generated" and rollout.needs_trajectories(report.name):
                     self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
+                if told and not told[0]["attempt"]:  # later requests of a conversation begin with what was said in it
+                    self._expectations.prompted(Attempt.named(report.name).uid, told[0]["prompt_tokens"])
                 for record in told:
                     self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
             except Exception as error:

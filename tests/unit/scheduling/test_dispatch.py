@@ -42,6 +42,32 @@ def test_each_start_has_its_forecast_and_its_place():
     assert dispatch.why(starts["3", 1].name) == "length group 2 of 2 in step 1, on 1 replicas"
 
 
+def test_a_prompts_own_tokens_are_reckoned_with():
+    rollout = Rollout(named("histopipe", **RULES, through_training=True))
+    placement = Placement("histopipe", {"groups": 2})
+    planned: list[tuple[str, int]] = []
+    placement.policy.plan = lambda step, loads: planned.extend((load.key, load.prompt_tokens) for load in loads)
+    dispatch = Dispatch(rollout, expected, placement, lambda uids: [100 * int(uid) for uid in uids])
+    dispatch.serve({"a": 100_000})
+    rollout.hand([("1", 2), ("2", 2)])
+    rollout.publish(0, 10)
+    starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
+    assert planned == [("1", 100), ("2", 200)]
+    whole = 2 * (2000 + 3000 + 100 + 200)
+    assert placement.fleet.totals[1] == whole
+    cut = starts["2", 0].name
+    rollout.ended(Ended(cut, "interrupted", 600, 0))
+    dispatch.ended(cut)
+    assert placement.fleet.totals[1] == whole - 3200
+    [again] = dispatch.fill()
+    assert (again.tokens, placement.fleet.totals[1]) == (3000, whole)
+    dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
+    dispatch.serve({"a": 100_000})
+    dispatch.take_up({again.name: "a"})
+    [(request, _)] = dispatch.placement._running["2-0"]
+    assert request.prompt_tokens == 607
+
+
 def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     rollout, before = made()
     starts = {Attempt.named(start.name).sample: start for start in before.fill()}
@@ -76,6 +102,23 @@ def test_without_forecasts_or_replicas_samples_start_all_the_same():
     assert [(start.tokens, start.replica) for start in starts] == [(None, "")] * 8
     dispatch.serve({"late": None})
     assert dispatch.fill() == []
+
+
+def test_siblings_start_in_the_order_of_what_their_probes_told():
+    told = {"0": 500, "1": 3000}
+
+    def lengths(samples, had):
+        return certain([told[uid] for uid, _ in samples], had, 10_000)
+
+    rollout = Rollout(Rules(**{**RULES, "batch_samples": 6}, probe=True, group_batches=1))
+    dispatch = Dispatch(rollout, lengths)
+    rollout.hand([("0", 3), ("1", 3)])
+    rollout.publish(0, 1)
+    probes = dispatch.fill()
+    for start in probes:
+        rollout.ended(Ended(start.name, "generated", 9, 0))
+        dispatch.ended(start.name, 9)
+    assert [start.name for start in dispatch.fill(limit=3)] == ["1_1", "1_2", "0_1"]
 
 
 def test_what_ended_takes_no_room():

@@ -96,6 +96,25 @@ def test_it_survives_a_restart():
     assert epoch(again, 9) == pytest.approx(epoch(expectations, 9))
 
 
+def test_of_a_prompt_its_tokens_are_known_once_told_and_of_others_the_mean():
+    expectations, again = Expectations(1000), Expectations(1000)
+    expectations.hand({"u": "short", "v": "long", "w": "new", "x": ""})
+    assert expectations.prompt_tokens(["u", "x", "gone"]) == [0, 0, 0]
+    expectations.prompted("u", 90)
+    expectations.prompted("u", 100)  # what was told last counts
+    expectations.prompted("v", 301)
+    expectations.prompted("x", 5000)  # nobody knows whose
+    expectations.prompted("gone", 5000)
+    assert expectations.prompt_tokens(["u", "v", "w", "x", "gone"]) == [100, 301, 200, 200, 200]
+    state = json.loads(json.dumps(expectations.state_dict()))
+    again.load_state_dict(state)
+    again.hand({"y": "long"})
+    assert again.prompt_tokens(["y", "w"]) == [301, 200]
+    del state["prompt_tokens"]  # an earlier version's
+    again.load_state_dict(state)
+    assert (again.prompt_tokens(["y"]), again.errors) == ([0], 0)
+
+
 def test_an_error_costs_the_expectation_alone():
     expectations = Expectations(1000)
     expectations.load_state_dict({"prompts": "torn"})

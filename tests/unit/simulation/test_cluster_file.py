@@ -46,6 +46,18 @@ def test_the_one_in_the_document_is_the_example(tmp_path):
     assert shown.scenario.drafts.acceptance == (1, 2)
 
 
+def test_where_replicas_keep_running_each_takes_weights_by_itself():
+    """As the trainer has it (:mod:`verl_rhyme.trainer.pipeline`)."""
+    separate = ["topology=separate", "rules.keep_running=true"]
+    for mode in (["rules.mode=histopipe"], ["rules.mode=partial", "rules.max_staleness=2"]):
+        rules = load(EXAMPLE, [*SMALL, *separate, *mode]).scenario.rules
+        assert rules.one_by_one
+        assert rules.on_interrupt == "keep_running"
+    for mode in ([], ["rules.mode=on_policy"], ["rules.mode=partial"]):
+        with pytest.raises(ClusterError, match=r"rules.keep_running needs|max_staleness must be at least 1"):
+            load(EXAMPLE, [*SMALL, *separate, *mode])
+
+
 def test_simulate_tells_each_update_and_all(tmp_path):
     out = tmp_path / "timeline.json"
     told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json", "--timeline", str(out)])
@@ -89,6 +101,7 @@ def test_simulate_prints_a_table():
         ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
         ("rules.mode=sorted", "rules.mode must be sync, on_policy, partial or histopipe, not 'sorted'"),
         ("rules.batch_prompts=many", "rules.batch_prompts"),
+        ("rules={batch_prompts: 4, mode: histopipe, keep_running: true}", "rules.keep_running needs engines of their"),
         ("rules.max_staleness=-1", "max_staleness must be at least 0"),
         ("rules.start_order=random", "start_order must be one of load, longest, shortest"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),

@@ -39,6 +39,8 @@ from verl_rhyme.workers.weights.delivery import Delivery
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
 SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
+#: Of every prompt.
+PROMPT_TOKENS = 2
 #: Mode of the rules, engines of their own, further rules.
 _KEEP = {"on_interrupt": "keep_running"}
 _AS_LOADED = {"harvest": "loaded", "harvest_tokens": None}
@@ -312,6 +314,7 @@ class World:
 
     def finish(self):
         state = self.driver.state()
+        assert set(state["lengths"]["prompt_tokens"].values()) == {PROMPT_TOKENS}, "others are taken for them"
         self.cluster.sleep(400.0)  # whoever is about something ends it
         for worker in self.workers:
             if worker.alive:
@@ -407,7 +410,7 @@ class Engine:
             started_at=now,
             first_token_at=now,
             finished_at=now,
-            prompt_tokens=0,
+            prompt_tokens=meta["prompt_tokens"],
             response_tokens=len(made),
             policy_version_start=self.version,
             policy_version_end=self.version,
@@ -576,6 +579,7 @@ class Worker(_Worker):
         assert world.index[uid] == index, "another prompt's data"
         request_id = session.name
         ids, turns = [10**7 + index, session_id], []
+        assert len(ids) == PROMPT_TOKENS
         partial, kept = session.partial, [turn.tokens[:] for turn in session.kept]
         if not partial and kept:
             assert world.rules.redraft
