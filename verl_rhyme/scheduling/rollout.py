@@ -148,8 +148,9 @@ class Rollout:
             Hopeless: See there.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
-        uid, number, attempt = Attempt.named(report.name)
-        sample = self._on_its_way(Attempt(uid, number, attempt))
+        attempt = Attempt.named(report.name)
+        uid, number, _ = attempt
+        sample = self._on_its_way(attempt)
         if sample is None:
             return []
         if report.status == "failed":
@@ -162,8 +163,8 @@ class Rollout:
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._remembered.records.get((uid, number), ())}
-            records = self._remembered.ended(Attempt(uid, number, attempt), report.records)
+            before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
+            records = self._remembered.ended(attempt, report.records)
             new = [record for record in records if record["id"] not in before]
             self._ran += new
             if report.status == "generated":
@@ -299,10 +300,11 @@ class Rollout:
 
     def _on_its_way(self, attempt: Attempt) -> Any:
         """The ledger's sample, if it is this attempt that is worked on; else ``None``."""
-        if attempt.uid not in self.scheduler.ledger:
+        uid, number, which = attempt
+        if uid not in self.scheduler.ledger:
             return None
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        return sample if sample.attempt == attempt.attempt and sample.state in ON_THEIR_WAY else None
+        sample = self.scheduler.ledger.prompt(uid).samples[number]
+        return sample if sample.attempt == which and sample.state in ON_THEIR_WAY else None
 
     def _generated(self, report: Ended, uid: str, number: int) -> None:
         if self.scheduler.generate(uid, number, report.tokens, report.first_version):
