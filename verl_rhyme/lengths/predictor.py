@@ -42,10 +42,10 @@ _COMMON = ("typical", "between", "within", "drift", "wander")
 
 
 class Learnt(NamedTuple):
-    """A group whose responses all ended, and what was forecast of them before any had begun.
+    """A group whose B responses all ended, and what was forecast of them before any had begun.
 
     Attributes:
-        forecast: Of B responses.
+        forecast: Of one response, for all were alike then.
         tokens: int64[B].
         ended: bool[B], false for one that was cut short.
     """
@@ -140,7 +140,7 @@ class LengthPredictor:
         if row is None or group is None:
             return None
         tokens, ended = np.array(group.tokens, dtype=np.int64), np.array(group.ended)
-        before = self._forecast(np.full(len(tokens), row), np.zeros(len(tokens), dtype=np.int64), siblings=False)
+        before = self._forecast(np.array([row]), np.zeros(1, dtype=np.int64), siblings=False)
         self._learn(row, np.log(tokens), ended)
         return Learnt(before, tokens, ended)
 

@@ -33,9 +33,11 @@ class Quality:
     def add(self, learnt: Learnt) -> None:
         """A group. What was cut short counts with the tokens it has."""
         forecast, lengths = learnt.forecast, learnt.tokens.astype(np.float64)
-        covered = (lengths <= forecast.quantile(np.array(QUANTILES)[:, None])).astype(np.float64)
-        seen = forecast.seen.astype(np.float64)
-        self._groups.append((forecast.quantile(0.5), lengths, covered, seen, forecast.mean()))
+        quantiles = forecast.quantile(np.array(QUANTILES)[:, None])
+        covered = (lengths <= quantiles).astype(np.float64)
+        alike = quantiles[QUANTILES.index(0.5)], forecast.seen, forecast.mean()
+        median, seen, mean = np.repeat(np.array(alike, dtype=np.float64), len(lengths), axis=1)
+        self._groups.append((median, lengths, covered, seen, mean))
         self._count += len(lengths)
         while self._count - len(self._groups[0][1]) >= self._samples:
             self._count -= len(self._groups.pop(0)[1])

@@ -5,7 +5,6 @@ These travel between the coordinator and the agent loop workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 #: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is,
@@ -49,8 +48,7 @@ def sample_of(name: str) -> tuple[str, int]:
     return Attempt.named(name).sample
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """A sample to start.
 
     Attributes:
@@ -77,8 +75,7 @@ class Start:
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """How an attempt ended, as it reports.
 
     Attributes:
@@ -95,6 +92,6 @@ class Ended:
     status: Status
     tokens: int = 0
     first_version: int | None = None
-    records: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    records: list[dict[str, Any]] = []  # noqa: RUF012  nobody changes it
+    scores: list[float] = []  # noqa: RUF012
     error: str = ""

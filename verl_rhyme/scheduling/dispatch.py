@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from verl_rhyme.lengths.outlook import Outlook
@@ -33,9 +32,10 @@ class _Placed(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """For a sample: where it is to run (empty: the router decides, ``None``: nowhere yet), what it is expected to
+    """A sample, where it is to run (empty: the router decides, ``None``: nowhere yet), what it is expected to
     have at its end, what it will hardly exceed, and the tokens that it comes with."""
 
+    sample: tuple[str, int]
     replica: str | None
     tokens: int | None
     likely: int | None
@@ -93,24 +93,26 @@ class Dispatch:
         pending = rollout.scheduler.ledger.tally.samples["pending"]
         if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
             return []
-        chosen: dict[tuple[str, int], _Chosen] = {}
+        if not pending:  # as after most events
+            self._waiting = None
+            return []
+        placed, held = list[_Chosen](), False
 
         def admits(samples: list[tuple[str, int]]) -> list[tuple[str, int]]:
-            chosen.update(self._choose(samples))
-            return [sample for sample in samples if chosen[sample].replica is not None]
+            nonlocal placed, held
+            placed = [chosen for chosen in self._choose(samples) if chosen.replica is not None]
+            held = len(placed) < len(samples)
+            return [chosen.sample for chosen in placed]
 
-        starts = []
-        for start in rollout.fill(limit, lot, admits):
-            sample = Attempt.named(start.name).sample
-            replica, tokens, likely, had = chosen[sample]
-            starts.append(replace(start, replica=replica or "", tokens=tokens, likely_tokens=likely))
+        started, starts = rollout.fill(limit, lot, admits), []
+        for start, (sample, replica, tokens, likely, had) in zip(started, placed, strict=True):
+            starts.append(start._replace(replica=replica or "", tokens=tokens, likely_tokens=likely))
             if replica:
                 self._at[_id(*sample)] = _Placed(replica, start.name, had)
-        held = len(chosen) > len(starts)
         self._waiting = rollout.scheduler.ledger.tally.samples["pending"] if held else None
         return starts
 
-    def _choose(self, samples: Sequence[tuple[str, int]]) -> dict[tuple[str, int], _Chosen]:
+    def _choose(self, samples: Sequence[tuple[str, int]]) -> list[_Chosen]:
         """Where each is to run; empty: the router decides."""
         had = [self.rollout.kept_tokens(*sample) for sample in samples]
         lengths = self._lengths(samples, had)
@@ -127,7 +129,7 @@ class Dispatch:
             begin = map(operator.add, self._prompts([uid for uid, _ in samples]), had)
             ahead = _ahead(lengths, len(samples))
             replicas = self.placement.place(list(map(self._request, samples, begin, tokens, likely, had, ahead)))
-        return dict(zip(samples, map(_Chosen, replicas, tokens, likely, had), strict=True))
+        return list(map(_Chosen, samples, replicas, tokens, likely, had))
 
     def take_up(self, running: Mapping[str, str]) -> None:
         """Attempts that another dispatch started, with where they run: they count there, in no plan."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from verl_rhyme.lengths.outlook import Outlook
 from verl_rhyme.lengths.predictor import LengthPredictor
 from verl_rhyme.lengths.prompts import PromptLengths
@@ -59,8 +57,12 @@ class Expectations:
         def outlook() -> Outlook:
             keys = {uid: self._keys.get(uid, _NOBODY) for uid in uids}
             ended = {key: list(self._lengths[uid].values()) for uid, key in keys.items() if key and uid in self._keys}
-            told = self.predictor.forecast([keys[uid] for uid in uids], np.asarray(emitted, dtype=np.int64), ended)
-            return told.outlook()
+            if any(emitted):
+                return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended).outlook()
+            place = {uid: i for i, uid in enumerate(keys)}  # siblings are alike before they begin
+            of = [place[uid] for uid in uids]
+            _, tokens, likely, beyond = self.predictor.forecast(list(keys.values()), 0, ended).outlook()
+            return Outlook(self.predictor.limit, tokens[of], likely[of], beyond[of])
 
         return self._try(outlook, None)
 

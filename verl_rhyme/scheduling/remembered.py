@@ -1,42 +1,18 @@
-"""What is remembered of attempts, what is known of them after a loss, and what a batch is reported with."""
+"""What is remembered of attempts, and what a batch is reported with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 
 #: A sample: uid of its prompt, number in the group.
 Name = tuple[str, int]
 #: What a server said of a request (``workers.request.RequestRecord``).
 Record = dict[str, Any]
-
-
-class Evidence(NamedTuple):
-    """What is known of an attempt after its coordinator was lost.
-
-    Attributes:
-        status: Of its latest report (:data:`~verl_rhyme.scheduling.attempts.Status`); ``None``: nothing.
-        tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
-        running: An agent loop worker is about it.
-        stored: All its trajectories are stored.
-        records: As reported.
-        scores: As reported, where groups are filtered by them.
-    """
-
-    status: str | None = None
-    tokens: int = 0
-    first_version: int | None = None
-    running: bool = False
-    stored: bool = False
-    records: list[Record] = []  # noqa: RUF012  nobody changes it
-    scores: list[float] = []  # noqa: RUF012
-
-    @property
-    def has_turns(self) -> bool:
-        """There are turns to go on from, or to draft from."""
-        return self.status in ("interrupted", "generated")
 
 
 @dataclass
@@ -75,6 +51,12 @@ class Remembered:
     attempt: dict[Name, int] = field(default_factory=dict)  # which one ended last and has left its turns
     records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
     scores: dict[Name, list[float]] = field(default_factory=dict)
+
+    def ended(self, attempt: Attempt, records: Iterable[Record]) -> list[Record]:
+        """It has left its turns, and these records of its requests: the same, with ``uid`` and ``sample``."""
+        uid, number, self.attempt[attempt.sample] = attempt
+        self.records[attempt.sample] = named = [{**record, "uid": uid, "sample": number} for record in records]
+        return named
 
     def forget(self, sample: Name) -> list[Record]:
         """Its records."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from verl_rhyme.scheduling.admission import priority
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, State, StepCounts
-from verl_rhyme.scheduling.remembered import Batch, Evidence, Hopeless, Name, Record, Remembered
+from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
+from verl_rhyme.scheduling.recovery import Evidence, Recovery
+from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Admits, Scheduler
 
@@ -147,8 +148,9 @@ class Rollout:
             Hopeless: See there.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
-        uid, number, attempt = Attempt.named(report.name)
-        sample = self._on_its_way(Attempt(uid, number, attempt))
+        attempt = Attempt.named(report.name)
+        uid, number, _ = attempt
+        sample = self._on_its_way(attempt)
         if sample is None:
             return []
         if report.status == "failed":
@@ -161,12 +163,10 @@ class Rollout:
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
         elif sample.state == "running":
-            before = {record["id"] for record in self._remembered.records.get((uid, number), ())}
-            records = _named(report.records, uid, number)
+            before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
+            records = self._remembered.ended(attempt, report.records)
             new = [record for record in records if record["id"] not in before]
             self._ran += new
-            self._remembered.records[uid, number] = records
-            self._remembered.attempt[uid, number] = attempt
             if report.status == "generated":
                 self._generated(report, uid, number)
             elif not self.scheduler.interrupt(uid, number, report.tokens, report.first_version):
@@ -278,81 +278,33 @@ class Rollout:
         """
         self.scheduler.load_state_dict(state)
         self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
+        self._stock = dict([*state.get("stock", []), *handed])
         load_size = self.scheduler.load_size(batches_left)  # nothing was trained since
-        gone = [prompt.uid for prompt in self.scheduler.ledger if prompt.uid not in prompts]
-        for uid in gone:
-            self.scheduler.drop(uid)
-        stock = dict([*state.get("stock", []), *handed])
-        gone += [uid for uid in stock if uid not in prompts]
-        self._stock = {uid: n for uid, n in stock.items() if uid in prompts and uid not in self.scheduler.ledger}
-        begun = {Attempt.named(name).uid for name in evidence} & self._stock.keys()
-        spare = load_size - len(self.scheduler.ledger) - len(begun)  # for those of which nothing is known
-        for uid in list(self._stock):  # in the order in which they were loaded since
-            if begun and (uid in begun or spare > 0):
-                self.scheduler.load(uid, self._stock.pop(uid))
-                spare -= uid not in begun
-                begun.discard(uid)
+        recovery = Recovery(self.scheduler, self._remembered, evidence)
+        gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)
-        counted = set(state.get("reports", evidence))  # older states do not say whose
-        latest: dict[Name, Attempt] = {}
-        for attempt in sorted(map(Attempt.named, {*evidence, *counted})):
-            if attempt.uid not in self.scheduler.ledger:
-                continue
-            sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-            if sample.state == "trained":  # nobody goes on from it
-                continue
-            known = evidence.get(attempt.name, Evidence())
-            if known.has_turns and (attempt.name in counted or attempt.attempt >= sample.attempt):
-                self._remembered.attempt[attempt.sample] = attempt.attempt
-                self._remembered.records[attempt.sample] = _named(known.records, *attempt.sample)
-            if attempt.name in evidence:
-                latest[attempt.sample] = attempt
+        recovery.remember(state.get("reports", evidence))  # older states do not say whose
         self.publish(version, batches_left)
-        for attempt in latest.values():
-            self._restore(attempt, evidence)
+        for attempt in recovery.place(self._filters):
+            self._waste(attempt.sample)
+            if evidence[attempt.name].running:
+                self._abandoned.append(attempt.name)
         if self._filters:
-            self._recall_scores(evidence)
+            recovery.recall_scores()
+            for uid in [prompt.uid for prompt in self.scheduler.ledger]:
+                self._filter(uid)
         self.scheduler.owe(load_size)
         return gone
-
-    def _recall_scores(self, evidence: Mapping[str, Evidence]) -> None:
-        for prompt, number, sample in self.scheduler.ledger.samples("finished"):
-            known = evidence.get(Attempt(prompt.uid, number, sample.attempt).name, Evidence())
-            self._remembered.scores[prompt.uid, number] = known.scores
-        for uid in [prompt.uid for prompt in self.scheduler.ledger]:
-            self._filter(uid)
-
-    def _restore(self, attempt: Attempt, evidence: Mapping[str, Evidence]) -> None:
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        known = evidence[attempt.name]
-        if attempt.attempt < sample.attempt or sample.state != "pending" or not (known.has_turns or known.running):
-            return
-        generated = known.status == "generated"
-        state: State
-        if generated and known.stored and (known.scores or not self._filters):
-            state = "finished"
-        elif known.running:
-            state = "generated" if generated else "running"
-        else:  # cut short, or its worker was lost before it could tell the reward: it goes on from what it had said
-            state = "pending"
-        running = known.running
-        before = self._remembered.attempt.get(attempt.sample)
-        if not known.has_turns and before is not None:  # what it goes on from
-            known = evidence[Attempt(*attempt.sample, before).name]
-        if self.scheduler.restore(*attempt, state, known.tokens, known.first_version):
-            return
-        self._waste(attempt.sample)
-        if running:
-            self._abandoned.append(attempt.name)
 
     # ---- within ----
 
     def _on_its_way(self, attempt: Attempt) -> Any:
         """The ledger's sample, if it is this attempt that is worked on; else ``None``."""
-        if attempt.uid not in self.scheduler.ledger:
+        uid, number, which = attempt
+        if uid not in self.scheduler.ledger:
             return None
-        sample = self.scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
-        return sample if sample.attempt == attempt.attempt and sample.state in ON_THEIR_WAY else None
+        sample = self.scheduler.ledger.prompt(uid).samples[number]
+        return sample if sample.attempt == which and sample.state in ON_THEIR_WAY else None
 
     def _generated(self, report: Ended, uid: str, number: int) -> None:
         if self.scheduler.generate(uid, number, report.tokens, report.first_version):
@@ -397,10 +349,6 @@ class Rollout:
             if sample.state in ON_THEIR_WAY:
                 self._abandoned.append(Attempt(uid, number, sample.attempt).name)
         (self.scheduler.fail if failed else self.scheduler.drop)(uid)
-
-
-def _named(records: Iterable[Record], uid: str, number: int) -> list[Record]:
-    return [{**record, "uid": uid, "sample": number} for record in records]
 
 
 def _lagging(staleness: int, rules: Rules) -> RuntimeError:

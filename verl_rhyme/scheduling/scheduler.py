@@ -177,7 +177,7 @@ class Scheduler:
         """A generated response has its reward."""
         if uid in self.ledger:
             self.ledger.finish(uid, number)
-            if self.ledger.prompt(uid).complete("finished", "trained"):
+            if self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
                 self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:
@@ -399,7 +399,8 @@ class Scheduler:
     def _regenerate_stale(self, uid: str, number: int) -> bool:
         """Whether the sample's text was too stale to be trained; then it is generated anew."""
         sample = self.ledger.prompt(uid).samples[number]
-        if sample.oldest_version is None or sample.oldest_version >= self._oldest_trained:
+        oldest = sample.oldest_version
+        if oldest is None or oldest >= self._oldest_trained:
             return False
         self.step.stale += 1
         self.step.wasted_tokens += sample.kept_tokens

@@ -65,7 +65,7 @@ def part(prompt: Prompt, unit: Unit) -> Part:
         if version is not None and state != "trained":
             held[version] = held.get(version, 0) + 1
     untrained = len(group) - samples.get("trained", 0)
-    begun = untrained if held or any(state in samples for state in ON_THEIR_WAY) else 0
+    begun = untrained if held or not samples.keys().isdisjoint(ON_THEIR_WAY) else 0
     ended = samples.get("finished", 0) + samples.get("generated", 0)
     if unit == "group":
         held = {min(held): untrained} if held else {}
@@ -161,18 +161,21 @@ class Tally:
             self.samples[state] -= count
         for state, count in new.samples.items():
             self.samples[state] += count
-        self.tokens = self.tokens[0] - old.tokens[0] + new.tokens[0], self.tokens[1] - old.tokens[1] + new.tokens[1]
+        if old.tokens != new.tokens:
+            trainable, rewarded = self.tokens
+            self.tokens = trainable - old.tokens[0] + new.tokens[0], rewarded - old.tokens[1] + new.tokens[1]
         self.begun += new.begun - old.begun
         _exchange(self.trainable, old.trainable, new.trainable)
         _exchange(self.rewarded, old.rewarded, new.rewarded)
         _exchange(self.held, old.held, new.held)
+        if old.samples.keys() == new.samples.keys() and (old.begun > 0) == (new.begun > 0):  # as after most events
+            return
         before, after = old.having, new.having
-        if before != after:
-            for having in before - after:
-                numbers = self._numbers[having]
-                del numbers[bisect_left(numbers, number)]
-            for having in after - before:
-                insort(self._numbers.setdefault(having, []), number)
+        for having in before - after:
+            numbers = self._numbers[having]
+            del numbers[bisect_left(numbers, number)]
+        for having in after - before:
+            insort(self._numbers.setdefault(having, []), number)
 
 
 def _exchange(total: Counter[int], old: dict[int, int], new: dict[int, int]) -> None:

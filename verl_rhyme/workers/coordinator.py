@@ -16,7 +16,6 @@ import gc
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import ray
@@ -305,7 +304,7 @@ class Coordinator:
                 if self._dispatching and len(crew):
                     limit = self._capacity.limit
                     lot = max(1, setting.lot * limit // setting.limit)
-                    starts = [replace(s, why=self._dispatch.why(s.name)) for s in self._dispatch.fill(limit, lot)]
+                    starts = [s._replace(why=self._dispatch.why(s.name)) for s in self._dispatch.fill(limit, lot)]
                     self._errands.tell_errors()
                     if starts and setting.router is not None:
                         setting.router.expect.remote(len(starts), more=self._announced)

@@ -9,7 +9,8 @@ from typing import Any
 
 import transfer_queue as tq
 
-from verl_rhyme.scheduling.remembered import Evidence, Record
+from verl_rhyme.scheduling.recovery import Evidence
+from verl_rhyme.scheduling.remembered import Record
 from verl_rhyme.workers.session import SESSIONS
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
-from verl_rhyme.scheduling.remembered import Evidence, Hopeless
+from verl_rhyme.scheduling.recovery import Evidence
+from verl_rhyme.scheduling.remembered import Hopeless
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import named
 

@@ -110,9 +110,10 @@ class Fleet:
     def _change(self, counts: Counts, totals: list[int], replica: str, requests: int, tokens: int) -> None:
         i = self.index[replica]
         counts[REQUESTS, i] += requests
-        counts[TOKENS, i] += tokens
         totals[REQUESTS] += requests
-        totals[TOKENS] += tokens
+        if tokens:
+            counts[TOKENS, i] += tokens
+            totals[TOKENS] += tokens
 
     def requests(self, replica: str) -> int:
         """Those that run on a replica; 0 where there is none of that name."""
@@ -122,7 +123,7 @@ class Fleet:
     def least(self) -> npt.NDArray[np.intp]:
         """Columns of the replicas with the fewest requests."""
         requests = self.running[REQUESTS]
-        return np.flatnonzero(requests == requests.min())
+        return (requests == requests.min()).nonzero()[0]
 
     def least_tokens(self, among: npt.NDArray[np.intp] | None = None) -> int:
         """Column of the replica with the fewest tokens for its share, of those with as few the one with the fewest
