@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import takewhile
 
 from verl_rhyme.scheduling.ledger import Ledger
 from verl_rhyme.scheduling.rules import Rules
@@ -32,10 +32,15 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
     tally, room, seen = ledger.tally, float("inf"), set[int]()
     if rules.spans_versions and rules.max_staleness > 0:
         room = (rules.max_staleness + 1 - training) * rules.batch_samples - tally.begun
-    awaited = islice(ledger, rules.batch_prompts) if rules.harvest == "loaded" else ()
-    next_batch = {prompt.number for prompt in awaited}
-    for prompt in _in_order(rules, ledger, tally.prompts("pending")):
-        if room <= 0 and prompt.number not in next_batch:
+
+    def awaited(prompt: Prompt) -> bool:
+        return rules.harvest == "loaded" and ledger.place(prompt) < rules.batch_prompts
+
+    pending: Iterable[Prompt] = tally.prompts("pending")
+    if room <= 0:  # while the trainer trains: the rest need not be ordered after every event
+        pending = takewhile(awaited, pending)
+    for prompt in _in_order(rules, ledger, pending):
+        if room <= 0 and not awaited(prompt):
             break
         numbers = _longest_first(prompt)
         if not tally.has_begun(prompt):
@@ -43,12 +48,9 @@ def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[st
         for number in _after_probe(rules, prompt, numbers):
             yield prompt.uid, number
         seen.add(prompt.number)
-    else:
-        return
-    for prompt in _in_order(rules, ledger, tally.prompts("begun")):
-        if prompt.number not in seen:
-            for number in _after_probe(rules, prompt, _longest_first(prompt)):
-                yield prompt.uid, number
+    for prompt in _in_order(rules, ledger, (p for p in tally.prompts("begun") if p.number not in seen)):
+        for number in _after_probe(rules, prompt, _longest_first(prompt)):
+            yield prompt.uid, number
 
 
 def priority(rules: Rules, prompt: Prompt) -> int:
@@ -67,13 +69,11 @@ def _in_order(rules: Rules, ledger: Ledger, prompts: Iterable[Prompt]) -> Iterab
     if rules.start_order == "load":
         return prompts
     sign = -1 if rules.start_order == "longest" else 1
-    batch: dict[int, int] = {}
-    if rules.harvest == "loaded":
-        batch = {prompt.number: place // rules.batch_prompts for place, prompt in enumerate(ledger)}
 
     def place(prompt: Prompt) -> tuple[int, float, int]:
+        batch = ledger.place(prompt) // rules.batch_prompts if rules.harvest == "loaded" else 0
         expected = math.inf if prompt.expected is None else prompt.expected
-        return batch.get(prompt.number, 0), sign * expected, prompt.number
+        return batch, sign * expected, prompt.number
 
     return sorted(prompts, key=place)
 

@@ -55,8 +55,11 @@ class Expectations:
         """What responses to these prompts that have so many tokens may yet add; ``None`` where that cannot be told."""
 
         def outlook() -> Outlook:
-            keys = {uid: self._keys.get(uid, _NOBODY) for uid in uids}
-            ended = {key: list(self._lengths[uid].values()) for uid, key in keys.items() if key and uid in self._keys}
+            # One without a key is no sibling of others without; a prompt with one may be here twice.
+            keys = {uid: self._keys.get(uid) or f"{_NOBODY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
+            ended: dict[str, list[int]] = {}
+            for uid, key in keys.items():
+                ended.setdefault(key, []).extend(self._lengths.get(uid, {}).values())
             if any(emitted):
                 return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended).outlook()
             place = {uid: i for i, uid in enumerate(keys)}  # siblings are alike before they begin

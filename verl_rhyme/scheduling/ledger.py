@@ -8,6 +8,7 @@ which refuse what cannot be: no sample is lost, started twice or trained twice. 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class Ledger:
 
     def __init__(self, unit: Unit = "group") -> None:
         self._prompts: dict[str, Prompt] = {}
+        self._numbers: list[int] = []  # of these, rising
         self._tally = Tally(unit)
         #: Prompts loaded since the beginning.
         self.loaded = 0
@@ -87,6 +89,10 @@ class Ledger:
     def prompt(self, uid: str) -> Prompt:
         """Raises ``KeyError`` for one that is not here (any more)."""
         return self._prompts[uid]
+
+    def place(self, prompt: Prompt) -> int:
+        """How many that are here were loaded before this one."""
+        return bisect_left(self._numbers, prompt.number)
 
     @property
     def tally(self) -> Tally:
@@ -108,6 +114,7 @@ class Ledger:
         if samples < 1:
             raise ValueError(f"prompt {uid} is loaded with {samples} samples; at least 1 is needed")
         self._prompts[uid] = Prompt(uid, self.loaded, [Sample() for _ in range(samples)])
+        self._numbers.append(self.loaded)
         self._tally.changed(self._prompts[uid])
         self.loaded += 1
 
@@ -196,7 +203,9 @@ class Ledger:
 
     def drop(self, uid: str) -> None:
         """A prompt leaves: it is trained, it failed, or was filtered."""
-        self._tally.left(self._prompts.pop(uid))
+        prompt = self._prompts.pop(uid)
+        del self._numbers[self.place(prompt)]
+        self._tally.left(prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON. What was on its way when it was taken is pending in it."""
@@ -215,6 +224,7 @@ class Ledger:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
         self._prompts, self._tally = {}, Tally(self._tally.unit)
+        self._numbers = [saved["number"] for saved in state["prompts"]]
         for saved in state["prompts"]:
             samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
             self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})

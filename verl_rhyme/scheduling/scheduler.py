@@ -132,9 +132,9 @@ class Scheduler:
             return [0 for _ in uids]
         if rules.harvest != "loaded":  # any of the next updates may take it
             return [self.version for _ in uids]
-        updates = {prompt.uid: place // rules.batch_prompts for place, prompt in enumerate(self.ledger)}
         newest = self.version + self._training  # or it would wait for an update that waits for it
-        return [max(0, min(newest, newest - rules.max_staleness + updates[uid])) for uid in uids]
+        updates = (self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts for uid in uids)
+        return [max(0, min(newest, newest - rules.max_staleness + update)) for update in updates]
 
     @property
     def running(self) -> int:

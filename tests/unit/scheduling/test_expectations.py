@@ -50,6 +50,31 @@ def test_a_prompt_that_leaves_early_has_told_what_came():
     assert expectations.measures() == {}
 
 
+def test_a_prompt_that_is_here_twice_has_the_siblings_of_both():
+    expectations = Expectations(30_000)
+    expectations.hand({"first": "key", "second": "key", "other": "another"})
+    for number in range(7):
+        expectations.generated("first", number, 200)
+    alone, *both = (
+        expectations.lengths(uids, [0] * len(uids))
+        for uids in (["first", "other"], ["first", "second"], ["second", "first"])
+    )
+    assert 2 * alone.tokens[0] < alone.tokens[1]
+    for outlook in both:
+        assert outlook.tokens.tolist() == [alone.tokens[0]] * 2
+
+
+def test_prompts_without_a_key_are_no_siblings():
+    expectations = Expectations(30_000)
+    count = 200
+    expectations.hand({f"u{i}": "" for i in range(count)} | {f"v{i}": f"key {i}" for i in range(count)})
+    outlooks = [expectations.lengths([f"{kind}{i}" for i in range(count)], [600] * count) for kind in "uv"]
+    assert outlooks[0].tokens.tolist() == outlooks[1].tokens.tolist()
+    expectations.generated("u0", 0, 20_000)
+    told = expectations.lengths(["u0", "u1"], [0, 0])
+    assert told.tokens[0] > told.tokens[1]
+
+
 def test_a_sample_that_is_generated_anew_counts_once():
     """On-policy, what was finished and not trained is: short ones are told again and again."""
     once, again = Expectations(30_000), Expectations(30_000)
