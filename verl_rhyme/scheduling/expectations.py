@@ -18,6 +18,8 @@ from verl_rhyme.lengths.quality import Quality
 
 T = TypeVar("T")
 
+#: What is known is worth telling again when so many of its prompts have been learnt from since: telling costs by all.
+_TOLD_AGAIN = 1 / 16
 #: Of prompts without a key; nothing is ever learnt of it.
 _NOBODY = ""
 
@@ -42,6 +44,7 @@ class Expectations:
         self._quality = Quality()
         self._keys: dict[str, str] = {}
         self._lengths: dict[str, dict[int, int]] = {}
+        self._untold = 0  # prompts that were learnt from since what is known was told
 
     def hand(self, keys: Mapping[str, str]) -> dict[str, float]:
         """Prompts come, by uid; an empty key is of one that nobody knows.
@@ -111,7 +114,12 @@ class Expectations:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: what is known of lengths, without the prompts that are here."""
+        self._untold = 0
         return self._try(lambda: {**self.predictor.state_dict(), "prompt_tokens": self.prompts.state_dict()}, {})
+
+    def news(self) -> dict[str, Any] | None:
+        """As :meth:`state_dict`, if much has been learnt since that was last asked for."""
+        return self.state_dict() if self._untold > _TOLD_AGAIN * len(self.predictor) else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave; what cannot be read is as if it had not been there."""
@@ -133,6 +141,7 @@ class Expectations:
         for tokens in lengths.values():
             self.predictor.ended(key, tokens)
         if (learnt := self.predictor.close(key)) is not None:
+            self._untold += 1
             self._quality.add(learnt)
 
     def _try(self, what: Callable[[], T], otherwise: T) -> T:

@@ -39,7 +39,7 @@ class Driver:
         self._workers: list[Any] = []
         self._state: dict[str, Any] | None = None  # of the last batch
         self._handed: list[Handed] = []  # prompts since then
-        self._lengths: dict[str, Any] | None = None  # what was known of them at the last checkpoint
+        self._lengths: dict[str, Any] | None = None  # what was last told of them
         self._version = 0
         self._batches_left = 0
         self._generation = 0
@@ -80,6 +80,7 @@ class Driver:
                 topology.resume()
             rewarded = True
         self._state, self._handed = reply.state, []
+        self._lengths = reply.lengths or self._lengths
         self._batches_left -= 1
         return reply
 

@@ -90,6 +90,7 @@ class Coordinator:
         """
         if self._opened is not None:
             self._opened[2].close()
+            self._opened = None  # what is reported meanwhile is not that rollout's any more
         if self._moving is not None:
             self._moving.close()
         rollout = Rollout(setting.rules, setting.filters, before.generation)
@@ -242,6 +243,7 @@ class Coordinator:
             failed=batch.failed,
             wasted=batch.wasted,
             state=state,
+            lengths=self._expectations.news(),
         )
 
     async def state(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Before:
         handed: Prompts that were handed over since.
         version, batches_left: Of the current policy, and update batches until training ends.
         generation: Above that of every coordinator before (:class:`Rollout`).
-        lengths: What was known of response lengths at the last checkpoint; ``None``: nothing.
+        lengths: What was last told of response lengths; ``None``: nothing.
     """
 
     state: dict[str, Any] | None
@@ -105,6 +105,7 @@ class Reply:
         failed: Prompts that were dropped since, because a sample failed.
         wasted: Request records of attempts whose tokens will not be trained.
         state: What the coordinator can be opened with again.
+        lengths: What is known of response lengths, where that is news; else ``None``.
     """
 
     keys: list[str]
@@ -114,3 +115,4 @@ class Reply:
     failed: int
     wasted: list[Record]
     state: dict[str, Any]
+    lengths: dict[str, Any] | None = None

@@ -185,3 +185,18 @@ def test_the_order_holds_under_the_bound_of_what_may_begin():
     rollout.lost(["d_0"])
     rollout.expect({"a": 99})
     assert [start.name[0] for start in rollout.fill()] == ["a", "a", "d", "c", "b", "b"]
+
+
+def test_what_is_known_is_news_when_much_was_learnt():
+    expectations = Expectations(1000)
+    told = []
+    for number in range(400):
+        expectations.hand({f"u{number}": f"key {number}"})
+        expectations.generated(f"u{number}", 0, 100)
+        expectations.keep(lambda uid: False)
+        told.append(expectations.news())
+    told = [len(news["prompts"]) for news in told if news is not None]
+    assert told[0] == 1
+    assert told[-1] >= 0.9 * 400
+    assert len(told) < 100, "telling costs by all that is known"
+    assert expectations.news() is None or told[-1] < 400

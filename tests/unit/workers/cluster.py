@@ -8,7 +8,7 @@ import random
 import selectors
 from types import SimpleNamespace
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 _PROCESS = contextvars.ContextVar("process", default=None)
 _HANDLES: dict[int, "Handle"] = {}
@@ -201,6 +201,11 @@ class Handle:
             self.cluster.answer(result, error=RayActorError())
         if self.restarts if restarts is None else restarts:
             self.cluster.call_soon(self.cluster.random.uniform(0.1, 5.0), self._restart)
+
+    def lose_touch(self):
+        """Who waits for an answer gets none, of an actor that lives, and goes on with what it was asked."""
+        for result in self.process.calls if self.alive else ():
+            self.cluster.answer(result, error=ActorUnavailableError("the network was away", None))
 
     def receive(self, method, message, result):
         process = self.process

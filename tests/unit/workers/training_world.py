@@ -262,11 +262,13 @@ class World:
         if run != self.runs or self.cluster.killed.done():
             return
         self.kills_left -= 1
-        whom = self.random.choice(["coordinator", "worker", "workers", "replica", "run"])
+        whom = self.random.choice(["coordinator", "unreachable", "worker", "workers", "replica", "run"])
         self.deaths.append(whom)
         self.died_at[whom] = self.cluster.clock.time()
         if whom == "coordinator":
             self.coordinator.die()
+        elif whom == "unreachable":
+            self.coordinator.lose_touch()
         elif whom == "worker":
             self.random.choice(self.workers).die()
         elif whom == "workers":
