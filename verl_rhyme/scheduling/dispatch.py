@@ -131,8 +131,14 @@ class Dispatch:
             replicas = self.placement.place(list(map(self._request, samples, begin, tokens, likely, had, ahead)))
         return list(map(_Chosen, samples, replicas, tokens, likely, had))
 
+    @property
+    def adrift(self) -> bool:
+        """Something ran at a replica that serves no more, and went on elsewhere: :meth:`take_up` may tell where."""
+        return self.placement is not None and any(at.replica not in self.placement.fleet for at in self._at.values())
+
     def take_up(self, running: Mapping[str, str]) -> None:
-        """Attempts that another dispatch started, with where they run: they count there, in no plan."""
+        """Attempts that run where this dispatch did not send them, or another sent them: they count there from now on,
+        in no plan. Where a replica does not serve, or an attempt counts already, nothing changes."""
         if self.placement is None:
             return
         ledger = self.rollout.scheduler.ledger
@@ -141,7 +147,9 @@ class Dispatch:
             if replica not in self.placement.fleet or uid not in ledger:
                 continue
             samples = ledger.prompt(uid).samples
-            sample = samples[number]
+            sample, before = samples[number], self._at.get(_id(uid, number))
+            if before is not None and before.replica in self.placement.fleet:
+                continue
             if sample.state == "running" and sample.attempt == attempt:
                 had = sample.kept_tokens if self.rollout.rules.continues else 0
                 id_ = f"{uid}-{number}"

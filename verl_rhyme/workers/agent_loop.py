@@ -95,6 +95,10 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         """Tell ``coordinator`` from now on. Returns :meth:`attempts`, with the address of the replica where each runs;
         empty where that is not known."""
         self._reports.attach(coordinator)
+        return await self.places()
+
+    async def places(self) -> dict[str, str]:
+        """As :meth:`attach` answers."""
         return {name: where(session) if (session := self._sessions.get(name)) else "" for name in self._attempts}
 
     async def attempts(self) -> list[str]:

@@ -112,7 +112,9 @@ class Coordinator:
             rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
         placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
         self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
-        self._moving = Moving(self._dispatch, setting.router, self._move, lambda: self._dispatching)
+        self._moving = Moving(
+            self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
+        )
         await self._moving.look()
         self._dispatch.take_up(running)
         self._opened, self._error = (setting, rollout, crew), None

@@ -102,6 +102,13 @@ class Crew:
         for worker, order in orders.items():
             worker.move.remote(order)
 
+    async def where(self) -> dict[str, str]:
+        """The attempts that are under way, with the address of the replica of each; empty where that is not known, none
+        of a worker that does not answer."""
+        asked = [asyncio.wait_for(worker.places.remote(), self._patience_s) for worker in self._about]
+        answers = await asyncio.gather(*asked, return_exceptions=True)  # who is silent is given up elsewhere
+        return {name: at for found in answers if isinstance(found, dict) for name, at in found.items()}
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()

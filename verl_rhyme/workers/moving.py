@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray.exceptions import RayError
@@ -26,6 +26,7 @@ class Moving:
         dispatch: Whose errands these are.
         router: A ``PlacementRouter``; ``None``: verl's, which does not say who serves.
         moves: Orders moves, by attempts' names.
+        where: At which replicas attempts run, by their names; empty where that is not known.
         active: Samples are started and run; else the engines stand still, or are about to.
     """
 
@@ -34,9 +35,11 @@ class Moving:
         dispatch: Dispatch,
         router: Any,
         moves: Callable[[list[Move]], None],
+        where: Callable[[], Awaitable[dict[str, str]]],
         active: Callable[[], bool],
     ) -> None:
         self._dispatch, self._router, self._moves, self._active = dispatch, router, moves, active
+        self._where = where
         self._servers: dict[str, Any] = {}  # handles of the replicas, by address
         self._warned = False
         self._task: asyncio.Task[None] | None = None
@@ -61,6 +64,11 @@ class Moving:
             return
         self._servers = {address: handle for address, (handle, _) in fleet.items()}
         self._dispatch.serve({address: room for address, (_, room) in fleet.items()})
+        if self._dispatch.adrift:
+            try:
+                self._dispatch.take_up(await asyncio.wait_for(self._where(), _ANSWER_S))
+            except asyncio.TimeoutError:  # a worker is stuck; the next look asks again
+                logger.warning("it is not known where requests of a replica that died went on")
 
     def tell_errors(self) -> None:
         """A plan that failed is told, once: samples start all the same."""

@@ -84,6 +84,28 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     assert dispatch.placement.status()["requests"] == {"a": 1, "c": 0}
 
 
+def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
+    _, dispatch = made()
+    starts = dispatch.fill()
+    at = {start.name: start.replica for start in starts}
+    there = [name for name, replica in at.items() if replica == "b"]
+    assert there
+    assert not dispatch.adrift
+    dispatch.serve({"a": 100_000})
+    assert dispatch.adrift
+    counted = len(starts) - len(there)
+    assert dispatch.placement.status()["requests"] == {"a": counted}
+    dispatch.take_up({**at, there[0]: ""})  # one that its client has not sent anew yet, others as if nobody had noticed
+    assert dispatch.placement.status()["requests"] == {"a": counted}
+    for _ in range(2):
+        dispatch.take_up(dict.fromkeys(at, "a"))
+        assert not dispatch.adrift
+        assert dispatch.placement.status()["requests"] == {"a": len(starts)}
+    for start in starts:
+        dispatch.ended(start.name, 9)
+    assert dispatch.placement.status()["requests"] == {"a": 0}
+
+
 def test_without_a_policy_that_plans_the_router_decides():
     rollout = Rollout(Rules(**RULES))
     dispatch = Dispatch(rollout, expected)

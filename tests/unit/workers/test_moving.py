@@ -35,7 +35,7 @@ class _Dispatch:
 
 def _look(moves):
     dispatch, ordered = _Dispatch(moves), []
-    moving = Moving(dispatch, None, ordered.append, lambda: True)
+    moving = Moving(dispatch, None, ordered.append, dict, lambda: True)
     moving._servers = {"a": _Server(7), "b": _Server(RuntimeError("dead"))}
     asyncio.run(moving._move({"a": ["0_0_1", "0_1_1"], "b": ["1_0_1"], "gone": ["2_0_1"]}))
     assert dispatch.told == {"0_0_1": 7, "0_1_1": 7}, "who is dead or gone says nothing"
