@@ -225,6 +225,21 @@ def test_logs_that_tell_nothing(run, tmp_path):
     assert len(error.splitlines()) == 1
 
 
+def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x.yaml"
+    with monkeypatch.context() as patched:
+        patched.setattr(fitted, "fit", lambda _: pytest.fail("it was fitted"))
+        status, _, error = told("profile", run, "--out", path)
+    assert status == 1
+    assert f"cannot write --out {path} (" in error
+    assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
+
+
+def test_the_default_stands_in_the_help():
+    assert "RUN/profile.yaml" in told("profile", "--help")[1]
+
+
 def test_a_log_that_is_too_short(run):
     events = run / "checkpoints" / "events"
     for path in sorted(events.glob("requests-*.arrow")):
