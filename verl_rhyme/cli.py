@@ -23,6 +23,7 @@ from verl_rhyme import __version__
 if TYPE_CHECKING:
     from verl_rhyme.doctor import Check
     from verl_rhyme.history.inspection import Inspection
+    from verl_rhyme.simulation.cluster_file import Loaded
     from verl_rhyme.simulation.run import Simulation
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
@@ -295,6 +296,10 @@ def simulate(
                 _check_folder(out)
         if timeline is not None:
             _check_file("--timeline", timeline)
+        for line in loaded.unread:
+            print(f"verl-rhyme simulate: {line}", file=sys.stderr)
+        batch = loaded.scenario.rules.batch_prompts
+        print(f"verl-rhyme simulate: {loaded.total} prompts, {loaded.updates} updates of {batch}", file=sys.stderr)
         segments: list | None = [] if timeline or out else None
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -303,7 +308,7 @@ def simulate(
     except (OSError, ValueError, RuntimeError) as error:
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    _print_simulated(simulation, loaded.sources, as_json)
+    _print_simulated(simulation, loaded, as_json)
     log = (loaded.scenario, segments or [], steps, loaded.epoch_prompts, simulation.predicted)
     try:
         if timeline is not None:
@@ -318,14 +323,15 @@ def simulate(
         raise typer.Exit(1) from error
 
 
-def _print_simulated(simulation: Simulation, sources: list[str], as_json: bool) -> None:
+def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> None:
     from verl_rhyme.simulation import summary
 
     steps = simulation.steps
     if as_json:
         for step in steps:
             print(json.dumps(summary.row(step)))
-        print(json.dumps({**summary.whole(simulation), "sources": sources}))
+        about = {"sources": loaded.sources, "prompts": loaded.total, "unread": loaded.unread}
+        print(json.dumps({**summary.whole(simulation), **about}))
         return
     table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
     for step in steps:
@@ -333,7 +339,7 @@ def _print_simulated(simulation: Simulation, sources: list[str], as_json: bool) 
     Console().print(table)
     for line in summary.lines(simulation):
         print(line)
-    for source in sources:
+    for source in loaded.sources:
         print(f"what steps cost: {source}")
 
 

@@ -177,6 +177,8 @@ class Loaded:
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
         epoch_prompts: Prompts of an epoch.
+        total: Prompts of all epochs.
+        unread: What of a recorded run's log was not read, or is not played.
     """
 
     scenario: Scenario
@@ -184,6 +186,8 @@ class Loaded:
     updates: int
     sources: list[str]
     epoch_prompts: int
+    total: int
+    unread: list[str] = field(default_factory=list)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -304,7 +308,7 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
-    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts)
+    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts, work.total, work.unread)
 
 
 class _Work(NamedTuple):
@@ -316,6 +320,7 @@ class _Work(NamedTuple):
     samples: int
     response_limit: int
     drafts: Drafts
+    unread: list[str]
 
 
 def _made_up(config: ClusterFile, path: Path) -> _Work:
@@ -333,7 +338,7 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
     made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
     drafts = _drafts(config.drafts, Drafts())
-    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts)
+    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts, [])
 
 
 def _recorded(config: ClusterFile, path: Path) -> _Work:
@@ -353,7 +358,12 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     if config.drafts.acceptance is not None:
         prompts = [prompt.unpaced() for prompt in prompts]
     epoch_prompts = len({prompt.key for prompt in prompts})
-    return _Work(prompts, len(prompts), epoch_prompts, samples, work.response_limit or longest, drafts)
+    limit = longest if work.response_limit is None else work.response_limit
+    unread = list(run.unread)
+    trained = {*run.requests["uid"][run.requests["trained"] & ~run.requests["validate"]].tolist()}
+    if lost := len(trained) - len(prompts):
+        unread.append(f"{run.folder}: {lost} of {len(trained)} prompts have no length of each sample, and are left out")
+    return _Work(prompts, len(prompts), epoch_prompts, samples, limit, drafts, unread)
 
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:

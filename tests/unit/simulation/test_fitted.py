@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -250,6 +251,38 @@ def test_a_log_that_is_too_short(run):
     assert status == 1
     assert "8 requests that came to their end" in error
     assert "at least 16" in error
+
+
+def replayed(folder: Path, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """The last object of ``simulate --json`` over a recorded run, and what it says beside."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        f"workload: {{lengths: {{run: {run}}}}}\n"
+    )
+    status, output, error = told("simulate", cluster, "--json", *overrides)
+    assert status == 0, error
+    return json.loads(output.splitlines()[-1]), error
+
+
+def test_what_of_a_recorded_run_is_not_played_is_told(run, tmp_path):
+    whole, error = replayed(tmp_path, run)
+    assert (whole["prompts"], whole["unread"]) == (64, [])
+    assert "64 prompts, 8 updates of 8" in error
+    paths = sorted((run / "checkpoints" / "events").glob("requests-*.arrow"))
+    paths[-1].write_bytes(paths[-1].read_bytes()[:-100])  # torn
+    table = pa.ipc.open_file(pa.py_buffer(paths[0].read_bytes())).read_all()
+    without = table.drop_columns(["verify_steps"])
+    unknown = pa.array([None] * 3 + table["response_tokens"].to_pylist()[3:], pa.int32())
+    without = without.set_column(without.schema.get_field_index("response_tokens"), "response_tokens", unknown)
+    with pa.OSFile(str(paths[0]), "wb") as file, pa.ipc.new_file(file, without.schema) as writer:
+        writer.write_table(without)
+    whole, error = replayed(tmp_path, run)
+    assert whole["prompts"] < 56
+    for words in ("is unreadable and left out", "3 of 224 requests do not tell response_tokens", "tell verify_steps"):
+        assert any(words in line for line in whole["unread"]), words
+    assert "of 56 prompts have no length of each sample, and are left out" in whole["unread"][-1]
+    assert all(line in error for line in whole["unread"])
 
 
 def test_a_log_of_another_version(run, tmp_path):
