@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,24 @@ from verl_rhyme.scheduling.rules import MODES, Rules, named
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
+
+#: What numbers must be at least, by key; all are finite.
+_LEAST = {
+    "limit": 1,
+    "updates": 1,
+    "rules.batch_prompts": 1,
+    "rules.group_batches": 1,
+    "rules.max_staleness": 0,
+    "workload.prompts": 1,
+    "workload.samples": 1,
+    "workload.epochs": 1,
+    "workload.prompt_tokens": 1,
+    "workload.response_limit": 1,
+    "workload.growth": 0,
+    "workload.seed": 0,
+    "drafts.overhead": 1,
+    "drafts.siblings": 0,
+}
 
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
 
@@ -202,6 +221,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     config: ClusterFile = _read(ClusterFile, path, overrides)
     try:
+        _check_bounds(config, path)
         return _scenario(config, path)
     except ClusterError:
         raise
@@ -266,14 +286,29 @@ def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
         raise ClusterError(f"{path} is no YAML mapping: {error}") from error
 
 
+def _check_bounds(config: ClusterFile, path: Path) -> None:
+    told: list[tuple[str, float | None, float]] = [
+        (key, operator.attrgetter(key)(config), least) for key, least in _LEAST.items()
+    ]
+    for i, kind in enumerate(config.replicas):
+        told += [(f"replicas.{i}.{name}", getattr(kind, name), 1) for name in ("count", "slots")]
+        if kind.room != math.inf:
+            told.append((f"replicas.{i}.room", kind.room, 1))
+    told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance or [])]
+    told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in (config.workload.percentiles or {}).items()]
+    for key, value, least in told:
+        if value is not None and not least <= value < math.inf:
+            bound = "finite" if value == math.inf else f"at least {least}"
+            raise ClusterError(f"{path}: {key} must be {bound}, not {value}")
+
+
 def _scenario(config: ClusterFile, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
     sources = []
     for kind in config.replicas:
         cost, source = profile(kind.profile, path)
-        slots, room = kind.slots or cost.slots, kind.room or cost.room
-        if kind.count < 1:
-            raise ClusterError(f"{path}: replicas: count must be at least 1, not {kind.count}")
+        slots = cost.slots if kind.slots is None else kind.slots
+        room = cost.room if kind.room is None else kind.room
         costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
         if source not in sources:
             sources.append(source)
@@ -291,7 +326,7 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         raise ClusterError(
             f"{path}: its {work.total} prompts are fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
         )
-    updates = min(updates, config.updates or updates)
+    updates = updates if config.updates is None else min(updates, config.updates)
     _check_placement(config.placement, path)
     scenario = Scenario(
         replicas=tuple(costs),
@@ -331,10 +366,8 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
         raise ClusterError(f"{path}: workload.{missing} is missing (or name a recorded run: workload.lengths.run)")
     percentiles = {float(percentile): tokens for percentile, tokens in work.percentiles.items()}
     lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
-    if min(work.prompts, work.samples, work.epochs, work.prompt_tokens) < 1 or not 0 <= work.unseen <= 1:
-        raise ClusterError(
-            f"{path}: workload: prompts, samples, epochs and prompt_tokens are at least 1, unseen a share"
-        )
+    if not 0 <= work.unseen <= 1:
+        raise ClusterError(f"{path}: workload.unseen must be a share, from 0 to 1, not {work.unseen}")
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
     made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
     drafts = _drafts(config.drafts, Drafts())
