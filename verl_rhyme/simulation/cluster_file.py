@@ -44,6 +44,8 @@ _LEAST = {
 }
 
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
+#: Of these a mode has its own.
+_FIXED = {"sync": _LEFT_OPEN, "on_policy": ("max_staleness",), "histopipe": _LEFT_OPEN, "partial": ()}
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -376,7 +378,8 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
 
 def _recorded(config: ClusterFile, path: Path) -> _Work:
     work = config.workload
-    if given := [name for name in ("prompts", "samples", "percentiles") if getattr(work, name) is not None]:
+    default = WorkloadFile(work.lengths, response_limit=work.response_limit)
+    if given := [name for name, value in vars(work).items() if value != getattr(default, name)]:
         raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
     try:
         run = recorded.read(_from(path, str(work.lengths.run)))
@@ -425,7 +428,23 @@ def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules
 
 
 def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
-    given: dict[str, Any] = {
+    if config.mode not in _FIXED:
+        raise ClusterError(
+            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
+        )
+    if config.mode == "partial" and config.max_staleness == 0:
+        raise ClusterError(
+            f"{path}: rules.max_staleness must be at least 1 with rules.mode=partial, which mixes versions: set "
+            "rules.mode=on_policy, or drop it"
+        )
+    if config.draft_ahead and not (separate and config.mode in ("sync", "on_policy")):
+        raise ClusterError(
+            f"{path}: rules.draft_ahead=true needs topology=separate and rules.mode=on_policy: set these, or drop it"
+        )
+    given = {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
+    left: dict[str, Any] = {"max_staleness": 1} if config.mode == "partial" else {}  # training's default
+    left |= {
+        **{name: value for name, value in given.items() if name not in _FIXED[config.mode]},
         "batch_prompts": config.batch_prompts,
         "batch_samples": config.batch_prompts * samples,
         "start_order": config.start_order,
@@ -434,14 +453,14 @@ def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
         "draft_ahead": config.draft_ahead,
         "through_training": separate,
     }
-    given |= {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
-    if config.mode == "sync":
-        return Rules(**{"group_batches": 1, **given})
-    if config.mode not in MODES:
+    try:
+        rules = Rules(**left, group_batches=1) if config.mode == "sync" else named(config.mode, **left)
+    except ValueError as error:
+        raise ClusterError(f"{path}: rules.{error}") from error
+    if other := [name for name, value in given.items() if getattr(rules, name) != value]:
         raise ClusterError(
-            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
+            f"{path}: rules.mode={config.mode} has its own {', '.join(other)}: drop rules.{', rules.'.join(other)}"
         )
-    if config.mode == "histopipe" and (mine := [n for n in _LEFT_OPEN if getattr(config, n) is not None]):
-        told = f"rules.mode=histopipe has its own {', '.join(mine)}: drop rules.{', rules.'.join(mine)}"
-        raise ClusterError(f"{path}: {told}")
-    return named(config.mode, **given)
+    if rules.load == "rolling" and "group_batches" in given:
+        raise ClusterError(f"{path}: rules.group_batches is for rules.load=group: drop one of them")
+    return rules

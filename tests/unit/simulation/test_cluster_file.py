@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
+from verl_rhyme.config import SortingConfig
 from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, load, profile
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
@@ -53,9 +54,47 @@ def test_where_replicas_keep_running_each_takes_weights_by_itself():
         rules = load(EXAMPLE, [*SMALL, *separate, *mode]).scenario.rules
         assert rules.one_by_one
         assert rules.on_interrupt == "keep_running"
-    for mode in ([], ["rules.mode=on_policy"], ["rules.mode=partial"]):
-        with pytest.raises(ClusterError, match=r"rules.keep_running needs|max_staleness must be at least 1"):
+    for mode in ([], ["rules.mode=on_policy"]):
+        with pytest.raises(ClusterError, match=r"rules.keep_running needs"):
             load(EXAMPLE, [*SMALL, *separate, *mode])
+
+
+def test_what_a_mode_has_may_be_said():
+    """And the bound that training has by default is here, too."""
+    assert load(EXAMPLE, ["rules.mode=partial"]).scenario.rules.max_staleness == SortingConfig().max_staleness == 1
+    for said in (
+        ["rules.mode=on_policy", "rules.max_staleness=0", "rules.group_batches=2"],
+        ["rules.mode=sync", "rules.group_batches=1", "rules.load=group"],
+        ["rules.mode=histopipe", "rules.harvest=loaded", "topology=separate", "rules.load=rolling"],
+    ):
+        assert load(EXAMPLE, said).updates
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            "rules.mode=on_policy rules.max_staleness=2",
+            "rules.mode=on_policy has its own max_staleness: drop rules.max",
+        ),
+        (
+            "rules.mode=sync rules.max_staleness=3",
+            "rules.mode=sync has its own max_staleness: drop rules.max_staleness",
+        ),
+        ("rules.mode=sync rules.load=rolling", "rules.mode=sync has its own load"),
+        ("rules.mode=partial rules.max_staleness=0", "rules.max_staleness must be at least 1 with rules.mode=partial"),
+        ("rules.mode=partial rules.load=rolling rules.group_batches=2", "rules.group_batches is for rules.load=group"),
+        (
+            "rules.mode=partial rules.draft_ahead=true topology=separate",
+            "rules.draft_ahead=true needs topology=separate",
+        ),
+        ("rules.mode=on_policy rules.draft_ahead=true", "rules.draft_ahead=true needs topology=separate"),
+        ("rules.mode=partial rules.harvest=longest", "rules.harvest must be one of"),
+    ],
+)
+def test_rules_that_contradict_each_other(overrides, told):
+    with pytest.raises(ClusterError, match=told):
+        load(EXAMPLE, overrides.split())
 
 
 def test_simulate_tells_each_update_and_all(tmp_path):
@@ -146,7 +185,12 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text(EXAMPLE.read_text())
     monkeypatch.chdir(tmp_path)
-    nothing = ["workload.prompts=null", "workload.samples=null", "workload.percentiles=null"]
+    nothing = [
+        "workload.prompt_tokens=512",
+        "workload.prompts=null",
+        "workload.samples=null",
+        "workload.percentiles=null",
+    ]
     for overrides, told in (
         ([*nothing, "workload.lengths.run=../runs/a"], "counts from the folder of mine.yaml: runs/a is no folder"),
         (["replicas=[{count: 1, profile: ../p.yaml}]"], "counts from the folder of mine.yaml, and p.yaml is no file"),
