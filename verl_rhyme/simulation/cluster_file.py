@@ -9,13 +9,14 @@ import difflib
 import math
 import operator
 import os
+import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
@@ -216,7 +217,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
         path: Of the YAML.
-        overrides: ``key.in.it=value``, as OmegaConf's dot list.
+        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
 
     Raises:
         ClusterError: It cannot be read, or says what cannot be.
@@ -233,24 +234,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         raise ClusterError(f"{path}: {error}") from error
 
 
-def profile(name: str, beside: Path) -> tuple[ReplicaCost, str]:
+def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
     """A kind of replica, and where its figures are from.
 
     Args:
         name: Of a file in :data:`PROFILES` without its ending, or a path.
-        beside: The file that names it, from which paths count.
+        beside: The file that names it, from whose folder paths count; ``None``: from where we are.
 
     Raises:
         ClusterError: There is none, or it says what cannot be.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    path = PROFILES / f"{name}.yaml" if name in known else _from(beside, name)
+    path = PROFILES / f"{name}.yaml" if name in known else Path(name) if beside is None else _from(beside, name)
     if not path.is_file():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ClusterError(
-            f"{beside}: no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from the folder of "
-            f"{beside.name}, and {path} is no file"
+            ("" if beside is None else f"{beside}: ")
+            + f"no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from "
+            + ("where you are" if beside is None else f"the folder of {beside.name}")
+            + f", and {path} is no file"
         )
     found: ProfileFile = _read(ProfileFile, path)
     try:
@@ -267,25 +270,78 @@ def _from(file: Path, name: str) -> Path:
 
 def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
     try:
-        tree = OmegaConf.merge(
-            OmegaConf.structured(kind), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
-        )
-        return OmegaConf.to_object(tree)
-    except OSError as error:
-        raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+        told = OmegaConf.load(path)
+    except Exception as error:  # the YAML parser's have no common name
+        if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
+            raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+        raise ClusterError(f"{path} is no YAML mapping: {error}") from error
+    if not OmegaConf.is_dict(told):
+        raise ClusterError(f"{path} is no YAML mapping of keys to values")
+    for override in overrides:
+        _override(told, override, path)
+    try:
+        plain = OmegaConf.to_container(told, resolve=True)
+        _check_shape(kind, plain, "", path)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), plain))
+    except ClusterError:
+        raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
-    except ConfigKeyError as error:
-        known = [str(key) for key in getattr(error.object_type, "__dataclass_fields__", ())]
-        near = difflib.get_close_matches(str(error.key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        raise ClusterError(f"{path}: unknown key {error.full_key}: {hint}") from error
     except (OmegaConfBaseException, ValueError) as error:
         where = getattr(error, "full_key", None)
-        told = str(error).partition("\n")[0]
-        raise ClusterError(f"{path}: {where + ': ' if where else ''}{told}") from error
+        what = str(error).partition("\n")[0]
+        raise ClusterError(f"{path}: {where + ': ' if where else ''}{what}") from error
+
+
+def _override(tree: Any, override: str, path: Path) -> None:
+    """Set what ``KEY=VALUE`` says; a mapping is merged."""
+    key, given, _ = override.partition("=")
+    if not given or not key:
+        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as rules.mode=partial")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{override[len(key) :]}"]))
+        OmegaConf.update(tree, key, value["value"])  # type: ignore[index, call-overload]
+    except (IndexError, ValueError, TypeError, OmegaConfBaseException) as error:
+        raise ClusterError(
+            f"{path}: cannot set {override}: a list's elements that are there have numbers from 0 on, such as "
+            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]'"
+        ) from error
     except Exception as error:  # the YAML parser's have no common name
-        raise ClusterError(f"{path} is no YAML mapping: {error}") from error
+        raise ClusterError(f"{path}: {key} is given no YAML: {error}") from error
+
+
+_LIST_SUCH_AS = {"replicas": "[{count: 4, profile: NAME}]"}
+
+
+def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
+    """See that keys are known, and mappings, lists and single values where they belong, all the way down."""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return
+        [kind] = set(get_args(kind)) - {types.NoneType}
+    fields = get_type_hints(kind) if is_dataclass(kind) else {}
+    if kind is Any or value == MISSING:
+        return
+    if fields or get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            keys = f" of {', '.join(fields)}" if fields else ""
+            raise ClusterError(f"{path}: {key} must be a mapping{keys}, such as {{KEY: VALUE}}, not {value!r}")
+        for name, each in value.items() if fields else ():
+            inner = f"{key}.{name}" if key else name
+            if name not in fields:
+                near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
+                raise ClusterError(f"{path}: unknown key {inner}: {hint}")
+            _check_shape(fields[name], each, inner, path)
+    elif get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ClusterError(
+                f"{path}: {key} must be a list such as {_LIST_SUCH_AS.get(key, '[1, 2]')}, not {value!r}"
+            )
+        for i, each in enumerate(value):
+            _check_shape(get_args(kind)[0], each, f"{key}.{i}", path)
+    elif isinstance(value, dict | list):
+        raise ClusterError(f"{path}: {key} must be a single value, not {value!r}")
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:

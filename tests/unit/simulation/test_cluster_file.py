@@ -134,6 +134,18 @@ def test_simulate_prints_a_table():
     [
         ("rules.mod=sync", "unknown key rules.mod: did you mean mode?"),
         ("replicas=[]", "replicas is empty"),
+        ("replicas={count: 1}", "a whole list is set by replicas='[{count: 4, profile: NAME}]'"),
+        ("replicas=[3]", "replicas.0 must be a mapping of count, profile, slots, room, such as {KEY: VALUE}, not 3"),
+        ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
+        ("replicas.7.count=4", "such as replicas.0.count=4"),
+        ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
+        ("placement=makespan", "placement must be a mapping of policy, options, such as {KEY: VALUE}, not 'makespan'"),
+        ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
+        ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
+        ("updates=[1]", "updates must be a single value, not [1]"),
+        ("rules.mode.name=sync", "rules.mode must be a single value, not {'name': 'sync'}"),
+        ("rules=null", "rules must be a mapping"),
+        ("updates", "'updates' is no KEY=VALUE"),
         ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "replicas.0.count must be at least 1, not 0"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, slots: 0}]", "replicas.0.slots must be at least 1"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, room: 0}]", "replicas.0.room must be at least 1"),
@@ -202,7 +214,15 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("a: [", "no YAML mapping"), ("- 1", "dictionary|mapping|merge"), ("", "missing"), ("x: 1", "x")]
+    ("text", "told"),
+    [
+        ("a: [", "no YAML mapping"),
+        ("- 1", "is no YAML mapping of keys"),
+        ("3", "is no YAML mapping"),
+        ("", "missing"),
+        ("x: 1", "x"),
+        ("replicas: {count: 1}", r"replicas must be a list such as \[{count: 4, profile: NAME}\], not {'count': 1}"),
+    ],
 )
 def test_files_that_are_none(tmp_path, text, told):
     path = tmp_path / "cluster.yaml"
@@ -211,6 +231,18 @@ def test_files_that_are_none(tmp_path, text, told):
         load(path)
     with pytest.raises(ClusterError, match="cannot be read"):
         load(tmp_path / "nothing.yaml")
+
+
+def test_elements_of_a_list_are_set_by_their_number():
+    for key in ("replicas.0.count", "replicas[0].count"):
+        loaded = load(EXAMPLE, [f"{key}=3", "replicas.0.slots=7", "drafts.acceptance=[1, 2]", "drafts.acceptance.1=3"])
+        assert [cost.slots for cost in loaded.scenario.replicas] == [7] * 3
+        assert loaded.scenario.drafts.acceptance == (1, 3)
+
+
+def test_a_profile_that_no_file_names():
+    with pytest.raises(ClusterError, match=r"^no profile nope.yaml: .* counts from where you are, and nope.yaml is no"):
+        profile("nope.yaml")
 
 
 def test_a_profile_of_ones_own(tmp_path):
