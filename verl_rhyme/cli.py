@@ -415,7 +415,8 @@ def profile(
     except _CannotWrite as error:
         print(f"verl-rhyme profile: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    print(f"{path}: name it as a replica's profile in a cluster file")
+    print(f"{path}: name it as a replica's profile in a cluster file; one beside it that plays this run again:")
+    print(fitted.cluster(found, path), end="")
 
 
 def _told(found: Inspection) -> str:

@@ -119,15 +119,12 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     status, output, _ = told("profile", run)
     assert status == 0
     assert "of a request in it" in output
-    assert "acceptance length by epoch: 1.00, 1.99" in output
+    assert "tokens a decoding step by epoch: 1.00, 1.99" in output
     cost, source = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
     assert source.startswith("measured: run, virtual, 2027-01-15")
     cluster = run / "cluster.yaml"
-    cluster.write_text(
-        "replicas: [{count: 2, profile: profile.yaml}]\nworkload: {lengths: {run: .}}\nrules: {batch_prompts: 8}\n"
-        "training: {update: 3.0, sync: 0.5, reward: 0.2, start: 0.1}\n"
-    )
+    cluster.write_text(output.partition("plays this run again:\n")[2])
     loaded = load(cluster)
     again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
     _, _, steps = made
@@ -138,6 +135,23 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     plain = load(cluster, ["drafts.acceptance=[1]"])
     slower = Simulation(plain.scenario, plain.prompts, plain.updates).run()
     assert slower[-1].rollout > 1.5 * again[-1].rollout
+
+
+@pytest.mark.parametrize(
+    ("arm", "mode"), [("sorted-partial", "partial"), ("histopipe", "histopipe"), ("stock", "sync")]
+)
+def test_the_cluster_file_of_a_run_has_its_mode(run, arm, mode):
+    EventLog(run / "checkpoints" / "events").describe(
+        9, arm=arm, engine="virtual", slots=16, rollout="step", replica={}
+    )
+    out = run / "elsewhere" / "mine.yaml"
+    status, output, _ = told("profile", run, "--out", out)
+    assert status == 0
+    (out.parent / "cluster.yaml").write_text(output.partition("plays this run again:\n")[2])
+    scenario = load(out.parent / "cluster.yaml").scenario
+    assert (len(scenario.replicas), scenario.colocated, scenario.rules.batch_prompts) == (2, False, 8)
+    assert scenario.rules.continues == (mode != "sync")
+    assert (scenario.rules.harvest == "loaded") == (mode == "histopipe")
 
 
 def test_a_recorded_workload_is_the_runs(made):
