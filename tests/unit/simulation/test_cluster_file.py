@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import SortingConfig
-from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, load, profile
+from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, ClusterFile, StepFile, load, profile
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "rules.batch_prompts=8"]
@@ -45,6 +49,24 @@ def test_the_one_in_the_document_is_the_example(tmp_path):
     assert shown.scenario.rules == example.scenario.rules
     assert shown.updates == example.updates
     assert shown.scenario.drafts.acceptance == (1, 2)
+
+
+def test_every_key_stands_in_the_document():
+    document = (EXAMPLE.parents[2] / "docs" / "simulation.md").read_text()
+    table = {cell for line in document.splitlines() if line.startswith("| `") for cell in re.findall("`([^`]*)`", line)}
+
+    def keys(kind: type, prefix: str) -> Iterator[str]:
+        for name, of in get_type_hints(kind).items():
+            inner = of if is_dataclass(of) else next(filter(is_dataclass, get_args(of)), None)
+            own = f"{prefix}{name}" + (".N" if get_origin(of) is list else "")
+            if inner is None:
+                yield f"{prefix}{name}"
+            else:
+                yield from keys(inner, f"{own}.")
+
+    missing = [key for key in keys(ClusterFile, "") if key not in table]
+    assert not missing
+    assert all(f"`{name}`" in document for name in ("source", "step", *get_type_hints(StepFile)))
 
 
 def test_where_replicas_keep_running_each_takes_weights_by_itself():
