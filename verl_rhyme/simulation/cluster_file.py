@@ -274,7 +274,7 @@ def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
     except Exception as error:  # the YAML parser's have no common name
         if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
             raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
-        raise ClusterError(f"{path} is no YAML mapping: {error}") from error
+        raise ClusterError(f"{path} is no YAML mapping: {' '.join(str(error).split())}") from error
     if not OmegaConf.is_dict(told):
         raise ClusterError(f"{path} is no YAML mapping of keys to values")
     for override in overrides:
@@ -307,7 +307,7 @@ def _override(tree: Any, override: str, path: Path) -> None:
             "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]'"
         ) from error
     except Exception as error:  # the YAML parser's have no common name
-        raise ClusterError(f"{path}: {key} is given no YAML: {error}") from error
+        raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
 
 
 _LIST_SUCH_AS = {"replicas": "[{count: 4, profile: NAME}]"}
@@ -437,6 +437,11 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     default = WorkloadFile(work.lengths, response_limit=work.response_limit)
     if given := [name for name, value in vars(work).items() if value != getattr(default, name)]:
         raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
+    if config.drafts.siblings and config.drafts.acceptance is None:
+        raise ClusterError(
+            f"{path}: what siblings help is in the acceptance that workload.lengths.run brings: drop drafts.siblings, "
+            "or set drafts.acceptance"
+        )
     try:
         run = recorded.read(_from(path, str(work.lengths.run)))
     except recorded.RunError as error:

@@ -167,6 +167,7 @@ def test_simulate_prints_a_table():
         ("updates=[1]", "updates must be a single value, not [1]"),
         ("rules.mode.name=sync", "rules.mode must be a single value, not {'name': 'sync'}"),
         ("rules=null", "rules must be a mapping"),
+        ("updates=[1", "updates=[1 is no YAML: while parsing"),
         ("updates", "'updates' is no KEY=VALUE"),
         ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "replicas.0.count must be at least 1, not 0"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, slots: 0}]", "replicas.0.slots must be at least 1"),
