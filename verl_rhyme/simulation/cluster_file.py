@@ -252,7 +252,7 @@ def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
         raise ClusterError(
             ("" if beside is None else f"{beside}: ")
             + f"no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from "
-            + ("where you are" if beside is None else f"the folder of {beside.name}")
+            + ("the current folder" if beside is None else f"the folder of {beside.name}")
             + f", and {path} is no file"
         )
     found: ProfileFile = _read(ProfileFile, path)

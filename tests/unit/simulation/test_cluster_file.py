@@ -264,7 +264,9 @@ def test_elements_of_a_list_are_set_by_their_number():
 
 
 def test_a_profile_that_no_file_names():
-    with pytest.raises(ClusterError, match=r"^no profile nope.yaml: .* counts from where you are, and nope.yaml is no"):
+    with pytest.raises(
+        ClusterError, match=r"^no profile nope.yaml: .* counts from the current folder, and nope.yaml is no"
+    ):
         profile("nope.yaml")
 
 
