@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import os
+import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
@@ -24,7 +26,27 @@ from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
+#: What numbers must be at least, by key; all are finite.
+_LEAST = {
+    "limit": 1,
+    "updates": 1,
+    "rules.batch_prompts": 1,
+    "rules.group_batches": 1,
+    "rules.max_staleness": 0,
+    "workload.prompts": 1,
+    "workload.samples": 1,
+    "workload.epochs": 1,
+    "workload.prompt_tokens": 1,
+    "workload.response_limit": 1,
+    "workload.growth": 0,
+    "workload.seed": 0,
+    "drafts.overhead": 1,
+    "drafts.siblings": 0,
+}
+
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
+#: Of these a mode has its own.
+_FIXED = {"sync": _LEFT_OPEN, "on_policy": ("max_staleness",), "histopipe": _LEFT_OPEN, "partial": ()}
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -177,6 +199,8 @@ class Loaded:
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
         epoch_prompts: Prompts of an epoch.
+        total: Prompts of all epochs.
+        unread: What of a recorded run's log was not read, or is not played.
     """
 
     scenario: Scenario
@@ -184,6 +208,8 @@ class Loaded:
     updates: int
     sources: list[str]
     epoch_prompts: int
+    total: int
+    unread: list[str] = field(default_factory=list)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -191,13 +217,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
         path: Of the YAML.
-        overrides: ``key.in.it=value``, as OmegaConf's dot list.
+        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
 
     Raises:
         ClusterError: It cannot be read, or says what cannot be.
     """
     config: ClusterFile = _read(ClusterFile, path, overrides)
     try:
+        _check_bounds(config, path)
         return _scenario(config, path)
     except ClusterError:
         raise
@@ -207,24 +234,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         raise ClusterError(f"{path}: {error}") from error
 
 
-def profile(name: str, beside: Path) -> tuple[ReplicaCost, str]:
+def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
     """A kind of replica, and where its figures are from.
 
     Args:
         name: Of a file in :data:`PROFILES` without its ending, or a path.
-        beside: The file that names it, from which paths count.
+        beside: The file that names it, from whose folder paths count; ``None``: from where we are.
 
     Raises:
         ClusterError: There is none, or it says what cannot be.
     """
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    path = PROFILES / f"{name}.yaml" if name in known else _from(beside, name)
+    path = PROFILES / f"{name}.yaml" if name in known else Path(name) if beside is None else _from(beside, name)
     if not path.is_file():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ClusterError(
-            f"{beside}: no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from the folder of "
-            f"{beside.name}, and {path} is no file"
+            ("" if beside is None else f"{beside}: ")
+            + f"no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from "
+            + ("the current folder" if beside is None else f"the folder of {beside.name}")
+            + f", and {path} is no file"
         )
     found: ProfileFile = _read(ProfileFile, path)
     try:
@@ -241,25 +270,94 @@ def _from(file: Path, name: str) -> Path:
 
 def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
     try:
-        tree = OmegaConf.merge(
-            OmegaConf.structured(kind), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
-        )
-        return OmegaConf.to_object(tree)
-    except OSError as error:
-        raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+        told = OmegaConf.load(path)
+    except Exception as error:  # the YAML parser's have no common name
+        if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
+            raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
+        raise ClusterError(f"{path} is no YAML mapping: {' '.join(str(error).split())}") from error
+    if not OmegaConf.is_dict(told):
+        raise ClusterError(f"{path} is no YAML mapping of keys to values")
+    for override in overrides:
+        _override(told, override, path)
+    try:
+        plain = OmegaConf.to_container(told, resolve=True)
+        _check_shape(kind, plain, "", path)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), plain))
+    except ClusterError:
+        raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key} is missing") from error
-    except ConfigKeyError as error:
-        known = [str(key) for key in getattr(error.object_type, "__dataclass_fields__", ())]
-        near = difflib.get_close_matches(str(error.key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        raise ClusterError(f"{path}: unknown key {error.full_key}: {hint}") from error
     except (OmegaConfBaseException, ValueError) as error:
         where = getattr(error, "full_key", None)
-        told = str(error).partition("\n")[0]
-        raise ClusterError(f"{path}: {where + ': ' if where else ''}{told}") from error
+        what = str(error).partition("\n")[0]
+        raise ClusterError(f"{path}: {where + ': ' if where else ''}{what}") from error
+
+
+def _override(tree: Any, override: str, path: Path) -> None:
+    """Set what ``KEY=VALUE`` says; a mapping is merged."""
+    key, given, _ = override.partition("=")
+    if not given or not key:
+        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as rules.mode=partial")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{override[len(key) :]}"]))
+        OmegaConf.update(tree, key, value["value"])  # type: ignore[index, call-overload]
+    except (IndexError, ValueError, TypeError, OmegaConfBaseException) as error:
+        raise ClusterError(
+            f"{path}: cannot set {override}: a list's elements that are there have numbers from 0 on, such as "
+            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]'"
+        ) from error
     except Exception as error:  # the YAML parser's have no common name
-        raise ClusterError(f"{path} is no YAML mapping: {error}") from error
+        raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
+
+
+_LIST_SUCH_AS = {"replicas": "[{count: 4, profile: NAME}]"}
+
+
+def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
+    """See that keys are known, and mappings, lists and single values where they belong, all the way down."""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return
+        [kind] = set(get_args(kind)) - {types.NoneType}
+    fields = get_type_hints(kind) if is_dataclass(kind) else {}
+    if kind is Any or value == MISSING:
+        return
+    if fields or get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            keys = f" of {', '.join(fields)}" if fields else ""
+            raise ClusterError(f"{path}: {key} must be a mapping{keys}, such as {{KEY: VALUE}}, not {value!r}")
+        for name, each in value.items() if fields else ():
+            inner = f"{key}.{name}" if key else name
+            if name not in fields:
+                near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
+                raise ClusterError(f"{path}: unknown key {inner}: {hint}")
+            _check_shape(fields[name], each, inner, path)
+    elif get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ClusterError(
+                f"{path}: {key} must be a list such as {_LIST_SUCH_AS.get(key, '[1, 2]')}, not {value!r}"
+            )
+        for i, each in enumerate(value):
+            _check_shape(get_args(kind)[0], each, f"{key}.{i}", path)
+    elif isinstance(value, dict | list):
+        raise ClusterError(f"{path}: {key} must be a single value, not {value!r}")
+
+
+def _check_bounds(config: ClusterFile, path: Path) -> None:
+    told: list[tuple[str, float | None, float]] = [
+        (key, operator.attrgetter(key)(config), least) for key, least in _LEAST.items()
+    ]
+    for i, kind in enumerate(config.replicas):
+        told += [(f"replicas.{i}.{name}", getattr(kind, name), 1) for name in ("count", "slots")]
+        if kind.room != math.inf:
+            told.append((f"replicas.{i}.room", kind.room, 1))
+    told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance or [])]
+    told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in (config.workload.percentiles or {}).items()]
+    for key, value, least in told:
+        if value is not None and not least <= value < math.inf:
+            bound = "finite" if value == math.inf else f"at least {least}"
+            raise ClusterError(f"{path}: {key} must be {bound}, not {value}")
 
 
 def _scenario(config: ClusterFile, path: Path) -> Loaded:
@@ -267,9 +365,8 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
     sources = []
     for kind in config.replicas:
         cost, source = profile(kind.profile, path)
-        slots, room = kind.slots or cost.slots, kind.room or cost.room
-        if kind.count < 1:
-            raise ClusterError(f"{path}: replicas: count must be at least 1, not {kind.count}")
+        slots = cost.slots if kind.slots is None else kind.slots
+        room = cost.room if kind.room is None else kind.room
         costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
         if source not in sources:
             sources.append(source)
@@ -287,7 +384,7 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         raise ClusterError(
             f"{path}: its {work.total} prompts are fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
         )
-    updates = min(updates, config.updates or updates)
+    updates = updates if config.updates is None else min(updates, config.updates)
     _check_placement(config.placement, path)
     scenario = Scenario(
         replicas=tuple(costs),
@@ -304,7 +401,7 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
     )
-    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts)
+    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts, work.total, work.unread)
 
 
 class _Work(NamedTuple):
@@ -316,6 +413,7 @@ class _Work(NamedTuple):
     samples: int
     response_limit: int
     drafts: Drafts
+    unread: list[str]
 
 
 def _made_up(config: ClusterFile, path: Path) -> _Work:
@@ -326,20 +424,24 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
         raise ClusterError(f"{path}: workload.{missing} is missing (or name a recorded run: workload.lengths.run)")
     percentiles = {float(percentile): tokens for percentile, tokens in work.percentiles.items()}
     lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
-    if min(work.prompts, work.samples, work.epochs, work.prompt_tokens) < 1 or not 0 <= work.unseen <= 1:
-        raise ClusterError(
-            f"{path}: workload: prompts, samples, epochs and prompt_tokens are at least 1, unseen a share"
-        )
+    if not 0 <= work.unseen <= 1:
+        raise ClusterError(f"{path}: workload.unseen must be a share, from 0 to 1, not {work.unseen}")
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
     made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
     drafts = _drafts(config.drafts, Drafts())
-    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts)
+    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts, [])
 
 
 def _recorded(config: ClusterFile, path: Path) -> _Work:
     work = config.workload
-    if given := [name for name in ("prompts", "samples", "percentiles") if getattr(work, name) is not None]:
+    default = WorkloadFile(work.lengths, response_limit=work.response_limit)
+    if given := [name for name, value in vars(work).items() if value != getattr(default, name)]:
         raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
+    if config.drafts.siblings and config.drafts.acceptance is None:
+        raise ClusterError(
+            f"{path}: what siblings help is in the acceptance that workload.lengths.run brings: drop drafts.siblings, "
+            "or set drafts.acceptance"
+        )
     try:
         run = recorded.read(_from(path, str(work.lengths.run)))
     except recorded.RunError as error:
@@ -353,7 +455,12 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     if config.drafts.acceptance is not None:
         prompts = [prompt.unpaced() for prompt in prompts]
     epoch_prompts = len({prompt.key for prompt in prompts})
-    return _Work(prompts, len(prompts), epoch_prompts, samples, work.response_limit or longest, drafts)
+    limit = longest if work.response_limit is None else work.response_limit
+    unread = list(run.unread)
+    trained = {*run.requests["uid"][run.requests["trained"] & ~run.requests["validate"]].tolist()}
+    if lost := len(trained) - len(prompts):
+        unread.append(f"{run.folder}: {lost} of {len(trained)} prompts have no length of each sample, and are left out")
+    return _Work(prompts, len(prompts), epoch_prompts, samples, limit, drafts, unread)
 
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
@@ -382,7 +489,23 @@ def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules
 
 
 def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
-    given: dict[str, Any] = {
+    if config.mode not in _FIXED:
+        raise ClusterError(
+            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
+        )
+    if config.mode == "partial" and config.max_staleness == 0:
+        raise ClusterError(
+            f"{path}: rules.max_staleness must be at least 1 with rules.mode=partial, which mixes versions: set "
+            "rules.mode=on_policy, or drop it"
+        )
+    if config.draft_ahead and not (separate and config.mode in ("sync", "on_policy")):
+        raise ClusterError(
+            f"{path}: rules.draft_ahead=true needs topology=separate and rules.mode=on_policy: set these, or drop it"
+        )
+    given = {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
+    left: dict[str, Any] = {"max_staleness": 1} if config.mode == "partial" else {}  # training's default
+    left |= {
+        **{name: value for name, value in given.items() if name not in _FIXED[config.mode]},
         "batch_prompts": config.batch_prompts,
         "batch_samples": config.batch_prompts * samples,
         "start_order": config.start_order,
@@ -391,14 +514,14 @@ def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
         "draft_ahead": config.draft_ahead,
         "through_training": separate,
     }
-    given |= {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
-    if config.mode == "sync":
-        return Rules(**{"group_batches": 1, **given})
-    if config.mode not in MODES:
+    try:
+        rules = Rules(**left, group_batches=1) if config.mode == "sync" else named(config.mode, **left)
+    except ValueError as error:
+        raise ClusterError(f"{path}: rules.{error}") from error
+    if other := [name for name, value in given.items() if getattr(rules, name) != value]:
         raise ClusterError(
-            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
+            f"{path}: rules.mode={config.mode} has its own {', '.join(other)}: drop rules.{', rules.'.join(other)}"
         )
-    if config.mode == "histopipe" and (mine := [n for n in _LEFT_OPEN if getattr(config, n) is not None]):
-        told = f"rules.mode=histopipe has its own {', '.join(mine)}: drop rules.{', rules.'.join(mine)}"
-        raise ClusterError(f"{path}: {told}")
-    return named(config.mode, **given)
+    if rules.load == "rolling" and "group_batches" in given:
+        raise ClusterError(f"{path}: rules.group_batches is for rules.load=group: drop one of them")
+    return rules

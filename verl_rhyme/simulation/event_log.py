@@ -6,6 +6,7 @@ the row in which it ends; times are seconds of the simulation.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -102,6 +103,16 @@ def columns(
     return requests(segments, steps, epoch_prompts, predicted), stages(steps, scenario, epochs)
 
 
+def check(folder: Path) -> None:
+    """See that there is no run in a folder.
+
+    Raises:
+        FileExistsError: There is.
+    """
+    if (folder / "events").exists() or (folder / "metrics.jsonl").exists():
+        raise FileExistsError(errno.EEXIST, "it holds a run", str(folder))
+
+
 def write(
     folder: Path,
     about: str,
@@ -122,8 +133,7 @@ def write(
         FileExistsError: There is a run in it.
         OSError: It cannot be written.
     """
-    if (folder / "events").exists() or (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a run; give --out another folder")
+    check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog(folder / "events")
     first = scenario.replicas[0]

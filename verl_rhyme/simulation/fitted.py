@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.cost_fit import FitError, StepFit, fit_steps
+from verl_rhyme.scheduling.rules import MODES
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.recorded import Run, RunError
 from verl_rhyme.simulation.scenario import Drafts
@@ -112,7 +116,9 @@ def lines(fitted: Fitted) -> list[str]:
         told.append(f"slower than the median replica (their seconds as a multiple of its): {each}")
     if len(fitted.drafts.acceptance) > 1 or fitted.drafts.acceptance[0] > 1:
         paces = ", ".join(f"{pace:.2f}" for pace in fitted.drafts.acceptance)
-        told.append(f"acceptance length by epoch: {paces}; {fitted.drafts.overhead:.1f} draft tokens for each gained")
+        told.append(
+            f"tokens a decoding step by epoch: {paces}; {fitted.drafts.overhead:.1f} draft tokens for each gained"
+        )
     return told + fitted.notes
 
 
@@ -146,6 +152,28 @@ def yaml(fitted: Fitted, source: str) -> str:
         "# Measured by verl-rhyme profile. Seconds each; docs/simulation.md says of what.\n"
         f"# The same run's trainer, for a cluster file:\n{comment}{OmegaConf.to_yaml(profile)}"
     )
+
+
+def cluster(fitted: Fitted, profile: Path) -> str:
+    """A cluster file beside the profile that plays the run again, on one line each; what the log does not tell of its
+    rules is left to who ran it."""
+    run = fitted.run
+    trained = run.requests["trained"] & ~run.requests["validate"]
+    groups = {
+        (int(step), uid) for step, uid in zip(run.requests["step"][trained], run.requests["uid"][trained], strict=True)
+    }
+    by_step = np.unique([step for step, _ in groups], return_counts=True)[1]
+    arms = run.info.get("arms")
+    arm = str(arms[-1][-1]) if isinstance(arms, list) and arms else ""
+    mode = next((mode for mode in MODES if mode in arm), "sync")
+    told = {
+        "replicas": [{"count": len(np.unique(run.requests["replica"])), "profile": profile.name}],
+        "workload": {"lengths": {"run": os.path.relpath(run.folder, profile.parent)}},
+        "topology": "separate" if run.info.get("rollout") == "step" else "colocated",
+        "rules": {"mode": mode, "batch_prompts": int(np.median(by_step)) if len(by_step) else 1},
+        "training": {name: _digits(value) for name, value in asdict(fitted.training).items()},
+    }
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in told.items())
 
 
 def _digits(value: float) -> float:

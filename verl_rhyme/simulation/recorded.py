@@ -33,7 +33,7 @@ class Run:
         requests: Columns of :data:`~verl_rhyme.observability.events.REQUESTS`.
         stages: Columns of :data:`~verl_rhyme.observability.events.STAGES`.
         info: What the trainer kept of the run (:func:`~verl_rhyme.observability.events.read_info`).
-        unread: Files that could not be read.
+        unread: Files that could not be read, and columns that requests do not have.
     """
 
     folder: Path
@@ -66,7 +66,27 @@ def read(run: str | os.PathLike[str]) -> Run:
     unread = [str(warning.message) for warning in told]
     if not requests.num_rows:
         raise RunError(f"{folder}: no request can be read; {unread[0] if unread else 'its files are empty'}")
-    return Run(folder, events.to_numpy(requests), events.to_numpy(stages), events.read_info(folder), unread)
+    columns = events.to_numpy(requests)
+    lacking = {name: requests.column(name).null_count for name in _SIZES}
+    lacking |= {name: requests.num_rows * (not np.isfinite(columns[name]).any()) for name in _TIMES}  # or it never ran
+    for count in sorted({*lacking.values()} - {0}):
+        names = ", ".join(name for name, of in lacking.items() if of == count)
+        unread.append(
+            f"{folder}: {count} of {requests.num_rows} requests do not tell {names}: they are another version's, or "
+            "their engines kept no statistics"
+        )
+    return Run(folder, columns, events.to_numpy(stages), events.read_info(folder), unread)
+
+
+_SIZES = (
+    "prompt_tokens",
+    "response_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "verify_steps",
+    "policy_version_start",
+)
+_TIMES = ("queued_at", "started_at", "finished_at")
 
 
 def requests(run: Run) -> Requests:

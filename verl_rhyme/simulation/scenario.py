@@ -25,7 +25,7 @@ class Drafts:
     siblings: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.acceptance or min(self.acceptance) < 1 or self.overhead < 1:
+        if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
             raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
         if not 0 <= self.siblings < math.inf:
             raise ValueError(f"siblings must be a share of at least 0, not {self.siblings}")

@@ -45,9 +45,9 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
     if placement.profile is None:
         return TYPICAL
     try:
-        return cluster_file.profile(placement.profile, Path(f"{CONFIG_PATH}.placement.profile"))[0]
+        return cluster_file.profile(placement.profile)[0]
     except cluster_file.ClusterError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{CONFIG_PATH}.placement.profile: {error}") from error
 
 
 def settings(placement: PlacementConfig) -> dict[str, Any]:

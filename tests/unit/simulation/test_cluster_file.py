@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
-from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, load, profile
+from verl_rhyme.config import SortingConfig
+from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, ClusterFile, StepFile, load, profile
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "rules.batch_prompts=8"]
@@ -46,6 +51,24 @@ def test_the_one_in_the_document_is_the_example(tmp_path):
     assert shown.scenario.drafts.acceptance == (1, 2)
 
 
+def test_every_key_stands_in_the_document():
+    document = (EXAMPLE.parents[2] / "docs" / "simulation.md").read_text()
+    table = {cell for line in document.splitlines() if line.startswith("| `") for cell in re.findall("`([^`]*)`", line)}
+
+    def keys(kind: type, prefix: str) -> Iterator[str]:
+        for name, of in get_type_hints(kind).items():
+            inner = of if is_dataclass(of) else next(filter(is_dataclass, get_args(of)), None)
+            own = f"{prefix}{name}" + (".N" if get_origin(of) is list else "")
+            if inner is None:
+                yield f"{prefix}{name}"
+            else:
+                yield from keys(inner, f"{own}.")
+
+    missing = [key for key in keys(ClusterFile, "") if key not in table]
+    assert not missing
+    assert all(f"`{name}`" in document for name in ("source", "step", *get_type_hints(StepFile)))
+
+
 def test_where_replicas_keep_running_each_takes_weights_by_itself():
     """As the trainer has it (:mod:`verl_rhyme.trainer.pipeline`)."""
     separate = ["topology=separate", "rules.keep_running=true"]
@@ -53,9 +76,47 @@ def test_where_replicas_keep_running_each_takes_weights_by_itself():
         rules = load(EXAMPLE, [*SMALL, *separate, *mode]).scenario.rules
         assert rules.one_by_one
         assert rules.on_interrupt == "keep_running"
-    for mode in ([], ["rules.mode=on_policy"], ["rules.mode=partial"]):
-        with pytest.raises(ClusterError, match=r"rules.keep_running needs|max_staleness must be at least 1"):
+    for mode in ([], ["rules.mode=on_policy"]):
+        with pytest.raises(ClusterError, match=r"rules.keep_running needs"):
             load(EXAMPLE, [*SMALL, *separate, *mode])
+
+
+def test_what_a_mode_has_may_be_said():
+    """And the bound that training has by default is here, too."""
+    assert load(EXAMPLE, ["rules.mode=partial"]).scenario.rules.max_staleness == SortingConfig().max_staleness == 1
+    for said in (
+        ["rules.mode=on_policy", "rules.max_staleness=0", "rules.group_batches=2"],
+        ["rules.mode=sync", "rules.group_batches=1", "rules.load=group"],
+        ["rules.mode=histopipe", "rules.harvest=loaded", "topology=separate", "rules.load=rolling"],
+    ):
+        assert load(EXAMPLE, said).updates
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            "rules.mode=on_policy rules.max_staleness=2",
+            "rules.mode=on_policy has its own max_staleness: drop rules.max",
+        ),
+        (
+            "rules.mode=sync rules.max_staleness=3",
+            "rules.mode=sync has its own max_staleness: drop rules.max_staleness",
+        ),
+        ("rules.mode=sync rules.load=rolling", "rules.mode=sync has its own load"),
+        ("rules.mode=partial rules.max_staleness=0", "rules.max_staleness must be at least 1 with rules.mode=partial"),
+        ("rules.mode=partial rules.load=rolling rules.group_batches=2", "rules.group_batches is for rules.load=group"),
+        (
+            "rules.mode=partial rules.draft_ahead=true topology=separate",
+            "rules.draft_ahead=true needs topology=separate",
+        ),
+        ("rules.mode=on_policy rules.draft_ahead=true", "rules.draft_ahead=true needs topology=separate"),
+        ("rules.mode=partial rules.harvest=longest", "rules.harvest must be one of"),
+    ],
+)
+def test_rules_that_contradict_each_other(overrides, told):
+    with pytest.raises(ClusterError, match=told):
+        load(EXAMPLE, overrides.split())
 
 
 def test_simulate_tells_each_update_and_all(tmp_path):
@@ -95,25 +156,55 @@ def test_simulate_prints_a_table():
     [
         ("rules.mod=sync", "unknown key rules.mod: did you mean mode?"),
         ("replicas=[]", "replicas is empty"),
-        ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "count must be at least 1"),
+        ("replicas={count: 1}", "a whole list is set by replicas='[{count: 4, profile: NAME}]'"),
+        ("replicas=[3]", "replicas.0 must be a mapping of count, profile, slots, room, such as {KEY: VALUE}, not 3"),
+        ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
+        ("replicas.7.count=4", "such as replicas.0.count=4"),
+        ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
+        ("placement=makespan", "placement must be a mapping of policy, options, such as {KEY: VALUE}, not 'makespan'"),
+        ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
+        ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
+        ("updates=[1]", "updates must be a single value, not [1]"),
+        ("rules.mode.name=sync", "rules.mode must be a single value, not {'name': 'sync'}"),
+        ("rules=null", "rules must be a mapping"),
+        ("updates=[1", "updates=[1 is no YAML: while parsing"),
+        ("updates", "'updates' is no KEY=VALUE"),
+        ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "replicas.0.count must be at least 1, not 0"),
+        ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, slots: 0}]", "replicas.0.slots must be at least 1"),
+        ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, room: 0}]", "replicas.0.room must be at least 1"),
+        ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, room: .nan}]", "replicas.0.room must be at least 1"),
+        ("updates=-1", "updates must be at least 1, not -1"),
+        ("updates=0", "updates must be at least 1, not 0"),
+        ("limit=0", "limit must be at least 1, not 0"),
+        ("limit=-1", "limit must be at least 1, not -1"),
+        ("rules.batch_prompts=0", "rules.batch_prompts must be at least 1, not 0"),
+        ("rules.batch_prompts=-3", "rules.batch_prompts must be at least 1, not -3"),
+        ("rules.group_batches=0", "rules.group_batches must be at least 1, not 0"),
+        ("workload.seed=-1", "workload.seed must be at least 0, not -1"),
+        ("workload.samples=0", "workload.samples must be at least 1, not 0"),
+        ("workload.growth=.inf", "workload.growth must be finite, not inf"),
+        ("workload.percentiles={50: .nan}", "workload.percentiles.50 must be at least 1, not nan"),
+        ("drafts.acceptance=[1, .nan]", "drafts.acceptance.1 must be at least 1, not nan"),
+        ("drafts.overhead=.nan", "drafts.overhead must be at least 1, not nan"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h800-tp4?"),
         ("replicas=[{count: 1}]", "missing"),
         ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
         ("rules.mode=sorted", "rules.mode must be sync, on_policy, partial or histopipe, not 'sorted'"),
         ("rules.batch_prompts=many", "rules.batch_prompts"),
         ("rules={batch_prompts: 4, mode: histopipe, keep_running: true}", "rules.keep_running needs engines of their"),
-        ("rules.max_staleness=-1", "max_staleness must be at least 0"),
+        ("rules.max_staleness=-1", "rules.max_staleness must be at least 0"),
         ("rules.start_order=random", "start_order must be one of load, longest, shortest"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
-        ("workload.response_limit=0", "limit must be at least 1"),
+        ("workload.response_limit=0", "workload.response_limit must be at least 1"),
         ("workload.prompts=3", "fewer prompts than rules.batch_prompts=512"),
-        ("workload.unseen=2", "unseen a share"),
+        ("workload.unseen=2", "workload.unseen must be a share"),
         ("topology=apart", "topology must be colocated, separate"),
         ("placement.policy=best", "placement.policy must be null or one of"),
         ("placement.options={factor: 2}", "factor"),
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
-        ("drafts.acceptance=[0.5]", "acceptance lengths must be at least 1"),
-        ("drafts.siblings=-0.1", "siblings must be a share of at least 0"),
+        ("drafts.acceptance=[0.5]", "drafts.acceptance.0 must be at least 1, not 0.5"),
+        ("drafts.acceptance=[]", "acceptance lengths must be at least 1"),
+        ("drafts.siblings=-0.1", "drafts.siblings must be at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(override, told):
@@ -129,7 +220,12 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text(EXAMPLE.read_text())
     monkeypatch.chdir(tmp_path)
-    nothing = ["workload.prompts=null", "workload.samples=null", "workload.percentiles=null"]
+    nothing = [
+        "workload.prompt_tokens=512",
+        "workload.prompts=null",
+        "workload.samples=null",
+        "workload.percentiles=null",
+    ]
     for overrides, told in (
         ([*nothing, "workload.lengths.run=../runs/a"], "counts from the folder of mine.yaml: runs/a is no folder"),
         (["replicas=[{count: 1, profile: ../p.yaml}]"], "counts from the folder of mine.yaml, and p.yaml is no file"),
@@ -141,7 +237,15 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("a: [", "no YAML mapping"), ("- 1", "dictionary|mapping|merge"), ("", "missing"), ("x: 1", "x")]
+    ("text", "told"),
+    [
+        ("a: [", "no YAML mapping"),
+        ("- 1", "is no YAML mapping of keys"),
+        ("3", "is no YAML mapping"),
+        ("", "missing"),
+        ("x: 1", "x"),
+        ("replicas: {count: 1}", r"replicas must be a list such as \[{count: 4, profile: NAME}\], not {'count': 1}"),
+    ],
 )
 def test_files_that_are_none(tmp_path, text, told):
     path = tmp_path / "cluster.yaml"
@@ -150,6 +254,20 @@ def test_files_that_are_none(tmp_path, text, told):
         load(path)
     with pytest.raises(ClusterError, match="cannot be read"):
         load(tmp_path / "nothing.yaml")
+
+
+def test_elements_of_a_list_are_set_by_their_number():
+    for key in ("replicas.0.count", "replicas[0].count"):
+        loaded = load(EXAMPLE, [f"{key}=3", "replicas.0.slots=7", "drafts.acceptance=[1, 2]", "drafts.acceptance.1=3"])
+        assert [cost.slots for cost in loaded.scenario.replicas] == [7] * 3
+        assert loaded.scenario.drafts.acceptance == (1, 3)
+
+
+def test_a_profile_that_no_file_names():
+    with pytest.raises(
+        ClusterError, match=r"^no profile nope.yaml: .* counts from the current folder, and nope.yaml is no"
+    ):
+        profile("nope.yaml")
 
 
 def test_a_profile_of_ones_own(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
-from verl_rhyme.observability import metrics, slot_time, steps
+from verl_rhyme.observability import metrics, slot_time, steps, trace
 from verl_rhyme.observability.batches import SlotAccount
 from verl_rhyme.observability.slot_time import BUSY
 from verl_rhyme.observability.summary import read
@@ -119,5 +120,28 @@ def test_a_folder_with_a_run_is_left_alone(tmp_path) -> None:
     before = (tmp_path / "metrics.jsonl").read_bytes()
     told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--out", str(tmp_path)])
     assert told.exit_code == 1
-    assert "holds a run; give --out another folder" in told.stderr
+    assert told.stderr == f"verl-rhyme simulate: cannot write --out {tmp_path} (it holds a run): name another\n"
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--out"])
+def test_a_path_that_cannot_be_written_is_told_before_anything_runs(tmp_path, monkeypatch, option) -> None:
+    monkeypatch.setattr(Simulation, "run", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x"
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, option, str(path)])
+    assert told.exit_code == 1
+    assert f"cannot write {option} {path} (" in told.stderr
+    assert told.stderr.endswith("): name another\n")
+
+
+def test_a_disk_that_fills_up_costs_the_file_and_not_the_table(tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trace, "write", full)
+    path = tmp_path / "made" / "x.json"
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--timeline", str(path)])
+    assert told.exit_code == 1
+    assert "useful tokens/s" in told.stdout
+    assert f"cannot write --timeline {path} (No space left on device): name another" in told.stderr

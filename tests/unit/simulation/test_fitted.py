@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -118,15 +119,12 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     status, output, _ = told("profile", run)
     assert status == 0
     assert "of a request in it" in output
-    assert "acceptance length by epoch: 1.00, 1.99" in output
+    assert "tokens a decoding step by epoch: 1.00, 1.99" in output
     cost, source = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
     assert source.startswith("measured: run, virtual, 2027-01-15")
     cluster = run / "cluster.yaml"
-    cluster.write_text(
-        "replicas: [{count: 2, profile: profile.yaml}]\nworkload: {lengths: {run: .}}\nrules: {batch_prompts: 8}\n"
-        "training: {update: 3.0, sync: 0.5, reward: 0.2, start: 0.1}\n"
-    )
+    cluster.write_text(output.partition("plays this run again:\n")[2])
     loaded = load(cluster)
     again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
     _, _, steps = made
@@ -137,6 +135,23 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     plain = load(cluster, ["drafts.acceptance=[1]"])
     slower = Simulation(plain.scenario, plain.prompts, plain.updates).run()
     assert slower[-1].rollout > 1.5 * again[-1].rollout
+
+
+@pytest.mark.parametrize(
+    ("arm", "mode"), [("sorted-partial", "partial"), ("histopipe", "histopipe"), ("stock", "sync")]
+)
+def test_the_cluster_file_of_a_run_has_its_mode(run, arm, mode):
+    EventLog(run / "checkpoints" / "events").describe(
+        9, arm=arm, engine="virtual", slots=16, rollout="step", replica={}
+    )
+    out = run / "elsewhere" / "mine.yaml"
+    status, output, _ = told("profile", run, "--out", out)
+    assert status == 0
+    (out.parent / "cluster.yaml").write_text(output.partition("plays this run again:\n")[2])
+    scenario = load(out.parent / "cluster.yaml").scenario
+    assert (len(scenario.replicas), scenario.colocated, scenario.rules.batch_prompts) == (2, False, 8)
+    assert scenario.rules.continues == (mode != "sync")
+    assert (scenario.rules.harvest == "loaded") == (mode == "histopipe")
 
 
 def test_a_recorded_workload_is_the_runs(made):
@@ -225,6 +240,21 @@ def test_logs_that_tell_nothing(run, tmp_path):
     assert len(error.splitlines()) == 1
 
 
+def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x.yaml"
+    with monkeypatch.context() as patched:
+        patched.setattr(fitted, "fit", lambda _: pytest.fail("it was fitted"))
+        status, _, error = told("profile", run, "--out", path)
+    assert status == 1
+    assert f"cannot write --out {path} (" in error
+    assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
+
+
+def test_the_default_stands_in_the_help():
+    assert "RUN/profile.yaml" in told("profile", "--help")[1]
+
+
 def test_a_log_that_is_too_short(run):
     events = run / "checkpoints" / "events"
     for path in sorted(events.glob("requests-*.arrow")):
@@ -235,6 +265,38 @@ def test_a_log_that_is_too_short(run):
     assert status == 1
     assert "8 requests that came to their end" in error
     assert "at least 16" in error
+
+
+def replayed(folder: Path, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """The last object of ``simulate --json`` over a recorded run, and what it says beside."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        f"workload: {{lengths: {{run: {run}}}}}\n"
+    )
+    status, output, error = told("simulate", cluster, "--json", *overrides)
+    assert status == 0, error
+    return json.loads(output.splitlines()[-1]), error
+
+
+def test_what_of_a_recorded_run_is_not_played_is_told(run, tmp_path):
+    whole, error = replayed(tmp_path, run)
+    assert (whole["prompts"], whole["unread"]) == (64, [])
+    assert "64 prompts, 8 updates of 8" in error
+    paths = sorted((run / "checkpoints" / "events").glob("requests-*.arrow"))
+    paths[-1].write_bytes(paths[-1].read_bytes()[:-100])  # torn
+    table = pa.ipc.open_file(pa.py_buffer(paths[0].read_bytes())).read_all()
+    without = table.drop_columns(["verify_steps"])
+    unknown = pa.array([None] * 3 + table["response_tokens"].to_pylist()[3:], pa.int32())
+    without = without.set_column(without.schema.get_field_index("response_tokens"), "response_tokens", unknown)
+    with pa.OSFile(str(paths[0]), "wb") as file, pa.ipc.new_file(file, without.schema) as writer:
+        writer.write_table(without)
+    whole, error = replayed(tmp_path, run)
+    assert whole["prompts"] < 56
+    for words in ("is unreadable and left out", "3 of 224 requests do not tell response_tokens", "tell verify_steps"):
+        assert any(words in line for line in whole["unread"]), words
+    assert "of 56 prompts have no length of each sample, and are left out" in whole["unread"][-1]
+    assert all(line in error for line in whole["unread"])
 
 
 def test_a_log_of_another_version(run, tmp_path):
@@ -265,6 +327,9 @@ def test_a_log_of_another_version(run, tmp_path):
         ("workload.lengths.run=nowhere", "is no folder"),
         ("workload.lengths.path=x", "did you mean|known here: run"),
         ("workload.prompts=3", "brings its own: drop workload.prompts"),
+        ("drafts.siblings=0.1", "drop drafts.siblings, or set drafts.acceptance"),
+        ("workload.epochs=3", "brings its own: drop workload.epochs"),
+        ("workload={alike: 0.1, unseen: 0.5, seed: 1}", "drop workload.alike, workload.unseen, workload.seed"),
         ("rules.batch_prompts=99", "64 prompts are fewer prompts than rules.batch_prompts=99"),
     ],
 )
