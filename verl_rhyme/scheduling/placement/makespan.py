@@ -27,6 +27,7 @@ added there, as long as that saves more than a share of the time and than the pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ _TARGETS = 4
 _SOON, _LATER = 0.02, 0.2
 #: Share of what runs that has ended when what waits is planned anew without a look.
 _MANY = 0.25
-#: More are not looked at: forecasts for all of them would hold others up.
+#: More are not looked at at a time: forecasts for all of them would hold others up.
 _WATCHED = 16384
 #: Where nobody knows a cache's room.
 _ROOMY = 1e15
@@ -252,9 +253,15 @@ class Makespan(PlacementPolicy):
 
     def watched(self) -> Sequence[str]:
         since, share = (self._planned_at, _SOON) if self._waiting else (self._looked_at, _LATER)
-        if not (self._waiting or self._migrate) or len(self._runs) > _WATCHED or len(self._fleet) < 2:
+        if not (self._waiting or (self._migrate and len(self._fleet) > 1)):
             return ()
-        return list(self._runs) if self._ended - since >= max(1, share * len(self._runs)) else ()
+        if self._ended - since < max(1, share * len(self._runs)):
+            return ()
+        # Of more than that each has its turn, on all replicas alike: what is not known anew seems to take longer.
+        turn = list(islice(self._runs, _WATCHED))
+        for name in turn:
+            self._runs[name] = self._runs.pop(name)
+        return turn
 
     def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
         self._align()

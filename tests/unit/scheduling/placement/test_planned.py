@@ -265,6 +265,45 @@ def test_what_waits_is_bound_late_and_once(lengths, replicas, slots, random):
     assert placement.fleet.totals == [0, 0]
 
 
+@pytest.mark.parametrize(("replicas", "most"), [(4, 10**6), (4, 16), (1, 10**6)])
+def test_what_waits_is_planned_anew_soon_however_much_runs(monkeypatch, replicas, most):
+    """A look at some, too, is a look: or a quarter of the slots would stand empty before what waits is planned."""
+    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", most)
+    placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=16, room=10**7))
+    requests = known([4_000] * 100)
+    where = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
+    running = [name for name, replica in where.items() if replica is not None]
+    assert len(running) == 16 * replicas
+    ended = running[: 1 + len(running) // 50]
+    for name in ended:
+        placement.release(name, where[name], 4_000)
+    watched = placement.watched()
+    assert 0 < len(watched) <= min(most, len(running) - len(ended))
+    ahead = Ahead(LIMIT, certain([4_000], 2_000, LIMIT).beyond[0])
+    placement.moves({name: Progress(2_000, 2_000, 2_000, ahead) for name in watched})
+    assert placement.due()
+    assert sum(replica is not None for replica in placement.place(requests[-10:])) >= len(ended)
+    assert placement.errors == 0, placement.last_error
+
+
+def test_of_more_than_can_be_looked_at_each_has_its_turn(monkeypatch):
+    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", 10)
+    placement = fleet("makespan", 4, ReplicaCost(COST.step, 1e-6, slots=64, room=10**7), gain=1e-3)
+    for n, request in enumerate(known([8_000] * 40)):
+        placement.acquire(request._replace(planned=f"r{max(0, n - 28) % 4}"))
+    ahead, seen, moved = Ahead(LIMIT, certain([8_000], 1_000, LIMIT).beyond[0]), [], 0
+    for _ in range(4):
+        for n in range(8):
+            placement.acquire(Request(f"short-{n}", f"short-{n}", response_tokens=5, planned="r3"))
+            placement.release(f"short-{n}", "r3", 5)
+        watched = placement.watched()
+        seen += watched
+        moved += len(placement.moves({name: Progress(1_000, 7_000, 7_000, ahead) for name in watched}))
+    assert placement.errors == 0, placement.last_error
+    assert sorted(seen) == sorted(f"p{n}-0" for n in range(40))
+    assert moved
+
+
 def test_a_cache_that_will_be_full_takes_no_more():
     """Room is counted at the peak that is expected, not by what is there at the beginning."""
     placement = fleet("makespan", 1, ReplicaCost(COST.step, slots=64, room=100_000))
