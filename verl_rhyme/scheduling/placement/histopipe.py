@@ -5,22 +5,57 @@ into groups of equal size. Each group is answered by replicas of its own, more o
 make the slowest group fastest, found by a binary search over what a step costs (tier 2). The groups lie along the
 replicas from the shortest to the longest in one step and the other way round in the next, so that a replica which had
 a long share gets a short one (tier 1). An outlier, one of the last of its group that still run and longer than its
-history lets expect, goes on at the replica that has least to do.
+history lets expect, goes on at the replica that has least to do: the fewest tokens to come, by what it told when it
+was asked and, of the others there, by what was expected of them less what they have made, as old as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from verl_rhyme.scheduling.cost import Floats
-from verl_rhyme.scheduling.placement.fleet import TOKENS, Fleet
+from verl_rhyme.scheduling.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.scheduling.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
 
 #: Halvings of the interval in which the slowest group's seconds lie.
 _HALVINGS = 40
+
+
+class _Run(NamedTuple):
+    """What runs at a replica, and what that replica's clock said when it came."""
+
+    request: Request
+    came: int
+
+
+@dataclass
+class _Replica:
+    """What runs at a replica. Its clock counts the tokens that whatever runs there makes in the same time."""
+
+    clock: int = 0
+    runs: dict[str, _Run] = field(default_factory=dict)
+
+    def made(self, name: str, tokens: int) -> None:
+        """One that runs there has made so many tokens."""
+        if (run := self.runs.get(name)) is not None:
+            self.clock = max(self.clock, run.came + tokens)
+
+    def to_come(self, progress: Mapping[str, Progress]) -> int:
+        """Tokens, expected of all that runs there."""
+        return sum(_left(run, self.clock - run.came, progress.get(name)) for name, run in self.runs.items())
+
+
+def _left(run: _Run, made: int, now: Progress | None) -> int:
+    """Tokens to come of one that was asked now, or else has made so many."""
+    if now is not None:
+        if now.left is not None:
+            return now.left
+        made = now.made
+    return max(1, (run.request.response_tokens or 0) - made)
 
 
 @dataclass
@@ -62,6 +97,7 @@ class HistoPipe(PlacementPolicy):
         self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
         self._groups: dict[int, _Group] = {}  # of which prompts are here
         self._of: dict[str, _Group] = {}  # by key
+        self._at: dict[str, _Replica] = {}
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         if not loads:
@@ -91,10 +127,15 @@ class HistoPipe(PlacementPolicy):
         return f"length group {group.rank + 1} of {group.of} in step {group.step}, on {len(group.replicas)} replicas"
 
     def started(self, request: Request, replica: str) -> None:
+        at = self._at.setdefault(replica, _Replica())
+        at.runs[request.id] = _Run(request, at.clock)
         if (group := self._of.get(request.key)) is not None:
             group.running[request.id] = request, replica
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
+        at = self._at[replica]
+        at.made(request.id, tokens or 0)
+        at.runs.pop(request.id, None)
         group = self._of.get(request.key)
         if group is not None and group.running.pop(request.id, None) is not None and tokens is not None:
             group.ended.add(request.id)
@@ -109,18 +150,29 @@ class HistoPipe(PlacementPolicy):
     def watched(self) -> list[str]:
         return [name for group in self._last() for name in group.running if name not in group.moved]
 
+    def removed(self, replica: str) -> None:
+        self._at.pop(replica, None)
+
     def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
-        fleet = self._fleet
+        fleet, to_come = self._fleet, np.zeros(0)
+        for at in self._at.values():
+            for name in at.runs.keys() & progress.keys():
+                at.made(name, progress[name].made)
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
                 likely, now = request.likely_tokens, progress.get(name)
                 if name in group.moved or now is None or likely is None or now.made <= likely:
                     continue
-                target = self._least(None)
-                there, here = (fleet.running.item(TOKENS, fleet.index[at]) for at in (target, replica))
-                if there + request.prompt_tokens + now.made + (now.left or 0) < here:  # it has less to do with it, too
+                if not len(to_come):
+                    ats = (self._at.get(other, _Replica()) for other in fleet.names)
+                    to_come = np.array([at.to_come(progress) for at in ats], np.float64)
+                here, left = fleet.index[replica], _left(self._at[replica].runs[name], now.made, now)
+                there = int(np.lexsort((fleet.running[REQUESTS], to_come / fleet.share))[0])
+                if to_come[there] + left < to_come[here]:  # it has less to do with it, too
+                    to_come[there] += left
+                    to_come[here] -= left
                     group.moved.add(name)
-                    yield Move(name, target, f"{now.made} tokens, more than {likely} by its history")
+                    yield Move(name, fleet.names[there], f"{now.made} tokens, more than {likely} by its history")
 
     # ---- within ----
 

@@ -128,6 +128,32 @@ def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
     assert placement.moves({last: Progress(5000, 1, 2)}) == []
 
 
+def test_an_outlier_that_was_to_be_short_weighs_what_it_has_to_go():
+    """Loads as of the start would have both of these done."""
+    placement = fleet("histopipe", 2, groups=1, tail=1.0)
+    placement.plan(0, loads([1000.0]))
+    for number in range(2):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+    moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
+    assert [move.replica for move in moves] == ["r1"], "one of them; then neither replica has less to do"
+    assert placement.errors == 0, placement.last_error
+
+
+def test_an_outlier_goes_where_the_others_are_nearly_done():
+    """Others are as old as what was asked, or as what ended there."""
+    placement = fleet("histopipe", 3, groups=1, tail=0.7)
+    placement.plan(0, loads([1000.0], samples=3))
+    for number, at in enumerate(["r0", "r0", "r1"]):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 3, 0, 1000, likely_tokens=2000, planned=at))
+    for name, at in (("old-0", "r1"), ("new-0", "r2")):
+        placement.acquire(Request(name, name, response_tokens=4000, planned=at))
+    placement.release("p0-2", "r1", 3900)
+    progress = {name: Progress(2500, 3000, 5000) for name in placement.watched()}
+    assert set(progress) == {"p0-0", "p0-1"}
+    assert [move.replica for move in placement.moves(progress)] == ["r1"], "100 tokens to come there, at r2 4,000"
+    assert placement.errors == 0, placement.last_error
+
+
 def test_what_is_cut_short_has_not_ended():
     """Else the first weight sync would make of every running response one of the last."""
     placement = fleet("histopipe", 2, groups=1, tail=0.1)
