@@ -270,9 +270,9 @@ class Makespan(PlacementPolicy):
         self._looked, self._looked_at = True, self._ended
         if not names:
             return
-        runs = [self._runs[name][0] for name in names]
-        had = np.array([run.request.prompt_tokens + progress[name].made for name, run in zip(names, runs, strict=True)])
+        had = np.array([self._runs[name][0].request.prompt_tokens + progress[name].made for name in names])
         known = self._known([progress[name] for name in names], had)
+        runs = [self._runs[name][0] for name in names]
         at = np.array([fleet.index[run.replica] for run in runs])
         keys = [_prompt(run.request) for run in runs]
         ways = self._ways(known)
@@ -390,8 +390,9 @@ class Makespan(PlacementPolicy):
 
     def _known(self, about: Sequence[Request | Progress], had: Sequence[int] | np.ndarray) -> _Known:
         ahead = [each.ahead for each in about]
-        if (first := next((a for a in ahead if a is not None), None)) is not None and not self._runs:
-            self._limit, self._bounds = first.limit, edges(first.limit)
+        first = next((a for a in ahead if a is not None), None)
+        if first is not None and first.limit != self._limit and not (self._limit and self._runs):
+            self._measure(first.limit)
         beyond = np.zeros((len(about), CELLS))
         told = [i for i, a in enumerate(ahead) if a is not None and a.limit == self._limit]
         if told:
@@ -402,6 +403,18 @@ class Makespan(PlacementPolicy):
             beyond[others] = certain(tokens, 0, int(self._bounds[-1])).beyond
         begin = np.asarray(had, np.float64)
         return _Known(beyond, begin, *self._rows(beyond, begin))
+
+    def _measure(self, limit: int) -> None:
+        """Cells reach up to this limit from now on, also of what runs, of which nobody said how long it may be."""
+        self._limit, self._bounds = limit, edges(limit)
+        self._coming.clear()
+        self._state[:], self._sums[:] = 0.0, 0.0
+        for runs in self._runs.values():
+            for i, run in enumerate(runs):
+                known = self._known([run.request], [run.request.prompt_tokens])
+                runs[i] = run._replace(rows=known.rows[0], sums=known.sums[0])
+                self._state[self._fleet.index[run.replica]] += known.rows[0]
+                self._sums[self._fleet.index[run.replica]] += known.sums[0]
 
     def _rows(self, beyond: Floats, had: Floats, share: float = 1.0) -> tuple[Floats, Floats]:
         """Rows and sums, of chances by cells of steps, a share of one for each token."""

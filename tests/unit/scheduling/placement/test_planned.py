@@ -291,6 +291,25 @@ def test_what_waits_is_bound_late_and_once(lengths, replicas, slots, random):
     assert placement.fleet.totals == [0, 0]
 
 
+@pytest.mark.parametrize("look", [False, True])
+def test_what_a_coordinator_finds_running_does_not_keep_distributions_out(look):
+    """After a restart: of what runs nobody said how long it may be, nor up to which limit."""
+    placement = fleet("makespan", 4)
+    for n in range(3):
+        placement.acquire(Request(f"old-{n}", "old", n, 0, 3, 0, planned="r0"))
+    ahead = maybe(0.5, 100, 16_000)
+    if look:
+        placement.moves({"old-1": Progress(5, 8_050, 16_000, ahead)})
+    placement.place([Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 8_050, 16_000, ahead=ahead) for n in range(8)])
+    rows = placement.policy._runs["p0-0"][0].rows
+    assert np.allclose(np.exp(rows[0]), 1 - np.minimum(ahead.beyond, 1 - 1e-6), atol=1e-6)
+    assert placement.policy._limit == LIMIT
+    for name in [*(f"p{n}-0" for n in range(8)), *(f"old-{n}" for n in range(3))]:
+        placement.release(name, placement._running[name][0][1], 7)
+    assert placement.errors == 0, placement.last_error
+    assert np.allclose(placement.policy.seconds(), 0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("replicas", "most"), [(4, 10**6), (4, 16), (1, 10**6)])
 def test_what_waits_is_planned_anew_soon_however_much_runs(monkeypatch, replicas, most):
     """A look at some, too, is a look: or a quarter of the slots would stand empty before what waits is planned."""
