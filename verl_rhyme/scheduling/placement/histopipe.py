@@ -65,7 +65,7 @@ class _Group:
     step: int
     rank: int  # 0 for the shortest
     of: int
-    prompts: int
+    wanted: dict[str, int]  # samples by prompt that have not ended
     samples: int
     replicas: tuple[str, ...]
     running: dict[str, tuple[Request, str]] = field(default_factory=dict)
@@ -111,8 +111,8 @@ class HistoPipe(PlacementPolicy):
             names.reverse()
         at = 0
         for rank, (members, width) in enumerate(zip(ranked, workers, strict=True)):
-            samples = sum(loads[i].samples for i in members)
-            group = _Group(step, rank, count, len(members), samples, tuple(names[at : at + width]))
+            wanted = {loads[i].key: loads[i].samples for i in members}
+            group = _Group(step, rank, count, wanted, sum(wanted.values()), tuple(names[at : at + width]))
             at += width
             self._groups[id(group)] = group
             self._of.update((loads[i].key, group) for i in members)
@@ -137,14 +137,17 @@ class HistoPipe(PlacementPolicy):
         at.made(request.id, tokens or 0)
         at.runs.pop(request.id, None)
         group = self._of.get(request.key)
-        if group is not None and group.running.pop(request.id, None) is not None and tokens is not None:
+        if group is None or group.running.pop(request.id, None) is None or tokens is None:
+            return
+        if request.id not in group.ended:
             group.ended.add(request.id)
+            group.wanted[request.key] -= 1
 
     def left(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (group := self._of.pop(key, None)) is not None:
-                group.prompts -= 1
-                if not group.prompts:
+                group.samples -= group.wanted.pop(key)  # they failed, or nobody needs them
+                if not group.wanted:
                     del self._groups[id(group)]
 
     def watched(self) -> list[str]:

@@ -164,6 +164,22 @@ def test_what_is_cut_short_has_not_ended():
     assert placement.watched() == []
 
 
+def test_what_failed_is_waited_for_no_more():
+    placement = fleet("histopipe", 2, groups=1)
+    where = place(placement, [1000.0] * 10, samples=4, likely=1500)
+    names = list(where)
+    for name in names[:8]:
+        placement.release(name, where[name])
+    placement.left(["p0", "p1"])
+    for name in names[8:-1]:
+        placement.release(name, where[name], 900)
+    assert placement.watched() == names[-1:]
+    placement.left([f"p{n}" for n in range(2, 9)])
+    assert placement.watched() == names[-1:], "nothing of these was left out"
+    placement.left(["p9"])
+    assert not groups(placement)
+
+
 def test_outliers_spread_over_the_replicas_that_have_room():
     placement = fleet("histopipe", 8, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0] * 64, samples=1))
