@@ -26,7 +26,7 @@ added there, as long as that saves more than a share of the time and than the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from verl_rhyme.scheduling.cost import Floats
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.scheduling.placement.packing import admit, judge, pack, spread
 from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request, roughly
+from verl_rhyme.scheduling.placement.siblings import Pairs, Together, prompt_of
 
 #: Tokens a response can have, as long as nobody said.
 _LIMIT = 1 << 15
@@ -92,45 +93,6 @@ class _Known(NamedTuple):
     sums: Floats
 
 
-def _prompt(request: Request) -> str:
-    """Its key; one without is nobody's sibling."""
-    return request.key or request.id
-
-
-class _Siblings:
-    """Of B requests: who goes with whom, and who is beside a sibling in a plan.
-
-    Args:
-        requests: These.
-        fleet: Where they may run.
-        running: Keys and replicas of what runs.
-
-    Attributes:
-        after: int64[B], the sibling before it of which it is the second, or at the end of an odd group the third; -1.
-    """
-
-    def __init__(self, requests: Sequence[Request], fleet: Fleet, running: Iterable[tuple[str, str]]) -> None:
-        keys: dict[str, int] = {}
-        self._keys = np.array([keys.setdefault(_prompt(request), len(keys)) for request in requests])
-        self._replicas = len(fleet)
-        there = [keys[key] * len(fleet) + fleet.index[replica] for key, replica in running if key in keys]
-        self._running = np.array(there, np.int64)
-        order = np.argsort(self._keys, kind="stable")
-        first = np.flatnonzero(np.diff(self._keys[order], prepend=-1))
-        size = np.diff(first, append=len(order))
-        rank = np.arange(len(order)) - np.repeat(first, size)
-        last = rank == np.repeat(size, size) - 1
-        follows = (rank % 2 == 1) | (last & (rank > 0))
-        self.after = np.full(len(order), -1)
-        self.after[order[follows]] = order[np.flatnonzero(follows) - 1]
-
-    def together(self, where: np.ndarray) -> np.ndarray:
-        """bool[B], at least one sibling is on the replica that it has in a plan."""
-        place = self._keys * self._replicas + where
-        _, at, count = np.unique(place, return_inverse=True, return_counts=True)
-        return (count[at] > 1) | np.isin(place, self._running)
-
-
 class Makespan(PlacementPolicy):
     """See the module. A request of unknown length counts as the mean of those that ended.
 
@@ -159,7 +121,7 @@ class Makespan(PlacementPolicy):
         self._runs: dict[str, list[_Run]] = {}
         self._coming: dict[str, tuple[str | None, Floats, Floats, str]] = {}  # planned: replica, rows, sums and plan
         self._compared: dict[str, str] = {}  # replicas as reasons tell them, as of the last plan
-        self._together: dict[tuple[str, str], list[int]] = {}  # by key and replica: running, came since one does
+        self._together = Together()  # counts where siblings gain
         self._waiting = False
         self._ended = 0  # requests, so far
         self._planned_at = self._looked_at = 0  # of these
@@ -188,9 +150,7 @@ class Makespan(PlacementPolicy):
         run = _Run(replica, request, rows, sums, plan if planned == replica else "")
         self._runs.setdefault(request.id, []).append(run)
         if self._sibling_gain:
-            together = self._together.setdefault((_prompt(request), replica), [0, 0])
-            together[0] += 1
-            together[1] += 1
+            self._together.started(request, replica)
 
     def why(self, request: Request, replica: str) -> str:
         self._align()
@@ -217,10 +177,7 @@ class Makespan(PlacementPolicy):
         if not runs:
             del self._runs[request.id]
         if self._sibling_gain:
-            together = self._together[_prompt(request), replica]
-            together[0] -= 1
-            if not together[0]:
-                del self._together[_prompt(request), replica]
+            self._together.released(request, replica)
         self._state[at] -= run.rows
         self._sums[at] -= run.sums
         if self._sums[at, 0] < 0.5:  # nothing runs: rounding ends here
@@ -274,9 +231,11 @@ class Makespan(PlacementPolicy):
         known = self._known([progress[name] for name in names], had)
         runs = [self._runs[name][0] for name in names]
         at = np.array([fleet.index[run.replica] for run in runs])
-        keys = [_prompt(run.request) for run in runs]
+        keys = [prompt_of(run.request) for run in runs]
         ways = self._ways(known)
-        way = np.array([self._came(key, run.replica) > 1 for key, run in zip(keys, runs, strict=True)], np.intp)
+        way = np.array(
+            [self._together.came(key, run.replica) > 1 for key, run in zip(keys, runs, strict=True)], np.intp
+        )
         rows, sums = (each[way, np.arange(len(names))] for each in ways)
         for name, run, row, sum_ in zip(names, runs, rows, sums, strict=True):
             self._runs[name][0] = run._replace(rows=row, sums=sum_)  # what is known by now counts from now on
@@ -307,7 +266,7 @@ class Makespan(PlacementPolicy):
             if not len(mine) or not len(targets):
                 return
             without = self._seconds(self._state[slow] - rows[mine], self._sums[slow] - sums[mine], rooms[slow])
-            way = np.array([[self._came(keys[i], fleet.names[t]) > 0 for t in targets] for i in mine], np.intp)
+            way = np.array([[self._together.came(keys[i], fleet.names[t]) > 0 for t in targets] for i in mine], np.intp)
             more_rows, more_sums = (each[way, mine[:, None]] for each in ways)
             there = self._seconds(self._state[targets] + more_rows, self._sums[targets] + more_sums, rooms[targets])
             after = np.maximum(without[:, None], there + prefill[mine][:, None])
@@ -345,9 +304,9 @@ class Makespan(PlacementPolicy):
         spread(*columns, *state(), where, now.copy(), alone)
         plans = {"spread": where}
         if self._sibling_gain:
-            siblings = _Siblings(requests, fleet, self._together)
+            pairs = Pairs(requests, fleet, self._together)
             plans["pairs"] = np.zeros(len(where), np.int64)
-            spread(*columns, *state(), plans["pairs"], now.copy(), siblings.after)
+            spread(*columns, *state(), plans["pairs"], now.copy(), pairs.after)
         if len(where) >= 2 * len(fleet):
             order = np.argsort(-columns[2], kind="stable")
             ranked = tuple(column[order] for column in columns)
@@ -373,7 +332,7 @@ class Makespan(PlacementPolicy):
             judged = {}
             for name, plan in plans.items():
                 if self._sibling_gain:
-                    share = 1 - self._sibling_gain * siblings.together(plan)
+                    share = 1 - self._sibling_gain * pairs.together(plan)
                 judged[name] = judge(*columns[:2], *there, plan, draws, share)
             best = min(plans, key=judged.__getitem__)
         admit(*columns, *state(), plans[best])
@@ -432,10 +391,6 @@ class Makespan(PlacementPolicy):
         parts = np.maximum(0, np.minimum(high, bounds[1:]) - np.maximum(low, bounds[:-1])) / (high - low)
         rows, sums = self._rows(known.beyond @ parts.T, known.had, share)
         return np.stack([known.rows, rows]), np.stack([known.sums, sums])
-
-    def _came(self, key: str, replica: str) -> int:
-        """How many of a prompt came to a replica since one runs there; 0 where none does, or nothing is saved by it."""
-        return self._together[key, replica][1] if (key, replica) in self._together else 0
 
     def _added(self, request: Request) -> tuple[str | None, Floats, Floats, str]:
         """Where it is planned for, and what it adds there; empty: nowhere in particular."""
