@@ -5,8 +5,9 @@ into groups of equal size. Each group is answered by replicas of its own, more o
 make the slowest group fastest, found by a binary search over what a step costs (tier 2). The groups lie along the
 replicas from the shortest to the longest in one step and the other way round in the next, so that a replica which had
 a long share gets a short one (tier 1). An outlier, one of the last of its group that still run and longer than its
-history lets expect, goes on at the replica that has least to do: the fewest tokens to come, by what it told when it
-was asked and, of the others there, by what was expected of them less what they have made, as old as they are.
+history lets expect, goes on at the replica that has least to do: the fewest tokens to come. Those that were asked tell
+theirs. Of the others it is what was expected less what they have made, as old as they are; one that is longer than
+expected counts as those do that are so, too, and were asked.
 """
 
 from __future__ import annotations
@@ -44,18 +45,16 @@ class _Replica:
         if (run := self.runs.get(name)) is not None:
             self.clock = max(self.clock, run.came + tokens)
 
-    def to_come(self, progress: Mapping[str, Progress]) -> int:
-        """Tokens, expected of all that runs there."""
-        return sum(_left(run, self.clock - run.came, progress.get(name)) for name, run in self.runs.items())
-
-
-def _left(run: _Run, made: int, now: Progress | None) -> int:
-    """Tokens to come of one that was asked now, or else has made so many."""
-    if now is not None:
-        if now.left is not None:
-            return now.left
-        made = now.made
-    return max(1, (run.request.response_tokens or 0) - made)
+    def to_come(self, progress: Mapping[str, Progress], late: float) -> float:
+        """Tokens, expected of all that runs there; ``late`` of one that has more than was expected of it."""
+        tokens = 0.0
+        for name, (request, came) in self.runs.items():
+            if (now := progress.get(name)) is not None and now.left is not None:
+                tokens += now.left
+            else:
+                left = (request.response_tokens or 0) - (self.clock - came)
+                tokens += left if left > 0 else late
+        return tokens
 
 
 @dataclass
@@ -161,23 +160,36 @@ class HistoPipe(PlacementPolicy):
         for at in self._at.values():
             for name in at.runs.keys() & progress.keys():
                 at.made(name, progress[name].made)
+        late = self._late(progress)
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
                 likely, now = request.likely_tokens, progress.get(name)
                 if name in group.moved or now is None or likely is None or now.made <= likely:
                     continue
+                left = now.left or 0
                 if not len(to_come):
                     ats = (self._at.get(other, _Replica()) for other in fleet.names)
-                    to_come = np.array([at.to_come(progress) for at in ats], np.float64)
-                here, left = fleet.index[replica], _left(self._at[replica].runs[name], now.made, now)
+                    to_come = np.array([at.to_come(progress, late) for at in ats])
+                here = fleet.index[replica]
                 there = int(np.lexsort((fleet.running[REQUESTS], to_come / fleet.share))[0])
-                if to_come[there] + left < to_come[here]:  # it has less to do with it, too
+                again = request.prompt_tokens + now.made  # its cache is computed anew
+                if to_come[there] + left + again < to_come[here]:  # it has less to do with it, too
                     to_come[there] += left
                     to_come[here] -= left
                     group.moved.add(name)
                     yield Move(name, fleet.names[there], f"{now.made} tokens, more than {likely} by its history")
 
     # ---- within ----
+
+    def _late(self, progress: Mapping[str, Progress]) -> float:
+        """Tokens to come of one that has more than was expected: the mean of those that were asked."""
+        lates = [
+            now.left
+            for at in self._at.values()
+            for name in at.runs.keys() & progress.keys()
+            if (now := progress[name]).left is not None and now.made > (at.runs[name].request.response_tokens or 0)
+        ]
+        return float(np.mean(lates)) if lates else 1.0
 
     def _last(self) -> list[_Group]:
         """Groups of which but the last still run."""

@@ -154,6 +154,20 @@ def test_an_outlier_goes_where_the_others_are_nearly_done():
     assert placement.errors == 0, placement.last_error
 
 
+def test_a_replica_full_of_late_ones_is_not_taken_for_one_with_nothing_to_do():
+    placement = fleet("histopipe", 3, groups=1, tail=1.0)
+    placement.plan(0, loads([1000.0]))
+    for number in range(2):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+    for n in range(9):
+        placement.acquire(Request(f"late-{n}", f"late-{n}", response_tokens=1000, planned="r1"))
+    placement.acquire(Request("short-0", "short", response_tokens=300, planned="r2"))
+    placement.release("late-0", "r1", 2500)
+    moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
+    assert [move.replica for move in moves] == ["r2"], "what r1 has was to be done by now, but is not"
+    assert placement.errors == 0, placement.last_error
+
+
 def test_what_is_cut_short_has_not_ended():
     """Else the first weight sync would make of every running response one of the last."""
     placement = fleet("histopipe", 2, groups=1, tail=0.1)
@@ -185,7 +199,7 @@ def test_outliers_spread_over_the_replicas_that_have_room():
     placement.plan(0, loads([1000.0] * 64, samples=1))
     for n in range(64):
         placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 1000, likely_tokens=900, planned="r0"))
-    moves = placement.moves({name: Progress(950, 100, 300) for name in placement.watched()})
+    moves = placement.moves({name: Progress(950, 3000, 5000) for name in placement.watched()})
     requests = placement.fleet.running[0]
     assert len(moves) > 40
     assert requests.max() - requests.min() <= 2, "where the first one went more is to do for the next"
