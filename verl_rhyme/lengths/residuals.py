@@ -2,7 +2,8 @@
 
 A residual is ``z = (log length - location) / scale``. Lengths have no tail that a formula would fit for every task, so
 their distribution is counted: a product-limit estimate (Kaplan and Meier, JASA 1958) over bins, in which a response
-that was cut short counts as longer than what it had (censored). It begins as a standard normal and forgets slowly.
+that was cut short counts as longer than what it had (censored). It begins as a standard normal and forgets slowly, but
+never the normal: where nothing came lately, it goes on as that does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ Floats = npt.NDArray[np.float64]
 #: Of the bins. Beyond the last one the hazard stays what it is there for a normal.
 EDGES: Floats = np.linspace(-6, 6, 241)
 _BEYOND = 6.0
-#: Residuals that the normal counts for at the beginning.
+#: Residuals that the normal counts for.
 _PRIOR = 32.0
+
+
+#: Of these, in each bin and beyond the last.
+_NORMAL = _PRIOR * np.diff(ndtr(EDGES))
+_NORMAL[0] += _PRIOR * ndtr(EDGES[0])
+_LONGER = float(_PRIOR * ndtr(-EDGES[-1]))
 
 
 class Residuals:
@@ -29,11 +36,8 @@ class Residuals:
 
     def __init__(self, memory: int = 8192) -> None:
         self._memory = memory
-        below = ndtr(EDGES)
-        self._ended = _PRIOR * np.diff(below)
+        self._ended, self._longer = _NORMAL.copy(), _LONGER
         self._cut = np.zeros_like(self._ended)
-        self._ended[0] += _PRIOR * below[0]
-        self._longer = _PRIOR * ndtr(-EDGES[-1])
         self._hazard: Floats | None = None
 
     def add(self, residuals: Floats, ended: npt.NDArray[np.bool_]) -> None:
@@ -45,9 +49,9 @@ class Residuals:
         """
         kept = np.exp(-len(residuals) / self._memory)
         bins = np.clip(np.searchsorted(EDGES, residuals, side="right") - 1, 0, len(EDGES) - 2)
-        self._ended = kept * self._ended + np.bincount(bins[ended], minlength=len(EDGES) - 1)
+        self._ended = kept * self._ended + (1 - kept) * _NORMAL + np.bincount(bins[ended], minlength=len(EDGES) - 1)
         self._cut = kept * self._cut + np.bincount(bins[~ended], minlength=len(EDGES) - 1)
-        self._longer *= kept
+        self._longer = kept * self._longer + (1 - kept) * _LONGER
         self._hazard = None
 
     def hazard(self, residuals: Floats) -> Floats:

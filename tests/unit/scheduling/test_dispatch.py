@@ -9,7 +9,7 @@ from verl_rhyme.lengths.outlook import certain
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.dispatch import Dispatch
-from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.scheduling.placement import Placement, Request
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules, named
 
@@ -192,6 +192,7 @@ def test_moves_are_told_by_the_attempts_name(known):
     at = starts[0].replica
     assert {start.name for start in starts} <= set(dispatch.watched()[at])
     dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
+    dispatch.placement.acquire(Request("long-0", "long", response_tokens=50_000, planned=at))  # else nothing is gained
     moves = dispatch.moves({starts[0].name if known else "99_0": 6001})
     assert [(move.id, move.replica) for move in moves] == [(starts[0].name, "c")] * known
     assert dispatch.moved == len(moves)

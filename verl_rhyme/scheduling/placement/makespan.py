@@ -26,7 +26,8 @@ added there, as long as that saves more than a share of the time and than the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from verl_rhyme.scheduling.cost import Floats
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.scheduling.placement.packing import admit, judge, pack, spread
 from verl_rhyme.scheduling.placement.policy import Move, PlacementPolicy, Progress, Request, roughly
+from verl_rhyme.scheduling.placement.siblings import Pairs, Together, prompt_of
 
 #: Tokens a response can have, as long as nobody said.
 _LIMIT = 1 << 15
@@ -51,7 +53,7 @@ _TARGETS = 4
 _SOON, _LATER = 0.02, 0.2
 #: Share of what runs that has ended when what waits is planned anew without a look.
 _MANY = 0.25
-#: More are not looked at: forecasts for all of them would hold others up.
+#: More are not looked at at a time: forecasts for all of them would hold others up.
 _WATCHED = 16384
 #: Where nobody knows a cache's room.
 _ROOMY = 1e15
@@ -91,45 +93,6 @@ class _Known(NamedTuple):
     sums: Floats
 
 
-def _prompt(request: Request) -> str:
-    """Its key; one without is nobody's sibling."""
-    return request.key or request.id
-
-
-class _Siblings:
-    """Of B requests: who goes with whom, and who is beside a sibling in a plan.
-
-    Args:
-        requests: These.
-        fleet: Where they may run.
-        running: Keys and replicas of what runs.
-
-    Attributes:
-        after: int64[B], the sibling before it of which it is the second, or at the end of an odd group the third; -1.
-    """
-
-    def __init__(self, requests: Sequence[Request], fleet: Fleet, running: Iterable[tuple[str, str]]) -> None:
-        keys: dict[str, int] = {}
-        self._keys = np.array([keys.setdefault(_prompt(request), len(keys)) for request in requests])
-        self._replicas = len(fleet)
-        there = [keys[key] * len(fleet) + fleet.index[replica] for key, replica in running if key in keys]
-        self._running = np.array(there, np.int64)
-        order = np.argsort(self._keys, kind="stable")
-        first = np.flatnonzero(np.diff(self._keys[order], prepend=-1))
-        size = np.diff(first, append=len(order))
-        rank = np.arange(len(order)) - np.repeat(first, size)
-        last = rank == np.repeat(size, size) - 1
-        follows = (rank % 2 == 1) | (last & (rank > 0))
-        self.after = np.full(len(order), -1)
-        self.after[order[follows]] = order[np.flatnonzero(follows) - 1]
-
-    def together(self, where: np.ndarray) -> np.ndarray:
-        """bool[B], at least one sibling is on the replica that it has in a plan."""
-        place = self._keys * self._replicas + where
-        _, at, count = np.unique(place, return_inverse=True, return_counts=True)
-        return (count[at] > 1) | np.isin(place, self._running)
-
-
 class Makespan(PlacementPolicy):
     """See the module. A request of unknown length counts as the mean of those that ended.
 
@@ -158,7 +121,7 @@ class Makespan(PlacementPolicy):
         self._runs: dict[str, list[_Run]] = {}
         self._coming: dict[str, tuple[str | None, Floats, Floats, str]] = {}  # planned: replica, rows, sums and plan
         self._compared: dict[str, str] = {}  # replicas as reasons tell them, as of the last plan
-        self._together: dict[tuple[str, str], list[int]] = {}  # by key and replica: running, came since one does
+        self._together = Together()  # counts where siblings gain
         self._waiting = False
         self._ended = 0  # requests, so far
         self._planned_at = self._looked_at = 0  # of these
@@ -187,9 +150,7 @@ class Makespan(PlacementPolicy):
         run = _Run(replica, request, rows, sums, plan if planned == replica else "")
         self._runs.setdefault(request.id, []).append(run)
         if self._sibling_gain:
-            together = self._together.setdefault((_prompt(request), replica), [0, 0])
-            together[0] += 1
-            together[1] += 1
+            self._together.started(request, replica)
 
     def why(self, request: Request, replica: str) -> str:
         self._align()
@@ -216,10 +177,7 @@ class Makespan(PlacementPolicy):
         if not runs:
             del self._runs[request.id]
         if self._sibling_gain:
-            together = self._together[_prompt(request), replica]
-            together[0] -= 1
-            if not together[0]:
-                del self._together[_prompt(request), replica]
+            self._together.released(request, replica)
         self._state[at] -= run.rows
         self._sums[at] -= run.sums
         if self._sums[at, 0] < 0.5:  # nothing runs: rounding ends here
@@ -252,9 +210,15 @@ class Makespan(PlacementPolicy):
 
     def watched(self) -> Sequence[str]:
         since, share = (self._planned_at, _SOON) if self._waiting else (self._looked_at, _LATER)
-        if not (self._waiting or self._migrate) or len(self._runs) > _WATCHED or len(self._fleet) < 2:
+        if not (self._waiting or (self._migrate and len(self._fleet) > 1)):
             return ()
-        return list(self._runs) if self._ended - since >= max(1, share * len(self._runs)) else ()
+        if self._ended - since < max(1, share * len(self._runs)):
+            return ()
+        # Of more than that each has its turn, on all replicas alike: what is not known anew seems to take longer.
+        turn = list(islice(self._runs, _WATCHED))
+        for name in turn:
+            self._runs[name] = self._runs.pop(name)
+        return turn
 
     def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
         self._align()
@@ -263,13 +227,15 @@ class Makespan(PlacementPolicy):
         self._looked, self._looked_at = True, self._ended
         if not names:
             return
-        runs = [self._runs[name][0] for name in names]
-        had = np.array([run.request.prompt_tokens + progress[name].made for name, run in zip(names, runs, strict=True)])
+        had = np.array([self._runs[name][0].request.prompt_tokens + progress[name].made for name in names])
         known = self._known([progress[name] for name in names], had)
+        runs = [self._runs[name][0] for name in names]
         at = np.array([fleet.index[run.replica] for run in runs])
-        keys = [_prompt(run.request) for run in runs]
+        keys = [prompt_of(run.request) for run in runs]
         ways = self._ways(known)
-        way = np.array([self._came(key, run.replica) > 1 for key, run in zip(keys, runs, strict=True)], np.intp)
+        way = np.array(
+            [self._together.came(key, run.replica) > 1 for key, run in zip(keys, runs, strict=True)], np.intp
+        )
         rows, sums = (each[way, np.arange(len(names))] for each in ways)
         for name, run, row, sum_ in zip(names, runs, rows, sums, strict=True):
             self._runs[name][0] = run._replace(rows=row, sums=sum_)  # what is known by now counts from now on
@@ -300,7 +266,7 @@ class Makespan(PlacementPolicy):
             if not len(mine) or not len(targets):
                 return
             without = self._seconds(self._state[slow] - rows[mine], self._sums[slow] - sums[mine], rooms[slow])
-            way = np.array([[self._came(keys[i], fleet.names[t]) > 0 for t in targets] for i in mine], np.intp)
+            way = np.array([[self._together.came(keys[i], fleet.names[t]) > 0 for t in targets] for i in mine], np.intp)
             more_rows, more_sums = (each[way, mine[:, None]] for each in ways)
             there = self._seconds(self._state[targets] + more_rows, self._sums[targets] + more_sums, rooms[targets])
             after = np.maximum(without[:, None], there + prefill[mine][:, None])
@@ -338,9 +304,9 @@ class Makespan(PlacementPolicy):
         spread(*columns, *state(), where, now.copy(), alone)
         plans = {"spread": where}
         if self._sibling_gain:
-            siblings = _Siblings(requests, fleet, self._together)
+            pairs = Pairs(requests, fleet, self._together)
             plans["pairs"] = np.zeros(len(where), np.int64)
-            spread(*columns, *state(), plans["pairs"], now.copy(), siblings.after)
+            spread(*columns, *state(), plans["pairs"], now.copy(), pairs.after)
         if len(where) >= 2 * len(fleet):
             order = np.argsort(-columns[2], kind="stable")
             ranked = tuple(column[order] for column in columns)
@@ -366,7 +332,7 @@ class Makespan(PlacementPolicy):
             judged = {}
             for name, plan in plans.items():
                 if self._sibling_gain:
-                    share = 1 - self._sibling_gain * siblings.together(plan)
+                    share = 1 - self._sibling_gain * pairs.together(plan)
                 judged[name] = judge(*columns[:2], *there, plan, draws, share)
             best = min(plans, key=judged.__getitem__)
         admit(*columns, *state(), plans[best])
@@ -383,8 +349,9 @@ class Makespan(PlacementPolicy):
 
     def _known(self, about: Sequence[Request | Progress], had: Sequence[int] | np.ndarray) -> _Known:
         ahead = [each.ahead for each in about]
-        if (first := next((a for a in ahead if a is not None), None)) is not None and not self._runs:
-            self._limit, self._bounds = first.limit, edges(first.limit)
+        first = next((a for a in ahead if a is not None), None)
+        if first is not None and first.limit != self._limit and not (self._limit and self._runs):
+            self._measure(first.limit)
         beyond = np.zeros((len(about), CELLS))
         told = [i for i, a in enumerate(ahead) if a is not None and a.limit == self._limit]
         if told:
@@ -395,6 +362,18 @@ class Makespan(PlacementPolicy):
             beyond[others] = certain(tokens, 0, int(self._bounds[-1])).beyond
         begin = np.asarray(had, np.float64)
         return _Known(beyond, begin, *self._rows(beyond, begin))
+
+    def _measure(self, limit: int) -> None:
+        """Cells reach up to this limit from now on, also of what runs, of which nobody said how long it may be."""
+        self._limit, self._bounds = limit, edges(limit)
+        self._coming.clear()
+        self._state[:], self._sums[:] = 0.0, 0.0
+        for runs in self._runs.values():
+            for i, run in enumerate(runs):
+                known = self._known([run.request], [run.request.prompt_tokens])
+                runs[i] = run._replace(rows=known.rows[0], sums=known.sums[0])
+                self._state[self._fleet.index[run.replica]] += known.rows[0]
+                self._sums[self._fleet.index[run.replica]] += known.sums[0]
 
     def _rows(self, beyond: Floats, had: Floats, share: float = 1.0) -> tuple[Floats, Floats]:
         """Rows and sums, of chances by cells of steps, a share of one for each token."""
@@ -412,10 +391,6 @@ class Makespan(PlacementPolicy):
         parts = np.maximum(0, np.minimum(high, bounds[1:]) - np.maximum(low, bounds[:-1])) / (high - low)
         rows, sums = self._rows(known.beyond @ parts.T, known.had, share)
         return np.stack([known.rows, rows]), np.stack([known.sums, sums])
-
-    def _came(self, key: str, replica: str) -> int:
-        """How many of a prompt came to a replica since one runs there; 0 where none does, or nothing is saved by it."""
-        return self._together[key, replica][1] if (key, replica) in self._together else 0
 
     def _added(self, request: Request) -> tuple[str | None, Floats, Floats, str]:
         """Where it is planned for, and what it adds there; empty: nowhere in particular."""

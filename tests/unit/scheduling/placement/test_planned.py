@@ -128,6 +128,46 @@ def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
     assert placement.moves({last: Progress(5000, 1, 2)}) == []
 
 
+def test_an_outlier_that_was_to_be_short_weighs_what_it_has_to_go():
+    """Loads as of the start would have both of these done."""
+    placement = fleet("histopipe", 2, groups=1, tail=1.0)
+    placement.plan(0, loads([1000.0]))
+    for number in range(2):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+    moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
+    assert [move.replica for move in moves] == ["r1"], "one of them; then neither replica has less to do"
+    assert placement.errors == 0, placement.last_error
+
+
+def test_an_outlier_goes_where_the_others_are_nearly_done():
+    """Others are as old as what was asked, or as what ended there."""
+    placement = fleet("histopipe", 3, groups=1, tail=0.7)
+    placement.plan(0, loads([1000.0], samples=3))
+    for number, at in enumerate(["r0", "r0", "r1"]):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 3, 0, 1000, likely_tokens=2000, planned=at))
+    for name, at in (("old-0", "r1"), ("new-0", "r2")):
+        placement.acquire(Request(name, name, response_tokens=4000, planned=at))
+    placement.release("p0-2", "r1", 3900)
+    progress = {name: Progress(2500, 3000, 5000) for name in placement.watched()}
+    assert set(progress) == {"p0-0", "p0-1"}
+    assert [move.replica for move in placement.moves(progress)] == ["r1"], "100 tokens to come there, at r2 4,000"
+    assert placement.errors == 0, placement.last_error
+
+
+def test_a_replica_full_of_late_ones_is_not_taken_for_one_with_nothing_to_do():
+    placement = fleet("histopipe", 3, groups=1, tail=1.0)
+    placement.plan(0, loads([1000.0]))
+    for number in range(2):
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+    for n in range(9):
+        placement.acquire(Request(f"late-{n}", f"late-{n}", response_tokens=1000, planned="r1"))
+    placement.acquire(Request("short-0", "short", response_tokens=300, planned="r2"))
+    placement.release("late-0", "r1", 2500)
+    moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
+    assert [move.replica for move in moves] == ["r2"], "what r1 has was to be done by now, but is not"
+    assert placement.errors == 0, placement.last_error
+
+
 def test_what_is_cut_short_has_not_ended():
     """Else the first weight sync would make of every running response one of the last."""
     placement = fleet("histopipe", 2, groups=1, tail=0.1)
@@ -138,12 +178,28 @@ def test_what_is_cut_short_has_not_ended():
     assert placement.watched() == []
 
 
+def test_what_failed_is_waited_for_no_more():
+    placement = fleet("histopipe", 2, groups=1)
+    where = place(placement, [1000.0] * 10, samples=4, likely=1500)
+    names = list(where)
+    for name in names[:8]:
+        placement.release(name, where[name])
+    placement.left(["p0", "p1"])
+    for name in names[8:-1]:
+        placement.release(name, where[name], 900)
+    assert placement.watched() == names[-1:]
+    placement.left([f"p{n}" for n in range(2, 9)])
+    assert placement.watched() == names[-1:], "nothing of these was left out"
+    placement.left(["p9"])
+    assert not groups(placement)
+
+
 def test_outliers_spread_over_the_replicas_that_have_room():
     placement = fleet("histopipe", 8, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0] * 64, samples=1))
     for n in range(64):
         placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 1000, likely_tokens=900, planned="r0"))
-    moves = placement.moves({name: Progress(950, 100, 300) for name in placement.watched()})
+    moves = placement.moves({name: Progress(950, 3000, 5000) for name in placement.watched()})
     requests = placement.fleet.running[0]
     assert len(moves) > 40
     assert requests.max() - requests.min() <= 2, "where the first one went more is to do for the next"
@@ -263,6 +319,64 @@ def test_what_waits_is_bound_late_and_once(lengths, replicas, slots, random):
     assert sorted(seen) == sorted(f"p{n}-0" for n in range(len(lengths)))
     assert placement.errors == 0, placement.last_error
     assert placement.fleet.totals == [0, 0]
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_what_a_coordinator_finds_running_does_not_keep_distributions_out(look):
+    """After a restart: of what runs nobody said how long it may be, nor up to which limit."""
+    placement = fleet("makespan", 4)
+    for n in range(3):
+        placement.acquire(Request(f"old-{n}", "old", n, 0, 3, 0, planned="r0"))
+    ahead = maybe(0.5, 100, 16_000)
+    if look:
+        placement.moves({"old-1": Progress(5, 8_050, 16_000, ahead)})
+    placement.place([Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 8_050, 16_000, ahead=ahead) for n in range(8)])
+    rows = placement.policy._runs["p0-0"][0].rows
+    assert np.allclose(np.exp(rows[0]), 1 - np.minimum(ahead.beyond, 1 - 1e-6), atol=1e-6)
+    assert placement.policy._limit == LIMIT
+    for name in [*(f"p{n}-0" for n in range(8)), *(f"old-{n}" for n in range(3))]:
+        placement.release(name, placement._running[name][0][1], 7)
+    assert placement.errors == 0, placement.last_error
+    assert np.allclose(placement.policy.seconds(), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "most"), [(4, 10**6), (4, 16), (1, 10**6)])
+def test_what_waits_is_planned_anew_soon_however_much_runs(monkeypatch, replicas, most):
+    """A look at some, too, is a look: or a quarter of the slots would stand empty before what waits is planned."""
+    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", most)
+    placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=16, room=10**7))
+    requests = known([4_000] * 100)
+    where = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
+    running = [name for name, replica in where.items() if replica is not None]
+    assert len(running) == 16 * replicas
+    ended = running[: 1 + len(running) // 50]
+    for name in ended:
+        placement.release(name, where[name], 4_000)
+    watched = placement.watched()
+    assert 0 < len(watched) <= min(most, len(running) - len(ended))
+    ahead = Ahead(LIMIT, certain([4_000], 2_000, LIMIT).beyond[0])
+    placement.moves({name: Progress(2_000, 2_000, 2_000, ahead) for name in watched})
+    assert placement.due()
+    assert sum(replica is not None for replica in placement.place(requests[-10:])) >= len(ended)
+    assert placement.errors == 0, placement.last_error
+
+
+def test_of_more_than_can_be_looked_at_each_has_its_turn(monkeypatch):
+    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", 10)
+    placement = fleet("makespan", 4, ReplicaCost(COST.step, 1e-6, slots=64, room=10**7), gain=1e-3)
+    for n, request in enumerate(known([8_000] * 40)):
+        placement.acquire(request._replace(planned=f"r{max(0, n - 28) % 4}"))
+    ahead, seen, moved = Ahead(LIMIT, certain([8_000], 1_000, LIMIT).beyond[0]), [], 0
+    for _ in range(4):
+        for n in range(8):
+            placement.acquire(Request(f"short-{n}", f"short-{n}", response_tokens=5, planned="r3"))
+            placement.release(f"short-{n}", "r3", 5)
+        watched = placement.watched()
+        seen += watched
+        moved += len(placement.moves({name: Progress(1_000, 7_000, 7_000, ahead) for name in watched}))
+    assert placement.errors == 0, placement.last_error
+    assert sorted(seen) == sorted(f"p{n}-0" for n in range(40))
+    assert moved
 
 
 def test_a_cache_that_will_be_full_takes_no_more():
