@@ -44,10 +44,11 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
     """
     if placement.profile is None:
         return TYPICAL
+    key = Path(f"{CONFIG_PATH}.placement.profile")  # no file: paths count from where the command is given
     try:
-        return cluster_file.profile(placement.profile, Path(f"{CONFIG_PATH}.placement.profile"))[0]
+        return cluster_file.profile(placement.profile, key)[0]
     except cluster_file.ClusterError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error).replace(f"the folder of {key}", "the current folder")) from error
 
 
 def settings(placement: PlacementConfig) -> dict[str, Any]:
