@@ -48,6 +48,8 @@ one_of ENGINE fsdp megatron
 one_of COMPARE 0 1
 one_of DRY_RUN 0 1
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
+[[ "$MODE" != separate_async || ("$RHYME" != off && "$COMPARE" = 0) ]] ||
+  refuse "MODE=separate_async needs rhyme here: on a CPU weights go by its relay; use another MODE for RHYME=off or COMPARE=1"
 [[ "$BATCH" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "data.train_batch_size=$BATCH is no number of prompts"
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"

@@ -190,6 +190,8 @@ SORTING_MODE = "actor_rollout_ref.rollout.custom.rhyme.sorting.mode"
         ),
         (f"RHYME=sorted {SORTING_MODE}=partial", "=partial contradicts RHYME=sorted SORTED_MODE=on_policy, which"),
         ("RHYME=histopipe MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
+        ("RHYME=off MODE=separate_async", "MODE=separate_async needs rhyme here: on a CPU weights go by its relay"),
+        ("COMPARE=1 MODE=separate_async", "use another MODE for RHYME=off or COMPARE=1"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
         ("ENGINE=foo", "ENGINE=foo is unknown; use fsdp or megatron"),

@@ -106,8 +106,6 @@ def weights(config: Any) -> Iterator[Check]:
             problems.append((f"{where}.{option}={value} is no path", "name a folder"))
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
-    if not problems and backend == RELAY:
-        yield Check(name, OK, "by the relay")
 
 
 def _items(tree: Any) -> list[tuple[str, Any]]:
