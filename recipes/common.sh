@@ -37,9 +37,9 @@ RHYME=${RHYME:-histospec}
 ENGINE=${ENGINE:-megatron}
 MODE=${MODE:-sync}
 SMOKE=${SMOKE:-0}
+one_of MODE sync colocate_async separate_async
 check_rhyme
 one_of ENGINE megatron fsdp
-one_of MODE sync colocate_async separate_async
 _arm=$(arm_name)
 _run=$_arm-$ENGINE-$MODE
 [[ ! "$RHYME-$MODE" =~ ^(sorted|histopipe)-sync$ ]] || MODE=rhyme_sorted
@@ -115,6 +115,7 @@ if [ "$MODE" = separate_async ]; then
 fi
 
 launch() { # launch [hydra overrides]
+  check_overrides "$@"
   local args=("${_args[@]}" "$@")
   if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
     [ "${DRY_RUN:-0}" != 1 ] || RHYME_BUILD=0

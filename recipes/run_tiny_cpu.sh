@@ -40,13 +40,16 @@ for override in "$@"; do
     data.train_batch_size=*) BATCH=${override#*=} ;;
   esac
 done
-check_rhyme
-one_of ENGINE fsdp megatron
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
 [ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
+check_rhyme
+check_overrides "$@"
+one_of ENGINE fsdp megatron
 one_of COMPARE 0 1
 one_of DRY_RUN 0 1
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
+[[ "$MODE" != separate_async || ("$RHYME" != off && "$COMPARE" = 0) ]] ||
+  refuse "MODE=separate_async needs rhyme here: on a CPU weights go by its relay; use another MODE for RHYME=off or COMPARE=1"
 [[ "$BATCH" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "data.train_batch_size=$BATCH is no number of prompts"
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"

@@ -62,6 +62,16 @@ check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; l
   esac
 }
 
+check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME and SORTED_MODE
+  local override mode=$RHYME
+  [ "$RHYME" != sorted ] || mode=$SORTED_MODE
+  for override in "$@"; do
+    [[ "${override#+}" == actor_rollout_ref.rollout.custom.rhyme.sorting.mode=* && "${override##*=}" != "$mode" ]] || continue
+    refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \
+      "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"
+  done
+}
+
 arm_name() { # of RHYME, SORTED_MODE and SORTED_COUPLED: as verl_rhyme.config.arm_name
   case "$RHYME-${SORTED_COUPLED:-0}" in
     sorted-1) echo "sorted-$SORTED_MODE-coupled" ;;

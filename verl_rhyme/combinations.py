@@ -142,7 +142,8 @@ TABLE = (
         (_MODE, "rhyme.sorting.mode"),
         lambda trainer, sorting: sorting is not None and trainer not in TOPOLOGIES,
         f"sorting works in {' or '.join(TOPOLOGIES)} only (sync saves nothing of the samples in flight)",
-        f"drop the override of {_MODE} (+rhyme=sorted sets rhyme_sorted), or set {CONFIG_PATH}.sorting.mode=null",
+        f"drop the override of {_MODE} (+rhyme=sorted and +rhyme=histopipe set rhyme_sorted), or set "
+        f"{CONFIG_PATH}.sorting.mode=null",
     ),
     Combination(
         (_MODE, "rhyme.sorting.mode"),
@@ -155,7 +156,7 @@ TABLE = (
         (MANAGER, "rhyme.sorting.mode"),
         lambda manager, sorting: sorting is not None and manager in (None, DRAFTING_MANAGER),
         f"sorting needs {SORTED_MANAGER} there, or what derives from it",
-        "drop the override: +rhyme=sorted sets it",
+        "drop the override: +rhyme=sorted and +rhyme=histopipe set it",
     ),
     Combination(
         (_MODE, f"{_SEPARATE}.parameter_sync_step", "rhyme.sorting.mode"),
@@ -181,6 +182,12 @@ TABLE = (
         lambda backend: backend == "shm",
         "weights through shared memory are the relay's now",
         f"set {_ROLLOUT}.checkpoint_engine.backend=relay",
+    ),
+    Combination(
+        (_MODE, f"{_ROLLOUT}.checkpoint_engine.backend"),
+        lambda trainer, backend: backend == "relay" and trainer in ("sync", "colocate_async", "rhyme_sorted"),
+        "engines on the GPUs that train take weights from the actor beside them: nothing is relayed",
+        f"drop the backend, or set {_MODE}=separate_async",
     ),
     Combination(
         (_MODE, "rhyme.sorting.mode", f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.sorting.keep_running"),
@@ -216,7 +223,7 @@ TABLE = (
         (f"{_ROLLOUT}.scheduling_policy", "rhyme.sorting.mode"),
         lambda policy, sorting: sorting is not None and policy != "priority",
         "more samples are given out than run, and without priorities the engines take them in any order",
-        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted does",
+        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted and +rhyme=histopipe do",
     ),
     Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
@@ -284,6 +291,13 @@ TABLE = (
         lambda manager: manager == SORTED_MANAGER,
         f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
         "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
+        rhyme=False,
+    ),
+    Combination(
+        (f"{_ROLLOUT}.checkpoint_engine.backend",),
+        lambda backend: backend == "relay",
+        "the relay needs a trainer of verl-rhyme",
+        "add +rhyme=histospec, sorted or histopipe (with enable=true), or set it to nccl, nixl or mooncake",
         rhyme=False,
     ),
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,17 +54,17 @@ TOPOLOGIES = {"rhyme_sorted": "colocated", "colocate_async": "colocated", "separ
 #: Values of ``algorithm.adv_estimator`` that look at one trajectory at a time; all others compare a prompt's samples.
 SINGLE_ESTIMATORS = ("gae", "reinforce_plus_plus")
 
-#: Values of ``placement.policy``, and the ``placement.options`` of each.
-PLACEMENTS: Mapping[str, tuple[str, ...]] = {
-    "least_loaded": ("seed",),
-    "sticky_group": ("factor",),
-    "longest_first": (),
-    "histopipe": ("groups", "two_tier", "migrate", "tail"),
-    "two_pools": ("tail",),
-    "makespan": ("migrate", "gain", "sibling_gain"),
+#: Values of ``placement.policy``, and the ``placement.options`` of each with their types, as its class has them.
+PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "least_loaded": {"seed": int | None},
+    "sticky_group": {"factor": float},
+    "longest_first": {},
+    "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
+    "two_pools": {"tail": float},
+    "makespan": {"migrate": bool, "gain": float, "sibling_gain": float},
 }
 
-#: Those that go by forecasts of lengths.
+#: Those that go by forecasts of lengths: a coordinator plans with them.
 LENGTH_PLACEMENTS = ("longest_first", "histopipe", "two_pools", "makespan")
 
 #: The arm of a run without rhyme.
@@ -334,9 +336,7 @@ class PlacementConfig:
 
     Attributes:
         policy: A name in :data:`PLACEMENTS` (``scheduling/placement``). ``None``: verl's own router.
-        options: Of the policy: ``factor`` of ``sticky_group``, ``seed`` of ``least_loaded``, ``groups``, ``two_tier``,
-            ``migrate`` and ``tail`` of ``histopipe``, ``tail`` of ``two_pools``, ``migrate``, ``gain`` and
-            ``sibling_gain`` of ``makespan``.
+        options: Of the policy, by its row in :data:`PLACEMENTS`.
         profile: Of those that go by forecasts: what a replica's work costs, a name of ``simulation/profiles`` or a file
             (``verl-rhyme profile`` makes one of a run). ``None``: a 32B model's over four H800s; only ratios count.
     """
@@ -358,11 +358,12 @@ class PlacementConfig:
         known = PLACEMENTS[self.policy]
         for name in self.options:
             if name not in known:
-                near = _nearest(name, known) or f"; {self.policy} has {', '.join(known) or 'none'}"
-                raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}{near}")
-        for name, value in self.options.items():
-            finite = not isinstance(value, float) or math.isfinite(value)
-            _require(finite, f"placement.options.{name}", value, "finite")
+                whose = [policy for policy, options in PLACEMENTS.items() if name in options]
+                hint = f"; it is of {' and '.join(whose)}" if whose else _nearest(name, known)
+                has = f"{self.policy} has {', '.join(known) or 'none'}"
+                raise ConfigError(f"unknown option {CONFIG_PATH}.placement.options.{name}: {has}{hint}")
+        typed = {name: coerce(value, known[name], f"placement.options.{name}") for name, value in self.options.items()}
+        object.__setattr__(self, "options", typed)
 
 
 @dataclass(frozen=True)
@@ -436,6 +437,33 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
 def sorting_unit(unit: str | None, estimator: str) -> str:
     """``sorting.unit``, or what ``None`` stands for under an ``algorithm.adv_estimator``."""
     return unit or ("trajectory" if estimator in SINGLE_ESTIMATORS else "group")
+
+
+def coerce(value: Any, hint: Any, path: str) -> Any:
+    """A value of the tree as its type: whole numbers may be written as floats, and floats as whole numbers.
+
+    Args:
+        value: As the config has it.
+        hint: A type, or a union of some.
+        path: Of the key.
+
+    Raises:
+        ConfigError: It is of another type, or not finite.
+    """
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return None
+    for kind in allowed:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ConfigError(f"{CONFIG_PATH}.{path} must be finite, not {value!r}")
+            return float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+    raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")
 
 
 def _require(ok: bool, path: str, value: Any, allowed: str, hint: str = "") -> None:

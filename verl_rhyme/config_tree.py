@@ -10,13 +10,11 @@ import dataclasses
 import difflib
 import functools
 import logging
-import math
-import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +116,7 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
             raise ConfigError(_unknown_key(str(key), path, list(hints)))
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        values[key] = _build(hint, value, path) if nested else _coerce(value, hint, path)
+        values[key] = _build(hint, value, path) if nested else coerce(value, hint, path)
     return cls(**values)
 
 
@@ -127,20 +125,3 @@ def _unknown_key(key: str, path: str, known: list[str]) -> str:
     parent = path[: -len(key)]
     hint = f"did you mean {CONFIG_PATH}.{parent}{near[0]}?" if near else f"known here: {', '.join(known)}"
     return f"unknown key {CONFIG_PATH}.{path}: {hint}"
-
-
-def _coerce(value: Any, hint: Any, path: str) -> Any:
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
-        return None
-    for kind in allowed:
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ConfigError(f"{CONFIG_PATH}.{path} must be finite, not {value!r}")
-            return float(value)
-        if kind is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-        if isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
-            return value
-    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-    raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")

@@ -174,6 +174,9 @@ def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
     assert folders == {single, f"{single}-2_replicas", f"{single}-3_replicas"}
 
 
+SORTING_MODE = "actor_rollout_ref.rollout.custom.rhyme.sorting.mode"
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -181,6 +184,14 @@ def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
         ("RHYME=sorted SORTED_MODE=on", "SORTED_MODE=on is unknown; use on_policy or partial"),
         ("RHYME=histopipe SORTED_MODE=partial", "SORTED_MODE=partial is of RHYME=sorted; with RHYME=histopipe drop it"),
         ("RHYME=histopipe SORTED_COUPLED=1", "SORTED_COUPLED=1 is of RHYME=sorted; with RHYME=histopipe drop it"),
+        (
+            f"RHYME=histopipe {SORTING_MODE}=partial",
+            f"{SORTING_MODE}=partial contradicts RHYME=histopipe, which names the rules and the run's folder; use",
+        ),
+        (f"RHYME=sorted {SORTING_MODE}=partial", "=partial contradicts RHYME=sorted SORTED_MODE=on_policy, which"),
+        ("RHYME=histopipe MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
+        ("RHYME=off MODE=separate_async", "MODE=separate_async needs rhyme here: on a CPU weights go by its relay"),
+        ("COMPARE=1 MODE=separate_async", "use another MODE for RHYME=off or COMPARE=1"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
         ("ENGINE=foo", "ENGINE=foo is unknown; use fsdp or megatron"),

@@ -534,7 +534,7 @@ class TestScript:
         [
             ({"SORTED_MODE": "off_policy"}, "SORTED_MODE=off_policy is unknown; use on_policy or partial"),
             ({"SORTED_COUPLED": "yes"}, "SORTED_COUPLED=yes is unknown; use 0 or 1"),
-            ({"MODE": "my_async"}, "with sorted use MODE=sync or colocate_async or separate_async"),
+            ({"MODE": "my_async"}, "MODE=my_async is unknown; use sync, colocate_async or separate_async"),
         ],
     )
     def test_switches_that_cannot_be(self, recipe, variables, told):

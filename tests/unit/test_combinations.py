@@ -112,6 +112,11 @@ CASES = [
         ["checkpoint_engine.backend=shm: ", "backend=relay"],
     ),
     (
+        "sorted",
+        [f"{R}.checkpoint_engine.backend=relay"],
+        ["trainer_mode=rhyme_sorted with", "nothing is relayed", "trainer_mode=separate_async"],
+    ),
+    (
         "histopipe",
         [*APART, f"{CONFIG_PATH}.sorting.keep_running=true", f"{R}.checkpoint_engine.backend=nccl"],
         ["checkpoint_engine.backend=nccl with", "one by one", "backend=relay"],
@@ -178,6 +183,11 @@ CASES = [
         [f"{CONFIG_PATH}.enable=false", "trainer.v1.trainer_mode=sync"],
         ["agent_loop_manager_class=", f"needs {CONFIG_PATH}.enable=true", "drop +rhyme=sorted"],
     ),
+    (
+        "off",
+        [*APART, f"{R}.checkpoint_engine.backend=relay"],
+        ["checkpoint_engine.backend=relay: the relay needs a trainer of verl-rhyme", "add +rhyme=histospec"],
+    ),
 ]
 
 
@@ -216,6 +226,8 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histopipe", [f"{R}.calculate_log_probs=false"]),
         ("histopipe", APART),
         ("histopipe", [*APART, f"{CONFIG_PATH}.sorting.keep_running=true", f"{R}.checkpoint_engine.backend=relay"]),
+        ("histospec", ["trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=relay"]),
+        ("histospec", ["trainer.v1.trainer_mode=my_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histopipe", [f"{CONFIG_PATH}.placement.policy=two_pools", "trainer.v1.trainer_mode=colocate_async"]),
         ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
         ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from verl_rhyme import config_tree
 from verl_rhyme.config import (
     CONFIG_PATH,
+    LENGTH_PLACEMENTS,
     PLACEMENTS,
     SORTING_CHOICES,
     SORTING_MODES,
@@ -20,7 +21,7 @@ from verl_rhyme.config import (
 from verl_rhyme.config_tree import parse
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.scheduling import rules
-from verl_rhyme.scheduling.placement import POLICIES
+from verl_rhyme.scheduling.placement import POLICIES, PlacementPolicy
 
 
 def test_defaults_survive_a_round_trip():
@@ -58,7 +59,15 @@ def test_no_tree_and_enable_false_are_stock_verl():
             ["placement.policy", "least_loaded, sticky_group", "did you mean sticky_group?"],
         ),
         ({"placement": {"policy": "sticky_group", "options": {"facto": 2}}}, ["options.facto", "did you mean factor?"]),
-        ({"placement": {"policy": "least_loaded", "options": {"x": 2}}}, ["options.x", "least_loaded has seed"]),
+        (
+            {"placement": {"policy": "histopipe", "options": {"gain": 0.1}}},
+            ["options.gain: histopipe has groups, two_tier, migrate, tail; it is of makespan"],
+        ),
+        (
+            {"placement": {"policy": "sticky_group", "options": {"tail": 0.1}}},
+            ["options.tail: sticky_group has factor; it is of histopipe and two_pools"],
+        ),
+        ({"placement": {"policy": "least_loaded", "options": {"x": 2}}}, ["options.x: least_loaded has seed"]),
         ({"placement": {"options": {"factor": 2}}}, ["placement.options", "without a policy"]),
         ({"placement": {"policy": "sticky_group", "options": 2}}, ["placement.options must be dict", "2"]),
         ({"drafting": {"sampler_memory": 1 << 30}}, ["sampler_memory is gone", "drop it", "drafting.logits_memory"]),
@@ -187,10 +196,42 @@ def test_a_preset_is_overridden_without_a_plus():
 
 def test_every_placement_has_the_options_that_its_policy_takes():
     def options(policy):
+        hints = get_type_hints(policy.__init__)
         _fleet, *others = inspect.signature(policy).parameters
-        return tuple(others)
+        return {name: hints[name] for name in others}
 
     assert {name: options(policy) for name, policy in POLICIES.items()} == PLACEMENTS
+
+
+def test_placements_by_forecasts_are_those_that_plan():
+    def plans(policy):
+        return any(getattr(policy, name) is not getattr(PlacementPolicy, name) for name in ("plan", "coming"))
+
+    assert {name for name, policy in POLICIES.items() if plans(policy)} == set(LENGTH_PLACEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "value", "kind"),
+    [
+        ("histopipe", "groups", "x", "int"),
+        ("histopipe", "groups", 2.5, "int"),
+        ("histopipe", "groups", True, "int"),
+        ("histopipe", "migrate", "nope", "bool"),
+        ("histopipe", "two_tier", "no_way", "bool"),
+        ("histopipe", "tail", True, "float"),
+        ("least_loaded", "seed", "x", "int or null"),
+        ("makespan", "gain", None, "float"),
+    ],
+)
+def test_options_of_a_placement_have_its_types(policy, name, value, kind):
+    message = rf"placement\.options\.{name} must be {kind}, not {value!r}"
+    with pytest.raises(ConfigError, match=message):
+        parse({"placement": {"policy": policy, "options": {name: value}}})
+
+
+def test_options_of_a_placement_may_be_written_as_the_other_number():
+    found = parse({"placement": {"policy": "histopipe", "options": {"groups": 2.0, "tail": 1}}}).placement.options
+    assert [(value, type(value)) for value in found.values()] == [(2, int), (1.0, float)]
 
 
 def test_every_mode_names_a_set_of_rules():

@@ -1,6 +1,9 @@
 """Every check is quiet on a good run and fires, with how to mend it, on a bad one."""
 
+import importlib.util
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +18,7 @@ from verl_rhyme.config import ConfigError
 from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
-from verl_rhyme.preflight import checks, history_room, machine, machine_checks, model_folder
+from verl_rhyme.preflight import checks, config_checks, history_room, machine, machine_checks, model_folder
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.preflight.estimate import gib
 from verl_rhyme.preflight.machine import Machine
@@ -106,6 +109,13 @@ def test_a_good_run_is_quiet(world):
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 MEGATRON = "model_engine=megatron"
+RELAY = [
+    "trainer.v1.trainer_mode=separate_async",
+    f"{R}.nnodes=1",
+    f"{R}.n_gpus_per_node=8",
+    "data.train_batch_size=32",
+    f"{R}.checkpoint_engine.backend=relay",
+]
 NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 
 
@@ -152,6 +162,13 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["trainer.v1.trainer_mode=separate_async"], "batches", "rollout pool"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "naive"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=0"], "parallel sizes", "0 standalone rollout GPUs"),
+        ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is unknown; there are naive, nccl"),
+        ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "did you mean relay?"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
+        ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
+        ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "nothing is relayed"),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
         ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
         ([f"{R}.enable_chunked_prefill=false"], "rollout", "chunked prefill"),
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
@@ -170,6 +187,58 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 def test_a_bad_run_is_not(world, overrides, name, words):
     found = complaints(preflight(world, *overrides))
     assert words in found.get((name, "fail"), ""), found
+
+
+def test_the_relay_needs_room_for_two_versions(world, tmp_path, monkeypatch):
+    folder = f"+{R}.checkpoint_engine.engine_kwargs.relay.folder"
+    for overrides, place in ((RELAY, "/dev/shm"), ([*RELAY, f"{folder}={tmp_path}/made/later"], str(tmp_path))):
+        monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+        found = preflight(world, *overrides)
+        [told] = [check.detail for check in found.checks if check.name == "weights" and "free" in check.detail]
+        assert told.startswith(f"{place}: ")
+        assert told.endswith(f"{gib(4 * found.estimate.parameters)} for two versions of the weights, by the relay")
+        needed = 4 * found.estimate.parameters
+        monkeypatch.setattr(machine_checks, "free_disk", lambda path, least=needed: (tmp_path, least))
+        assert "--shm-size" in complaints(preflight(world, *overrides))["weights", "fail"]
+        monkeypatch.setattr(machine_checks, "free_disk", lambda path, least=needed: (tmp_path, least + 1))
+        assert not complaints(preflight(world, *overrides)).get(("weights", "fail"))
+    monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+    nowhere = [*RELAY, f"{folder}=/proc/x", "actor_rollout_ref.model.path=/nowhere"]
+    assert "/proc: 0.0 MiB free" in complaints(preflight(world, *nowhere))["weights", "fail"]
+
+
+def test_carriers_are_those_that_verl_registers():
+    package = importlib.util.find_spec("verl").submodule_search_locations[0]
+    texts = [file.read_text() for file in (Path(package) / "checkpoint_engine").glob("*.py")]
+    registered = {name for text in texts for name in re.findall(r'Registry\.register\("(\w+)"\)', text)}
+    assert registered | {"relay"} == set(config_checks.CARRIERS)
+
+
+@pytest.mark.parametrize(
+    ("group", "overrides", "told"),
+    [
+        ("histopipe", [], "load group, group_batches 1, harvest loaded, start_order longest, max_staleness 0"),
+        (
+            "histopipe",
+            [*RELAY, "trainer.v1.separate_async.parameter_sync_step=1"],
+            "load rolling, harvest loaded, start_order longest, max_staleness 1, on_interrupt continue",
+        ),
+        ("sorted", [], "load group, group_batches 4, harvest shortest, start_order load, max_staleness 0"),
+    ],
+)
+def test_the_rules_in_force_are_told(world, group, overrides, told):
+    found = preflight(world[1:], f"+rhyme={group}", f"{R}.calculate_log_probs=true", *overrides)
+    assert [check.detail for check in found.checks if f"rules in force: {told}" in check.detail], found.checks
+
+
+def test_one_replica_leaves_nothing_to_place(world):
+    def warned(*overrides):
+        return complaints(preflight(world, f"{R}.custom.rhyme.placement.policy=sticky_group", *overrides)).get(
+            ("placement", "warn"), ""
+        )
+
+    assert "placement.policy=sticky_group has nothing to choose from" in warned("trainer.n_gpus_per_node=2")
+    assert not warned()
 
 
 @pytest.mark.parametrize(
@@ -373,6 +442,11 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
     [
         (["nonsense=1"], "nonsense"),
         (["trainer.save_frq=1"], "did you mean trainer.save_freq"),
+        (
+            ["+rhyme=histospec", f"{R}.custom.rhyme.placment.policy=x"],
+            r"placment\.policy=x: there is no such key; did you mean .*\.rhyme\.placement\.policy\?$",
+        ),
+        (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
         (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
         (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),

@@ -72,6 +72,7 @@ def examine(
         there += machine_checks.gpu_memory(found, plan, machine)
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
+    there += machine_checks.weights(config, found)
     there += history_room.check(config)
     checks: list[Check] = []
     if dry_run:
@@ -84,6 +85,8 @@ def examine(
             for part in (checks, there)
         )
     checks += config_checks.rhyme(config)
+    checks += config_checks.placement(config, plan)
+    checks += config_checks.weights(config)
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
     checks += config_checks.rollout(config, plan, model)

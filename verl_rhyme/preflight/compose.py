@@ -84,7 +84,7 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
     """The error in one line; of an unknown key, the nearest that there is."""
     text = _one_line(error)
     key = getattr(error.__cause__, "full_key", None)
-    wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[=@]", override)]
+    wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):
         return text
     parent, _, leaf = str(key).rpartition(".")
@@ -95,7 +95,10 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
         near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
     except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
         near = []
-    return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}?" if near else text
+    if not near:
+        return text
+    below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
+    return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
 
 
 def _one_line(error: BaseException) -> str:

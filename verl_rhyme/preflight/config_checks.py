@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, arm_name
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, SortingConfig, arm_name
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
+from verl_rhyme.scheduling import rules
 from verl_rhyme.workers import router_file
+from verl_rhyme.workers.weights import BACKEND as RELAY
+
+#: What carries weights in verl 0.9.1 (``rollout.checkpoint_engine.backend``), and ours.
+CARRIERS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_sharded", RELAY)
+
+#: What ``checkpoint_engine.engine_kwargs.relay`` may have.
+RELAY_KEYS = ("folder",)
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -51,7 +60,64 @@ def _what(tree: RhymeConfig, mode: str) -> str:
         apart = TOPOLOGIES[mode] == "separate"
         parts.append("on engines of their own" if apart else "on the GPUs that train")
     told = [" ".join(parts), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
-    return "; ".join(told + ([f"placement {tree.placement.policy}"] if tree.placement.policy else []))
+    if tree.placement.policy:
+        told.append(f"placement {tree.placement.policy}")
+    if tree.sorting.mode is not None:
+        told.append(_rules(tree.sorting, apart))
+    return "; ".join(told)
+
+
+def _rules(sorting: SortingConfig, apart: bool) -> str:
+    """The rules in force: of what the tree says, a mode has its own instead."""
+    left_open = ("load", "harvest", "start_order", "group_batches", "max_staleness", "probe")
+    given = {name: getattr(sorting, name) for name in left_open}
+    found = rules.named(str(sorting.mode), batch_prompts=1, batch_samples=1, through_training=apart, **given)
+    load = f"load {found.load}" + (f", group_batches {found.group_batches}" if found.load == "group" else "")
+    interrupted = "keep_running" if sorting.keep_running else found.on_interrupt
+    return (
+        f"rules in force: {load}, harvest {found.harvest}, start_order {found.start_order}, max_staleness "
+        f"{found.max_staleness}, on_interrupt {interrupted}" + (", probe" if found.probe else "")
+    )
+
+
+def placement(config: Any, plan: Plan) -> Iterator[Check]:
+    """There is something to place."""
+    policy = OmegaConf.select(config, f"{CONFIG_PATH}.placement.policy")
+    if policy is not None and OmegaConf.select(config, f"{CONFIG_PATH}.enable") is not False and plan.replicas == 1:
+        detail = f"one replica serves all: placement.policy={policy} has nothing to choose from"
+        yield Check("placement", WARN, detail, f"more replicas: more GPUs, or a lower {_R}.tensor_model_parallel_size")
+
+
+def weights(config: Any) -> Iterator[Check]:
+    """Who carries weights is known, and what it is told; verl's workers ask when the model is loaded."""
+    name, engine = "weights", config.actor_rollout_ref.rollout.checkpoint_engine
+    backend, key = str(engine.backend), f"{_R}.checkpoint_engine"
+    problems = []
+    if backend not in CARRIERS and not engine.get("custom_backend_module") and backend != "shm":  # that is the table's
+        detail = f"{key}.backend={backend} is unknown; there are {', '.join(CARRIERS)}{_near(backend, CARRIERS)}"
+        problems.append((detail, f"set one of them, or {key}.custom_backend_module for one of your own"))
+    told = engine.get("engine_kwargs") or {}
+    for option, value in _items(told.get(RELAY)):
+        where = f"{key}.engine_kwargs.{RELAY}"
+        if option not in RELAY_KEYS:
+            detail = f"{where} takes {', '.join(RELAY_KEYS)} only, not {option or value}{_near(option, RELAY_KEYS)}"
+            problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
+        elif value is not None and not isinstance(value, str):
+            problems.append((f"{where}.{option}={value} is no path", "name a folder"))
+    for detail, remedy in problems:
+        yield Check(name, FAIL, detail, remedy)
+
+
+def _items(tree: Any) -> list[tuple[str, Any]]:
+    """Of a mapping; a plain value is one without a name."""
+    if OmegaConf.is_dict(tree):
+        return [(str(name), value) for name, value in tree.items()]
+    return [] if tree is None else [("", tree)]
+
+
+def _near(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
@@ -194,7 +260,8 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
     if rollout.checkpoint_engine.backend == "naive":
-        yield f"{_R}.checkpoint_engine.backend=naive with separate_async", "set it to nccl, nixl or mooncake"
+        remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
+        yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
     reward = config.reward.reward_model
     if reward.enable and not reward.enable_resource_pool:
         yield (

@@ -21,6 +21,8 @@ from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.estimate import Estimate, count, gib
 from verl_rhyme.preflight.machine import Machine, free_disk
 from verl_rhyme.preflight.plan import Plan
+from verl_rhyme.workers.weights import BACKEND as RELAY
+from verl_rhyme.workers.weights.folder import SHARED_MEMORY
 
 #: Which argument of ``examples.data.prepare`` makes a file, by its name.
 PREPARED = {
@@ -246,6 +248,25 @@ def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
         remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
         detail = f"{folder}: {gib(free)} free, {gib(needed)} for {int(keep or 1) + 1} of {gib(found.checkpoint)}{every}"
         yield Check("checkpoints", status, detail, remedy)
+
+
+def weights(config: Any, found: Estimate | None) -> Iterator[Check]:
+    """Room for two versions of the weights in the relay's folder."""
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if engine.backend != RELAY:
+        return
+    told = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
+    folder, free = free_disk(Path(str(told)) if told else SHARED_MEMORY)
+    needed = 2 * 2 * found.parameters if found else 0  # as bf16; where the model is not known, anything at all
+    ok = free > needed and os.access(folder, os.W_OK)
+    detail = f"{folder}: {gib(free)} free, {gib(needed)} for two versions of the weights, by the relay"
+    remedy = "give the container a larger --shm-size, or name a folder with room that can be written: "
+    yield Check(
+        "weights",
+        OK if ok else FAIL,
+        detail,
+        "" if ok else f"{remedy}{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
+    )
 
 
 def history_dir(config: Any) -> str | None:

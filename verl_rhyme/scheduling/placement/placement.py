@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
+from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, TOKENS, Fleet
 from verl_rhyme.scheduling.placement.histopipe import HistoPipe
@@ -26,7 +27,7 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "makespan": Makespan,
 }
 #: Those that go by forecasts of lengths: a coordinator plans with them.
-PLANNED = frozenset({"longest_first", "histopipe", "two_pools", "makespan"})
+PLANNED = frozenset(LENGTH_PLACEMENTS)
 
 
 class NoReplica(RuntimeError):
