@@ -161,6 +161,8 @@ class HistoPipe(PlacementPolicy):
             for name in at.runs.keys() & progress.keys():
                 at.made(name, progress[name].made)
         late = self._late(progress)
+        step = fleet.cost.step
+        prefill = fleet.cost.prefill / max(step.base / fleet.cost.slots + step.row, 1e-9)  # in tokens of full steps
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
                 likely, now = request.likely_tokens, progress.get(name)
@@ -172,7 +174,7 @@ class HistoPipe(PlacementPolicy):
                     to_come = np.array([at.to_come(progress, late) for at in ats])
                 here = fleet.index[replica]
                 there = int(np.lexsort((fleet.running[REQUESTS], to_come / fleet.share))[0])
-                again = request.prompt_tokens + now.made  # its cache is computed anew
+                again = prefill * (request.prompt_tokens + now.made)  # its cache is computed anew
                 if to_come[there] + left + again < to_come[here]:  # it has less to do with it, too
                     to_come[there] += left
                     to_come[here] -= left
