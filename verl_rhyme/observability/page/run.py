@@ -27,7 +27,8 @@ class Run:
         summary: Of ``summary.summarize``.
         steps: Metrics by step.
         requests, stages: Columns of its event log; empty without one.
-        predicted: float64[N], tokens that each response was predicted to have; NaN where nothing was.
+        predicted: float64[N], tokens that each request was predicted to add; NaN where nothing was.
+        prompt: int64[N], requests of one number are of one prompt of a step.
         slot_time: Its slots over time; ``None`` where the log does not tell.
         problems: What is missing, a sentence each.
     """
@@ -38,6 +39,7 @@ class Run:
     requests: dict[str, np.ndarray] = field(default_factory=dict)
     stages: dict[str, np.ndarray] = field(default_factory=dict)
     predicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     slot_time: SlotTime | None = None
     runs_on: bool = False
     problems: list[str] = field(default_factory=list)
@@ -76,13 +78,20 @@ class Run:
         return [(float(step), value) for step, value in found if value is not None]
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted and real tokens of the responses that ran to their end and were predicted."""
+        """Tokens of the trained responses that were predicted when their first request was sent, and those they had: of
+        all requests of a response, for one that moves or is interrupted takes several."""
         if not self.requests:
             return np.zeros(0), np.zeros(0)
-        real = self.requests["response_tokens"].astype(np.float64)
-        known = np.isfinite(self.predicted) & (self.predicted > 0) & (real > 0)
-        known &= self.requests["trained"] & (self.requests["attempt"] == 0)
-        return self.predicted[known], real[known]
+        rows = np.flatnonzero(self.requests["trained"])
+        of = (self.requests["step"][rows], self.prompt[rows], self.requests["sample"][rows])
+        order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *of))
+        rows = rows[order]
+        begins = np.any([np.diff(part[order], prepend=-2) != 0 for part in of], axis=0)
+        real = np.bincount(np.cumsum(begins) - 1, self.requests["response_tokens"][rows])
+        first = rows[begins]
+        known = np.isfinite(self.predicted[first]) & (self.predicted[first] > 0) & (real > 0)
+        logged = np.argsort(first[known])
+        return self.predicted[first[known]][logged], real[known][logged]
 
 
 def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_folder: Path) -> Run:
@@ -104,6 +113,8 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_fol
     info = events.read_info(events_folder)
     run.requests, run.stages = events.to_numpy(table), events.to_numpy(stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
+    uids = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    run.prompt = np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)  # without: each its own
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
     if missing:
