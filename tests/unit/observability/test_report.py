@@ -77,6 +77,8 @@ def on(tmp_path: Path) -> Path:
     log.describe(1, arm="histospec", slots=4, engine="vllm test")
     for step in range(1, 9):
         write_events(log, step, warm=step > 2)
+        gen = {"stage": ["gen"], "started_at": [10.0 * step], "duration_s": [4.0 if step <= 2 else 2.0]}
+        log.append_stages(step, (step - 1) // 2, gen)
     return tmp_path / "on"
 
 
@@ -340,6 +342,27 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
     assert (status, len(lines)) == (0, 1)
     assert f"{last} is unreadable" in lines[0]
     assert "Replicas over time" in (on / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("gone", "timed", "why"),
+    [
+        ("stages-*", False, "has no stages (stages-*.arrow): training and weight sync count as other"),
+        ("stages-00000[35]-*", False, "has requests but no stages of 2 steps (3, 5)"),
+        ("stages-000008-*", True, "has requests but no stages of step 8:"),
+        ("stages-000008-*", False, ""),  # it may still be under way
+    ],
+)
+def test_missing_stages_are_told(on: Path, capfd, gone, timed, why) -> None:
+    write_metrics(
+        on / "metrics.jsonl", [stock(k, (k - 1) // 2, **({m.STEP_S: 9.0} if timed else {})) for k in range(9)]
+    )
+    for path in (on / "checkpoints" / "events").glob(gone):
+        path.unlink()
+    status, lines = told(capfd, on)
+    assert (status, len(lines)) == (0, bool(why))
+    assert all(why in line for line in lines)
+    assert not why or why in (on / "report.html").read_text()
 
 
 def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
