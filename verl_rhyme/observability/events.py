@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,15 @@ RESPONSES = pa.schema(
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
 #: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (``preflight/run_folder.py``).
 INFO_FILE = "run.json"
+#: What its values must be, for those that are read.
+_INFO: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "arm": (lambda value: isinstance(value, str), "a name"),
+    "arms": (lambda value: isinstance(value, list), "a list of first steps and names"),
+    "engine": (lambda value: isinstance(value, str), "a name"),
+    "slots": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
+    "rollout": (lambda value: value in ("gen", "step"), "gen or step"),
+    "replica": (lambda value: isinstance(value, dict), "a replica's sizes"),
+}
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
@@ -205,12 +214,19 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
+    """What :meth:`EventLog.describe` kept; empty when there is nothing readable. A value that cannot be one is left out
+    with a warning."""
+    path = Path(folder) / INFO_FILE
     try:
-        info = json.loads((Path(folder) / INFO_FILE).read_text())
+        info = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
+    if not isinstance(info, dict):
+        return {}
+    for name, (sound, wanted) in _INFO.items():
+        if info.get(name) is not None and not sound(info[name]):
+            warnings.warn(f"{path}: {name} must be {wanted}, not {info.pop(name)!r}; it is left out", stacklevel=2)
+    return info
 
 
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:

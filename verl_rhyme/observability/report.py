@@ -59,16 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told.append(str(error))
                 runs[0].problems.append(f"it stands alone: {error}")
     told += [line for run in runs if (line := _no_step(run, options.step))]
+    out = Path(options.out or runs[0].folder)
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
-        out = Path(options.out or runs[0].folder)
         path, picture = write(summary, out)
         paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
         if options.perfetto:
             paths += _traces(runs, out)
-    except (ReportError, OSError) as error:
+    except ReportError as error:
         _tell([*told, str(error)])
+        return 1
+    except OSError as error:
+        _tell([*told, f"cannot write to {out} ({error.strerror or error}): give --out a folder that can be written"])
         return 1
     problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
     _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])

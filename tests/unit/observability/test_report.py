@@ -345,6 +345,41 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("slots", "x"), ("slots", 0), ("slots", True), ("rollout", 7), ("rollout", []), ("engine", 3.5), ("replica", 1)],
+)
+def test_an_odd_value_costs_itself_alone(off: Path, on: Path, capfd, name, value) -> None:
+    info = on / "checkpoints" / "events" / "run.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), name: value}))
+    for folders in ((on,), (off, on)):
+        status, lines = told(capfd, *folders)
+        assert status == 0
+        assert f"{info}: {name} must be " in " ".join(lines)
+        assert f"not {value!r}; it is left out" in " ".join(lines)
+        assert "Reward, speed and length" in (folders[0] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("odd", [{m.EPOCH: "a"}, {m.EPOCH: float("nan")}, {m.EPOCH: None}, {m.EPOCH: float("inf")}])
+def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd, odd) -> None:
+    write_metrics(off / "metrics.jsonl", [stock(step, 0, **(odd if step == 3 else {})) for step in range(1, 5)])
+    with (off / "metrics.jsonl").open("a") as file:
+        file.write('{"step": Infinity, "data": {}}\n')
+    status, lines = told(capfd, on, off)
+    assert status == 0
+    for number in (3, 5):
+        assert f"{off / 'metrics.jsonl'}, line {number} is no metrics line and is left out" in " ".join(lines)
+    with pytest.warns(UserWarning, match="is left out"):
+        assert summarize(off)["epochs"][0]["rollout_s"] == 3 * 4.0
+
+
+def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None:
+    (off / "file").touch()
+    status, lines = told(capfd, off, "--out", off / "file" / "x")
+    assert status == 1
+    assert f"cannot write to {off / 'file' / 'x'} (Not a directory): give --out a folder" in lines[-1]
+
+
+@pytest.mark.parametrize(
     ("gone", "timed", "why"),
     [
         ("stages-*", False, "has no stages (stages-*.arrow): training and weight sync count as other"),
