@@ -138,20 +138,20 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the table per epoch, and the gain where there are two arms."""
-    names = [str(arm["arm"]) for arm in _arms(summary)]
-    table = _table(summary, names)
+    """Print the table per epoch, and the gain where there are two arms: RUN comes first, as in the page."""
+    arms = _arms(summary)[::-1]
+    names = [str(arm["arm"]) for arm in arms]
+    table = _table(arms, names)
     if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
         for letter, name in zip("AB", names, strict=True):
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-        table = _table(summary, list("AB"))
+        table = _table(arms, list("AB"))
     console.print(table)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
 
 
-def _table(summary: Mapping[str, Any], names: Sequence[str]) -> Table:
-    arms = _arms(summary)
+def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
     shares_shown = ("accepted", "history", "bubble")

@@ -71,8 +71,10 @@ def summarize(
 
 
 def home(run: str | os.PathLike[str]) -> Path:
-    """The folder that holds a run's metrics, of its checkpoint folder or the one around that: both are one run."""
+    """The folder that holds a run's metrics, of its event log, its checkpoint folder or the one around that."""
     folder = Path(run)
+    if folder.resolve().name == EVENTS_FOLDER and next(folder.glob("*.arrow"), None):
+        folder = folder.parent if folder.name == EVENTS_FOLDER else folder.resolve().parent
     around = [folder, *_checkpoint_folders(folder)]
     if folder.resolve() in [path.resolve() for path in _checkpoint_folders(folder.resolve().parent)]:
         around.append(folder.parent if folder.name not in ("", "..") else folder.resolve().parent)

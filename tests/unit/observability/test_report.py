@@ -269,6 +269,7 @@ def test_command_compares(off: Path, on: Path, cli: Cli, tmp_path: Path) -> None
     assert result["rollout_speedup_warm"] == 2.0
     assert "rollout speed 2.00x (2.00-2.00)" in " ".join(done.stdout.split())
     png_size(tmp_path / "both" / "report.png")
+    assert [line.split()[:2] for line in done.stdout.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
     assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
@@ -278,6 +279,7 @@ def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, of
     write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
     for run in (on, off):
         assert summarize(run / "checkpoints") == summarize(run)
+    assert summarize(on / "checkpoints" / "events") == summarize(on)
     assert summarize(on)["epochs"][0]["bubble_ratio"] == 0.25
     assert report.main([str(on / "checkpoints")]) == 0
     assert (on / "report.html").is_file()
@@ -297,6 +299,7 @@ def test_the_table_of_two_fits_into_80_columns(off: Path, on: Path, cli: Cli, tm
     assert "…" not in done.stdout
     assert max(map(len, table)) <= 80
     assert name + "-on" in done.stdout
+    assert [line for line in table if line.startswith("A  ")] in ([], [f"A  {name}-on"])
     warm = next(line for line in table if "1 000" in line or "2 000" in line).split()
     assert "2.50" in warm
     assert "60%" in warm
