@@ -229,6 +229,28 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return info
 
 
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, :func:`read_info`, and warnings."""
+
+    folder: Path
+    requests: pa.Table
+    stages: pa.Table
+    info: dict[str, Any]
+    warned: list[str]
+
+
+def read_log(folder: str | os.PathLike[str]) -> Log:
+    """All that the report needs; warnings of what cannot be read are given, and kept as well."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        requests, stages, info = read_requests(folder), read_stages(folder), read_info(folder)
+    warned = list(dict.fromkeys(str(warning.message) for warning in told))
+    for message in warned:
+        warnings.warn(message, stacklevel=2)
+    return Log(Path(folder), requests, stages, info, warned)
+
+
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
     """(first step, arm) of the starts of a run that changed its arm, oldest first; empty where nothing is known.
 
@@ -242,13 +264,19 @@ def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
-    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans."""
+    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans. Equal texts are one
+    object."""
     columns = {}
     for field in table.schema:
         column = table[field.name]
         if column.null_count and (pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)):
             column = column.fill_null(False if pa.types.is_boolean(field.type) else 0)
-        columns[field.name] = column.to_numpy()
+        if pa.types.is_string(field.type) or pa.types.is_fixed_size_binary(field.type):
+            texts = column.dictionary_encode().unify_dictionaries().combine_chunks()
+            known = np.append(texts.dictionary.to_numpy(zero_copy_only=False), np.array([None]))
+            columns[field.name] = known[texts.indices.fill_null(len(known) - 1).to_numpy()]
+        else:
+            columns[field.name] = column.to_numpy()
     return columns
 
 

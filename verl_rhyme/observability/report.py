@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="where the files go (default: the run folder)")
     parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
     parser.add_argument("--arm", help="name of RUN; default: what its event log says")
-    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request")
-    parser.add_argument("--perfetto", action="store_true", help=f"write {TRACE_FILE} as well, which Perfetto opens")
+    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request, and the trace alone")
+    told_of = f"write {TRACE_FILE} as well, which Perfetto opens: 370 bytes a request, so give --step in a long run"
+    parser.add_argument("--perfetto", action="store_true", help=told_of)
     options = parser.parse_args(arguments)
     console = Console()
     told: list[str] = []
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path, picture = write(summary, out)
         paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
         if options.perfetto:
-            paths += _traces(runs, out)
+            paths += _traces(runs, out, options.step)
     except ReportError as error:
         _tell([*told, str(error)])
         return 1
@@ -111,15 +113,19 @@ def _told_apart(runs: Sequence[Run]) -> list[str]:
     return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --arm names the first"]
 
 
-def _traces(runs: Sequence[Run], out: Path) -> list[Path]:
-    """A file for each run that has an event log."""
+def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
+    """A file for each run that has an event log, of all of it or of one step."""
     paths = []
     for run in runs:
         if run.slot_time is not None:
             path = out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}")
-            trace.write(path, run.requests, run.stages)
+            trace.write(path, *(_of_step(columns, step) for columns in (run.requests, run.stages)))
             paths.append(path)
     return paths
+
+
+def _of_step(columns: Mapping[str, np.ndarray], step: int | None) -> Mapping[str, np.ndarray]:
+    return columns if step is None else {name: values[columns["step"] == step] for name, values in columns.items()}
 
 
 def _tell(problems: Sequence[str]) -> None:

@@ -66,8 +66,8 @@ def summarize(
         ReportError: Neither metrics nor events of any training step.
     """
     folder = home(run)
-    _, info, by_step = _logged(folder, metrics_file, events_folder)
-    return _summary(folder, arm, info, by_step)
+    log, by_step = _logged(folder, metrics_file, events_folder)
+    return _summary(folder, arm, log.info, by_step)
 
 
 def home(run: str | os.PathLike[str]) -> Path:
@@ -108,29 +108,29 @@ def read(
 ) -> Run:
     """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`."""
     folder = home(run)
-    events_path, info, by_step = _logged(folder, None, events_folder)
-    return load(folder, _summary(folder, arm, info, by_step), by_step, events_path)
+    log, by_step = _logged(folder, None, events_folder)
+    return load(folder, _summary(folder, arm, log.info, by_step), by_step, log)
 
 
 def _logged(
     folder: Path, metrics_file: str | os.PathLike[str] | None, events_folder: str | os.PathLike[str] | None
-) -> tuple[Path, dict[str, Any], steps.Steps]:
-    """Where the event log is, what it says of the run, and metrics by step."""
+) -> tuple[events.Log, steps.Steps]:
+    """The event log, and metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
     metrics_path = Path(metrics_file or folder / METRICS_FILE)
     events_path = Path(events_folder or _find_events(folder))
-    info = events.read_info(events_path)
+    log = events.read_log(events_path)
     by_step = steps.merge(
         steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
-        steps.from_events(events_path, info.get("slots"), info.get("rollout", "gen")),
+        steps.from_log(log, log.info.get("slots"), log.info.get("rollout") or "gen"),
     )
     if not by_step:
         raise ReportError(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; "
             "did the training start, with trainer.logger containing 'file'? Its log may say more"
         )
-    return events_path, info, by_step
+    return log, by_step
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:

@@ -438,3 +438,20 @@ def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pyte
     assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
     assert report.main([str(on), "--out", str(tmp_path)]) == 0
     assert "was logged; there are" not in capsys.readouterr().err
+
+
+def test_the_log_is_read_once(on: Path, capfd, monkeypatch) -> None:
+    opened: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read_bytes(path))
+    assert told(capfd, on) == (0, [])
+    files = [path for path in opened if path.suffix == ".arrow"]
+    assert sorted(files) == sorted((on / "checkpoints" / "events").glob("*.arrow"))
+
+
+def test_the_trace_of_one_step(on: Path, capfd) -> None:
+    for arguments, steps_there in (([], set(range(1, 9))), (["--step", "3"], {3})):
+        assert told(capfd, on, "--perfetto", *arguments) == (0, [])
+        spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+        assert {event["args"]["step"] for event in spans} == steps_there
+        assert len(spans) == 5 * len(steps_there)

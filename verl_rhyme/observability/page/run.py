@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,10 @@ class Run:
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the trained responses that were predicted when their first request was sent, and those they had: of
         all requests of a response, for one that moves or is interrupted takes several."""
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.requests:
             return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.requests["trained"])
@@ -96,26 +100,23 @@ class Run:
         return self.predicted[first[known]][logged], real[known][logged]
 
 
-def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_folder: Path) -> Run:
+def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: events.Log) -> Run:
     """What a run logged, beside its summary; what cannot be read is one of its problems, not an error."""
     run = Run(folder, summary, by_step)
+    events_folder, table, info = log.folder, log.requests, log.info
     if not events_folder.is_dir():
         run.problems.append(f"{folder} has no event log (events/ beside its checkpoints), so there are no lanes")
         return run
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        table, stages = events.read_requests(events_folder), events.read_stages(events_folder)
-    run.problems += list(dict.fromkeys(str(warning.message) for warning in told))
+    run.problems += log.warned
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
     missing = [name for name in _NEEDED if table[name].null_count == table.num_rows]
     if table["response_tokens"].null_count == table.num_rows:
         run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
-    info = events.read_info(events_folder)
-    run.requests, run.stages = events.to_numpy(table), events.to_numpy(stages)
+    run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
-    uids = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
     run.prompt = np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)  # without: each its own
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
@@ -124,8 +125,7 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_fol
             f"the event log {events_folder} is of another version: without {', '.join(missing)} there are no lanes"
         )
         return run
-    if not isinstance(slots, int) or slots < 1:
-        slots = None
+    if slots is None:
         run.problems.append(
             f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
             "ran at a time, and there is no bubble ratio"
