@@ -231,24 +231,17 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, :func:`read_info`, and warnings."""
+    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
 
     folder: Path
     requests: pa.Table
     stages: pa.Table
     info: dict[str, Any]
-    warned: list[str]
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
-    """All that the report needs; warnings of what cannot be read are given, and kept as well."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        requests, stages, info = read_requests(folder), read_stages(folder), read_info(folder)
-    warned = list(dict.fromkeys(str(warning.message) for warning in told))
-    for message in warned:
-        warnings.warn(message, stacklevel=2)
-    return Log(Path(folder), requests, stages, info, warned)
+    """All that the report needs."""
+    return Log(Path(folder), read_requests(folder), read_stages(folder), read_info(folder))
 
 
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:

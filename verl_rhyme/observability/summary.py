@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -106,10 +107,18 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
 def read(
     run: str | os.PathLike[str], arm: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`."""
+    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`. What was warned of
+    is among its problems, too."""
     folder = home(run)
-    log, by_step = _logged(folder, None, events_folder)
-    return load(folder, _summary(folder, arm, log.info, by_step), by_step, log)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        log, by_step = _logged(folder, None, events_folder)
+    warned = list(dict.fromkeys(str(warning.message) for warning in told))
+    for message in warned:
+        warnings.warn(message, stacklevel=2)
+    found = load(folder, _summary(folder, arm, log.info, by_step), by_step, log)
+    found.problems[:0] = warned
+    return found
 
 
 def _logged(

@@ -371,6 +371,7 @@ def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd
     assert status == 0
     for number in (3, 5):
         assert f"{off / 'metrics.jsonl'}, line {number} is no metrics line and is left out" in " ".join(lines)
+        assert f"line {number} is no metrics line" in (on / "report.html").read_text()
     with pytest.warns(UserWarning, match="is left out"):
         assert summarize(off)["epochs"][0]["rollout_s"] == 3 * 4.0
 

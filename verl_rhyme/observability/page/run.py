@@ -107,7 +107,6 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     if not events_folder.is_dir():
         run.problems.append(f"{folder} has no event log (events/ beside its checkpoints), so there are no lanes")
         return run
-    run.problems += log.warned
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
