@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,15 @@ RESPONSES = pa.schema(
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
 #: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (``preflight/run_folder.py``).
 INFO_FILE = "run.json"
+#: What its values must be, for those that are read.
+_INFO: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "arm": (lambda value: isinstance(value, str), "a name"),
+    "arms": (lambda value: isinstance(value, list), "a list of first steps and names"),
+    "engine": (lambda value: isinstance(value, str), "a name"),
+    "slots": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
+    "rollout": (lambda value: value in ("gen", "step"), "gen or step"),
+    "replica": (lambda value: isinstance(value, dict), "a replica's sizes"),
+}
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
@@ -205,12 +214,34 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
+    """What :meth:`EventLog.describe` kept; empty when there is nothing readable. A value that cannot be one is left out
+    with a warning."""
+    path = Path(folder) / INFO_FILE
     try:
-        info = json.loads((Path(folder) / INFO_FILE).read_text())
+        info = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
+    if not isinstance(info, dict):
+        return {}
+    for name, (sound, wanted) in _INFO.items():
+        if info.get(name) is not None and not sound(info[name]):
+            warnings.warn(f"{path}: {name} must be {wanted}, not {info.pop(name)!r}; it is left out", stacklevel=2)
+    return info
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
+
+    folder: Path
+    requests: pa.Table
+    stages: pa.Table
+    info: dict[str, Any]
+
+
+def read_log(folder: str | os.PathLike[str]) -> Log:
+    """All that the report needs."""
+    return Log(Path(folder), read_requests(folder), read_stages(folder), read_info(folder))
 
 
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -226,13 +257,19 @@ def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
-    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans."""
+    """Columns as numpy arrays: null becomes NaN in float columns, 0 in integers, False in booleans. Equal texts are one
+    object."""
     columns = {}
     for field in table.schema:
         column = table[field.name]
         if column.null_count and (pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)):
             column = column.fill_null(False if pa.types.is_boolean(field.type) else 0)
-        columns[field.name] = column.to_numpy()
+        if pa.types.is_string(field.type) or pa.types.is_fixed_size_binary(field.type):
+            texts = column.dictionary_encode().unify_dictionaries().combine_chunks()
+            known = np.append(texts.dictionary.to_numpy(zero_copy_only=False), np.array([None]))
+            columns[field.name] = known[texts.indices.fill_null(len(known) - 1).to_numpy()]
+        else:
+            columns[field.name] = column.to_numpy()
     return columns
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="where the files go (default: the run folder)")
     parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
     parser.add_argument("--arm", help="name of RUN; default: what its event log says")
-    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request")
-    parser.add_argument("--perfetto", action="store_true", help=f"write {TRACE_FILE} as well, which Perfetto opens")
+    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request, and the trace alone")
+    told_of = f"write {TRACE_FILE} as well, which Perfetto opens: 370 bytes a request, so give --step in a long run"
+    parser.add_argument("--perfetto", action="store_true", help=told_of)
     options = parser.parse_args(arguments)
     console = Console()
     told: list[str] = []
@@ -59,16 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told.append(str(error))
                 runs[0].problems.append(f"it stands alone: {error}")
     told += [line for run in runs if (line := _no_step(run, options.step))]
+    out = Path(options.out or runs[0].folder)
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
-        out = Path(options.out or runs[0].folder)
         path, picture = write(summary, out)
         paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
         if options.perfetto:
-            paths += _traces(runs, out)
-    except (ReportError, OSError) as error:
+            paths += _traces(runs, out, options.step)
+    except ReportError as error:
         _tell([*told, str(error)])
+        return 1
+    except OSError as error:
+        _tell([*told, f"cannot write to {out} ({error.strerror or error}): give --out a folder that can be written"])
         return 1
     problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
     _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
@@ -108,15 +113,19 @@ def _told_apart(runs: Sequence[Run]) -> list[str]:
     return [f"both runs are named {arm}: here they are {first.name} and {second.name}; --arm names the first"]
 
 
-def _traces(runs: Sequence[Run], out: Path) -> list[Path]:
-    """A file for each run that has an event log."""
+def _traces(runs: Sequence[Run], out: Path, step: int | None) -> list[Path]:
+    """A file for each run that has an event log, of all of it or of one step."""
     paths = []
     for run in runs:
         if run.slot_time is not None:
             path = out / (TRACE_FILE if run is runs[0] else f"other-{TRACE_FILE}")
-            trace.write(path, run.requests, run.stages)
+            trace.write(path, *(_of_step(columns, step) for columns in (run.requests, run.stages)))
             paths.append(path)
     return paths
+
+
+def _of_step(columns: Mapping[str, np.ndarray], step: int | None) -> Mapping[str, np.ndarray]:
+    return columns if step is None else {name: values[columns["step"] == step] for name, values in columns.items()}
 
 
 def _tell(problems: Sequence[str]) -> None:
@@ -135,20 +144,20 @@ def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the table per epoch, and the gain where there are two arms."""
-    names = [str(arm["arm"]) for arm in _arms(summary)]
-    table = _table(summary, names)
+    """Print the table per epoch, and the gain where there are two arms: RUN comes first, as in the page."""
+    arms = _arms(summary)[::-1]
+    names = [str(arm["arm"]) for arm in arms]
+    table = _table(arms, names)
     if len(names) > 1 and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
         for letter, name in zip("AB", names, strict=True):
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
-        table = _table(summary, list("AB"))
+        table = _table(arms, list("AB"))
     console.print(table)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
 
 
-def _table(summary: Mapping[str, Any], names: Sequence[str]) -> Table:
-    arms = _arms(summary)
+def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
     shares_shown = ("accepted", "history", "bubble")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,24 @@ class SlotTime:
         """Of all rollout."""
         return float(self.rollout_shares[1:].sum())
 
+    @cached_property
+    def by_replica(self) -> list[Array]:
+        """Places in the columns of ``requests``, for each replica, by start."""
+        replica = self.requests["replica"]
+        order = np.argsort(replica, kind="stable")
+        return np.split(order, np.searchsorted(replica[order], np.arange(1, len(self.replicas))))
+
+    @cached_property
+    def _lane_slots(self) -> list[float]:
+        return [self._measured_slots(mine) for mine in self.by_replica]
+
     def lane_slots(self, replica: int) -> float:
         """Height of a replica's lane: its equal part of the slots, or what it filled for a twentieth of the time in
         which it ran anything, if that is more: where loads differ, replicas may have other parts."""
+        return self._lane_slots[replica]
+
+    def _measured_slots(self, mine: Array) -> float:
         share = self.slots / len(self.replicas)
-        mine = self.requests["replica"] == replica
         times, counts = running(self.requests["started"][mine], self.requests["finished"][mine])
         order = np.argsort(counts[:-1])
         spent = np.cumsum(np.where(counts[:-1] > 0, np.diff(times), 0.0)[order])
@@ -124,7 +138,7 @@ class SlotTime:
 
     def occupied(self, replica: int, edges: Array) -> Array:
         """float64[k]: requests that ran at a replica, mean over each stretch between ``edges`` [k + 1]."""
-        mine = self.requests["replica"] == replica
+        mine = self.by_replica[replica]
         total = _busy_until(self.requests["started"][mine], self.requests["finished"][mine], edges)
         return np.diff(total) / np.maximum(np.diff(edges), 1e-12)
 

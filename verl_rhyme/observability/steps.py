@@ -29,8 +29,11 @@ def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[
             continue
         try:
             row = json.loads(line)
-            yield int(row["step"]), dict(row["data"])
-        except (ValueError, KeyError, TypeError) as error:
+            step, data = int(row["step"]), dict(row["data"])
+            if metrics.EPOCH in data and metrics.finite(data, metrics.EPOCH) is None:
+                raise ValueError(f"{metrics.EPOCH} is {data[metrics.EPOCH]!r}")
+            yield step, data
+        except (ValueError, OverflowError, KeyError, TypeError) as error:
             warnings.warn(f"{source}, line {number} is no metrics line and is left out ({error})", stacklevel=2)
 
 
@@ -71,29 +74,36 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
 
 
 def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str = "gen") -> Steps:
+    """The same metrics computed from the event log in a folder; see :func:`from_log`."""
+    return from_log(events.read_log(folder), slots, rollout)
+
+
+def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
     """The same metrics computed from the event log.
 
     Args:
-        folder: Of the :class:`~verl_rhyme.observability.events.EventLog`.
+        log: Of a run.
         slots: See :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
         rollout: The stage that lasts as long as a step's rollout.
     """
     steps: Steps = {}
-    stages = events.to_numpy(events.read_stages(folder))
+    stages = events.to_numpy(log.stages)
     for step, epoch, stage, seconds in zip(*(stages[n] for n in ("step", "epoch", "stage", "duration_s")), strict=True):
         data = steps.setdefault(int(step), {metrics.EPOCH: int(epoch)})
         name = metrics.TIMING + str(stage)
         data[name] = data.get(name, 0.0) + float(seconds)
 
-    requests = events.to_numpy(events.read_requests(folder))
+    requests = events.to_numpy(log.requests.drop_columns(["uid", "prompt_key", "node", "why_there", "stop_reason"]))
     bubbles: dict[int, float] = {}
     runs_on = rollout == "step"
     if runs_on and slots and (measured := slot_time.measure(requests, stages, slots, runs_on)) is not None:
         bubbles = {window.step: window.bubble(slots) for window in measured.windows}
-    train = ~requests["validate"]
+    train = np.flatnonzero(~requests["validate"])
+    train = train[np.argsort(requests["step"][train], kind="stable")]
     requests = {name: values[train] for name, values in requests.items()}
-    for step in np.unique(requests["step"]):
-        rows = {name: values[requests["step"] == step] for name, values in requests.items()}
+    numbers, begins = np.unique(requests["step"], return_index=True)
+    for step, begin, end in zip(numbers, begins, np.append(begins, len(train))[1:], strict=True):
+        rows = {name: values[begin:end] for name, values in requests.items()}
         data = steps.setdefault(int(step), {metrics.EPOCH: int(rows["epoch"][0])})
         rollout_s = metrics.finite(data, metrics.TIMING + rollout)
         if rollout_s is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -66,13 +67,15 @@ def summarize(
         ReportError: Neither metrics nor events of any training step.
     """
     folder = home(run)
-    _, info, by_step = _logged(folder, metrics_file, events_folder)
-    return _summary(folder, arm, info, by_step)
+    log, by_step = _logged(folder, metrics_file, events_folder)
+    return _summary(folder, arm, log.info, by_step)
 
 
 def home(run: str | os.PathLike[str]) -> Path:
-    """The folder that holds a run's metrics, of its checkpoint folder or the one around that: both are one run."""
+    """The folder that holds a run's metrics, of its event log, its checkpoint folder or the one around that."""
     folder = Path(run)
+    if folder.resolve().name == EVENTS_FOLDER and next(folder.glob("*.arrow"), None):
+        folder = folder.parent if folder.name == EVENTS_FOLDER else folder.resolve().parent
     around = [folder, *_checkpoint_folders(folder)]
     if folder.resolve() in [path.resolve() for path in _checkpoint_folders(folder.resolve().parent)]:
         around.append(folder.parent if folder.name not in ("", "..") else folder.resolve().parent)
@@ -104,31 +107,39 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
 def read(
     run: str | os.PathLike[str], arm: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`."""
+    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`. What was warned of
+    is among its problems, too."""
     folder = home(run)
-    events_path, info, by_step = _logged(folder, None, events_folder)
-    return load(folder, _summary(folder, arm, info, by_step), by_step, events_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        log, by_step = _logged(folder, None, events_folder)
+    warned = list(dict.fromkeys(str(warning.message) for warning in told))
+    for message in warned:
+        warnings.warn(message, stacklevel=2)
+    found = load(folder, _summary(folder, arm, log.info, by_step), by_step, log)
+    found.problems[:0] = warned
+    return found
 
 
 def _logged(
     folder: Path, metrics_file: str | os.PathLike[str] | None, events_folder: str | os.PathLike[str] | None
-) -> tuple[Path, dict[str, Any], steps.Steps]:
-    """Where the event log is, what it says of the run, and metrics by step."""
+) -> tuple[events.Log, steps.Steps]:
+    """The event log, and metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
     metrics_path = Path(metrics_file or folder / METRICS_FILE)
     events_path = Path(events_folder or _find_events(folder))
-    info = events.read_info(events_path)
+    log = events.read_log(events_path)
     by_step = steps.merge(
         steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
-        steps.from_events(events_path, info.get("slots"), info.get("rollout", "gen")),
+        steps.from_log(log, log.info.get("slots"), log.info.get("rollout") or "gen"),
     )
     if not by_step:
         raise ReportError(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; "
             "did the training start, with trainer.logger containing 'file'? Its log may say more"
         )
-    return events_path, info, by_step
+    return log, by_step
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,10 +43,11 @@ def spans(requests: Mapping[str, np.ndarray], stages: Mapping[str, np.ndarray]) 
     origin = began.min(initial=np.inf)
     start, end = ((np.floor(1e6 * (times - origin))).astype(np.int64) for times in (began, ended))
 
-    replicas = np.unique(requests["replica"][rows]).tolist()
+    replicas, at_replica = np.unique(requests["replica"][rows], return_inverse=True)
+    order = np.argsort(at_replica, kind="stable")
+    by_replica = np.split(order, np.searchsorted(at_replica[order], np.arange(1, len(replicas))))
     first_lane = 1
-    for pid, replica in enumerate(replicas, 1):
-        mine = np.flatnonzero(requests["replica"][rows] == replica)
+    for pid, (replica, mine) in enumerate(zip(replicas.tolist(), by_replica, strict=False), 1):
         yield from _process(pid, f"replica {replica}", first_lane)
         lanes, _ = pack(start[mine], end[mine])
         for slot in range(int(lanes.max()) + 1):

@@ -174,11 +174,9 @@ class RhymeTrainerMixin(PPOTrainer):
 
     def _samples_in_flight(self) -> int:
         """The most samples that are started and not yet finished at a time."""
-        if self._rhyme.sorting.mode:
-            batches = self._rhyme.sorting.group_batches
-        else:  # verl's asynchronous modes, and its refills for groups that DAPO filters out
-            ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
-            batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
+        # verl's asynchronous modes, and its refills for groups that DAPO filters out
+        ahead = self.config.trainer.v1.get(self.trainer_mode, {}).get("num_warmup_batches", 0)
+        batches = max(1 + ahead, getattr(self.replay_buffer, "max_inflight_gen_batches", 1))
         return int(batches * self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
 
     def _request_slots(self) -> int:

@@ -124,6 +124,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _request_slots(self) -> int:
         return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
+    def _samples_in_flight(self) -> int:
+        return self.rules.load_batches(None) * self.rules.batch_samples
+
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
         """Before the first step: the coordinator takes up what the checkpoint told."""
         slots = self._request_slots()

@@ -280,3 +280,15 @@ def test_each_start_keeps_its_arm_but_for_steps_that_were_overtaken(tmp_path: Pa
     EventLog(tmp_path).describe(1, arm="undrafted")  # from the beginning
     assert arms_of(read_info(tmp_path)) == [(1, "undrafted")]
     assert arms_of({}) == arms_of({"arms": 3}) == arms_of({"arms": [[1]]}) == []
+
+
+def test_equal_texts_are_one_object_and_null_is_none(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for step in (1, 2):
+        log.append_requests(step, 0, {"uid": [f"u{k % 2}" for k in range(4)], "prompt_key": [bytes(16)] * 3 + [None]})
+    columns = to_numpy(read_requests(tmp_path))
+    assert columns["uid"].tolist() == ["u0", "u1"] * 4
+    assert len({id(uid) for uid in columns["uid"]}) == 2
+    assert columns["prompt_key"].tolist() == [bytes(16), bytes(16), bytes(16), None] * 2
+    assert columns["node"].tolist() == [None] * 8
+    assert to_numpy(read_requests(tmp_path / "nowhere"))["uid"].shape == (0,)

@@ -264,3 +264,17 @@ def test_a_prediction_that_is_not_known_is_none(runs) -> None:
     predicted, real = run.lengths()
     assert len(predicted) == 6 * PER_STEP * 2 // 3
     assert (np.abs(predicted / real - 1.3) < 0.1).sum() > 0.9 * len(real)
+
+
+def test_a_response_of_several_requests_is_as_long_as_all_of_them(tmp_path) -> None:
+    """One moved twice, one was generated anew, one ran through; of the last no prediction was made."""
+    log = EventLog(tmp_path / "events")
+    log.describe(1, "moved", slots=4)
+    rows = [("a", 0, 0, 90, 10, True), ("b", 0, 0, 70, 5, False), ("a", 0, 1, 80, 20, True), ("a", 1, 0, 50, 40, True)]
+    rows += [("a", 0, 2, 60, 70, True), ("b", 0, 1, 65, 60, True), ("b", 1, 0, None, 30, True)]
+    names = ("uid", "sample", "attempt", "predicted_tokens", "response_tokens", "trained")
+    columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    times = {"started_at": np.arange(7.0), "finished_at": np.arange(7.0) + 1, "replica": 0}
+    log.append_requests(1, 0, {**columns, **times, "validate": False})
+    predicted, real = read(tmp_path).lengths()
+    assert list(zip(predicted.tolist(), real.tolist(), strict=True)) == [(90, 100), (50, 40), (65, 60)]

@@ -77,6 +77,8 @@ def on(tmp_path: Path) -> Path:
     log.describe(1, arm="histospec", slots=4, engine="vllm test")
     for step in range(1, 9):
         write_events(log, step, warm=step > 2)
+        gen = {"stage": ["gen"], "started_at": [10.0 * step], "duration_s": [4.0 if step <= 2 else 2.0]}
+        log.append_stages(step, (step - 1) // 2, gen)
     return tmp_path / "on"
 
 
@@ -267,6 +269,7 @@ def test_command_compares(off: Path, on: Path, cli: Cli, tmp_path: Path) -> None
     assert result["rollout_speedup_warm"] == 2.0
     assert "rollout speed 2.00x (2.00-2.00)" in " ".join(done.stdout.split())
     png_size(tmp_path / "both" / "report.png")
+    assert [line.split()[:2] for line in done.stdout.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
     assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
@@ -276,6 +279,7 @@ def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, of
     write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
     for run in (on, off):
         assert summarize(run / "checkpoints") == summarize(run)
+    assert summarize(on / "checkpoints" / "events") == summarize(on)
     assert summarize(on)["epochs"][0]["bubble_ratio"] == 0.25
     assert report.main([str(on / "checkpoints")]) == 0
     assert (on / "report.html").is_file()
@@ -295,6 +299,7 @@ def test_the_table_of_two_fits_into_80_columns(off: Path, on: Path, cli: Cli, tm
     assert "…" not in done.stdout
     assert max(map(len, table)) <= 80
     assert name + "-on" in done.stdout
+    assert [line for line in table if line.startswith("A  ")] in ([], [f"A  {name}-on"])
     warm = next(line for line in table if "1 000" in line or "2 000" in line).split()
     assert "2.50" in warm
     assert "60%" in warm
@@ -342,6 +347,63 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
     assert "Replicas over time" in (on / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("slots", "x"), ("slots", 0), ("slots", True), ("rollout", 7), ("rollout", []), ("engine", 3.5), ("replica", 1)],
+)
+def test_an_odd_value_costs_itself_alone(off: Path, on: Path, capfd, name, value) -> None:
+    info = on / "checkpoints" / "events" / "run.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), name: value}))
+    for folders in ((on,), (off, on)):
+        status, lines = told(capfd, *folders)
+        assert status == 0
+        assert f"{info}: {name} must be " in " ".join(lines)
+        assert f"not {value!r}; it is left out" in " ".join(lines)
+        assert "Reward, speed and length" in (folders[0] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("odd", [{m.EPOCH: "a"}, {m.EPOCH: float("nan")}, {m.EPOCH: None}, {m.EPOCH: float("inf")}])
+def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd, odd) -> None:
+    write_metrics(off / "metrics.jsonl", [stock(step, 0, **(odd if step == 3 else {})) for step in range(1, 5)])
+    with (off / "metrics.jsonl").open("a") as file:
+        file.write('{"step": Infinity, "data": {}}\n')
+    status, lines = told(capfd, on, off)
+    assert status == 0
+    for number in (3, 5):
+        assert f"{off / 'metrics.jsonl'}, line {number} is no metrics line and is left out" in " ".join(lines)
+        assert f"line {number} is no metrics line" in (on / "report.html").read_text()
+    with pytest.warns(UserWarning, match="is left out"):
+        assert summarize(off)["epochs"][0]["rollout_s"] == 3 * 4.0
+
+
+def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None:
+    (off / "file").touch()
+    status, lines = told(capfd, off, "--out", off / "file" / "x")
+    assert status == 1
+    assert f"cannot write to {off / 'file' / 'x'} (Not a directory): give --out a folder" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("gone", "timed", "why"),
+    [
+        ("stages-*", False, "has no stages (stages-*.arrow): training and weight sync count as other"),
+        ("stages-00000[35]-*", False, "has requests but no stages of 2 steps (3, 5)"),
+        ("stages-000008-*", True, "has requests but no stages of step 8:"),
+        ("stages-000008-*", False, ""),  # it may still be under way
+    ],
+)
+def test_missing_stages_are_told(on: Path, capfd, gone, timed, why) -> None:
+    write_metrics(
+        on / "metrics.jsonl", [stock(k, (k - 1) // 2, **({m.STEP_S: 9.0} if timed else {})) for k in range(9)]
+    )
+    for path in (on / "checkpoints" / "events").glob(gone):
+        path.unlink()
+    status, lines = told(capfd, on)
+    assert (status, len(lines)) == (0, bool(why))
+    assert all(why in line for line in lines)
+    assert not why or why in (on / "report.html").read_text()
+
+
 def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
     status, lines = told(capfd, off)
     assert (status, len(lines)) == (0, 1)
@@ -377,3 +439,20 @@ def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pyte
     assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
     assert report.main([str(on), "--out", str(tmp_path)]) == 0
     assert "was logged; there are" not in capsys.readouterr().err
+
+
+def test_the_log_is_read_once(on: Path, capfd, monkeypatch) -> None:
+    opened: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read_bytes(path))
+    assert told(capfd, on) == (0, [])
+    files = [path for path in opened if path.suffix == ".arrow"]
+    assert sorted(files) == sorted((on / "checkpoints" / "events").glob("*.arrow"))
+
+
+def test_the_trace_of_one_step(on: Path, capfd) -> None:
+    for arguments, steps_there in (([], set(range(1, 9))), (["--step", "3"], {3})):
+        assert told(capfd, on, "--perfetto", *arguments) == (0, [])
+        spans = [event for event in json.loads((on / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+        assert {event["args"]["step"] for event in spans} == steps_there
+        assert len(spans) == 5 * len(steps_there)

@@ -7,17 +7,23 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.config import RhymeConfig, SortingConfig
 from verl_rhyme.observability.metrics import fillable_slots
+from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
 
 
 class Trainer(RhymeTrainerMixin):
     on_sample_end = None
 
 
-def trainer(mode, replicas, slots_each, sorting=None, inflight=1, **settings):
+class Sorted(RhymePipelineTrainer):
+    on_sample_end = None
+
+
+def trainer(mode, replicas, slots_each, inflight=1, made=None, sorting=None, **settings):
     """16 prompts x 4 samples."""
-    made = object.__new__(Trainer)
-    made._rhyme = RhymeConfig(sorting=sorting or SortingConfig())
+    made = made or object.__new__(Trainer)
+    made._rhyme = RhymeConfig(sorting=SortingConfig(mode=sorting))
     made.trainer_mode = mode
     made.replay_buffer = SimpleNamespace(max_inflight_gen_batches=inflight)
     made._rollout_server_managers = lambda: [SimpleNamespace(get_replicas=lambda: [None] * replicas)]
@@ -32,6 +38,14 @@ def trainer(mode, replicas, slots_each, sorting=None, inflight=1, **settings):
     return made
 
 
+def by_rules(replicas, slots_each, mode, **rules):
+    made = object.__new__(Sorted)
+    made.rules = named(mode, batch_prompts=16, batch_samples=64, **rules)
+    servers = SimpleNamespace(get_replicas=lambda: [None] * replicas)
+    made.topology = SimpleNamespace(servers=lambda: servers)
+    return trainer("rhyme_sorted", replicas, slots_each, made=made, sorting=mode)
+
+
 @pytest.mark.parametrize(
     ("made", "slots"),
     [
@@ -40,8 +54,11 @@ def trainer(mode, replicas, slots_each, sorting=None, inflight=1, **settings):
         (lambda: trainer("sync", 2, 256, inflight=2), 128),
         (lambda: trainer("separate_async", 2, 256, num_warmup_batches=1.5), 160),
         (lambda: trainer("colocate_async", 1, 128, num_warmup_batches=1), 128),
-        (lambda: trainer("rhyme_sorted", 2, 256, SortingConfig(mode="partial", group_batches=4)), 256),
-        (lambda: trainer("rhyme_sorted", 1, 48, SortingConfig(mode="partial")), 48),
+        (lambda: by_rules(2, 256, "partial", group_batches=4, max_staleness=1), 256),
+        (lambda: by_rules(2, 256, "partial", load="rolling", max_staleness=2), 192),
+        (lambda: by_rules(1, 48, "partial", max_staleness=1), 48),
+        (lambda: by_rules(2, 256, "histopipe"), 64),  # one batch at a time
+        (lambda: by_rules(2, 256, "histopipe", through_training=True), 128),  # its successor begins as it ends
     ],
 )
 def test_the_slots_that_a_run_can_fill(made, slots):

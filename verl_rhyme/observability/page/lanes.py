@@ -107,8 +107,8 @@ def detail(
     requests = measured.requests
     here = (requests["finished"] > begin) & (requests["started"] < end)
     by_replica: list[_Bars] = []
-    for replica in range(len(measured.replicas)):
-        rows = np.flatnonzero(here & (requests["replica"] == replica))
+    for replica, mine in enumerate(measured.by_replica):
+        rows = mine[here[mine]]
         if len(rows):
             lane, ends = pack(
                 requests["started"][rows],

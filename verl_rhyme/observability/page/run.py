@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from verl_rhyme.observability.slot_time import SlotTime
 
 #: Columns without which there is no timeline.
 _NEEDED = ("step", "replica", "started_at", "finished_at")
+#: Steps that a problem names.
+_NAMED = 8
 
 
 @dataclass
@@ -27,7 +29,8 @@ class Run:
         summary: Of ``summary.summarize``.
         steps: Metrics by step.
         requests, stages: Columns of its event log; empty without one.
-        predicted: float64[N], tokens that each response was predicted to have; NaN where nothing was.
+        predicted: float64[N], tokens that each request was predicted to add; NaN where nothing was.
+        prompt: int64[N], requests of one number are of one prompt of a step.
         slot_time: Its slots over time; ``None`` where the log does not tell.
         problems: What is missing, a sentence each.
     """
@@ -38,6 +41,7 @@ class Run:
     requests: dict[str, np.ndarray] = field(default_factory=dict)
     stages: dict[str, np.ndarray] = field(default_factory=dict)
     predicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     slot_time: SlotTime | None = None
     runs_on: bool = False
     problems: list[str] = field(default_factory=list)
@@ -76,34 +80,43 @@ class Run:
         return [(float(step), value) for step, value in found if value is not None]
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted and real tokens of the responses that ran to their end and were predicted."""
+        """Tokens of the trained responses that were predicted when their first request was sent, and those they had: of
+        all requests of a response, for one that moves or is interrupted takes several."""
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.requests:
             return np.zeros(0), np.zeros(0)
-        real = self.requests["response_tokens"].astype(np.float64)
-        known = np.isfinite(self.predicted) & (self.predicted > 0) & (real > 0)
-        known &= self.requests["trained"] & (self.requests["attempt"] == 0)
-        return self.predicted[known], real[known]
+        rows = np.flatnonzero(self.requests["trained"])
+        of = (self.requests["step"][rows], self.prompt[rows], self.requests["sample"][rows])
+        order = np.lexsort((self.requests["started_at"][rows], self.requests["attempt"][rows], *of))
+        rows = rows[order]
+        begins = np.any([np.diff(part[order], prepend=-2) != 0 for part in of], axis=0)
+        real = np.bincount(np.cumsum(begins) - 1, self.requests["response_tokens"][rows])
+        first = rows[begins]
+        known = np.isfinite(self.predicted[first]) & (self.predicted[first] > 0) & (real > 0)
+        logged = np.argsort(first[known])
+        return self.predicted[first[known]][logged], real[known][logged]
 
 
-def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_folder: Path) -> Run:
+def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: events.Log) -> Run:
     """What a run logged, beside its summary; what cannot be read is one of its problems, not an error."""
     run = Run(folder, summary, by_step)
+    events_folder, table, info = log.folder, log.requests, log.info
     if not events_folder.is_dir():
         run.problems.append(f"{folder} has no event log (events/ beside its checkpoints), so there are no lanes")
         return run
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        table, stages = events.read_requests(events_folder), events.read_stages(events_folder)
-    run.problems += list(dict.fromkeys(str(warning.message) for warning in told))
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
     missing = [name for name in _NEEDED if table[name].null_count == table.num_rows]
     if table["response_tokens"].null_count == table.num_rows:
         run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
-    info = events.read_info(events_folder)
-    run.requests, run.stages = events.to_numpy(table), events.to_numpy(stages)
+    run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
+    uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
+    run.prompt = np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)  # without: each its own
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
     if missing:
@@ -111,13 +124,37 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, events_fol
             f"the event log {events_folder} is of another version: without {', '.join(missing)} there are no lanes"
         )
         return run
-    if not isinstance(slots, int) or slots < 1:
-        slots = None
+    if slots is None:
         run.problems.append(
             f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
             "ran at a time, and there is no bubble ratio"
         )
+    run.problems += _without_stages(run, events_folder)
     run.slot_time = slot_time.measure(run.requests, run.stages, slots, run.runs_on)
     if run.slot_time is None:
         run.problems.append(f"no request of the event log {events_folder} has times, so there are no lanes")
     return run
+
+
+def _without_stages(run: Run, events_folder: Path) -> list[str]:
+    """What is to be told of finished steps whose stages are not in the log; the one under way has none yet."""
+    staged = np.unique(run.stages["step"])
+    if not len(staged):
+        return [
+            f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
+            "and rollouts are told apart by the steps of their requests alone"
+        ]
+    ran = np.unique(run.requests["step"][~run.requests["validate"]])
+    alone = [
+        step
+        for step in np.setdiff1d(ran, staged).tolist()
+        if step < staged[-1] or metrics.finite(run.steps.get(step, {}), metrics.STEP_S) is not None
+    ]
+    if not alone:
+        return []
+    some = ", ".join(map(str, alone[:_NAMED])) + (", ..." if len(alone) > _NAMED else "")
+    which = f"step {some}" if len(alone) == 1 else f"{len(alone)} steps ({some})"
+    return [
+        f"the event log {events_folder} has requests but no stages of {which}: training and weight sync count as other "
+        "there, and the rollout runs into the next one"
+    ]
