@@ -77,8 +77,6 @@ SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
 SORTED_ORDER = "training/sorted/order"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
-FloatArray = npt.NDArray[np.float64]
-
 
 def fillable_slots(request_slots: int, samples: int) -> int:
     """``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, one number for the whole run.

@@ -11,8 +11,8 @@ class RequestRecord:
     """Made by the server, kept by the client with its sample, logged by the trainer: its fields, but for the id, are
     columns of the event log (``events.REQUESTS``), which derives them from here.
 
-    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, the fields with a 0,
-    is told after the response, by id (``workers.request.DRAFT_COUNTS``).
+    Times are seconds since the epoch, NaN when it never came to that. What the drafter did, ``drafted_tokens`` to
+    ``draft_seconds``, is told after the response, by id (``workers.request.DRAFT_COUNTS``).
     """
 
     id: str
