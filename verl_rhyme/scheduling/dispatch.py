@@ -23,6 +23,10 @@ Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], "Outlook | None"]
 PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
+#: States of samples that are yet to end.
+_TO_COME = ("pending", "running")
+
+
 class _Placed(NamedTuple):
     """Where a sample runs, in which attempt, and the tokens that it came there with."""
 
@@ -244,7 +248,9 @@ class Dispatch:
             if any(prompt.uid in new for prompt in prompts):
                 unplanned = [p for p in prompts if p.uid not in self._planned]
                 told = zip(unplanned, self._prompts([p.uid for p in unplanned]), strict=True)
-                self.placement.plan(step, [Load(p.uid, len(p.samples), p.expected, own) for p, own in told])
+                # after a restart some samples have ended
+                loads = [Load(p.uid, sum(s.state in _TO_COME for s in p.samples), p.expected, own) for p, own in told]
+                self.placement.plan(step, [load for load in loads if load.samples])
                 self._planned.update(p.uid for p in unplanned)
 
     def _request(

@@ -106,6 +106,19 @@ def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
     assert dispatch.placement.status()["requests"] == {"a": 0}
 
 
+def test_after_a_restart_plans_are_of_what_is_yet_to_end(monkeypatch):
+    rollout, before = made()
+    starts = {Attempt.named(start.name).sample: start for start in before.fill()}
+    for uid, number, status in [("3", 0, "generated"), ("3", 1, "lost"), ("2", 0, "generated"), ("2", 1, "generated")]:
+        rollout.ended(Ended(starts[uid, number].name, status, 5, 0))
+    dispatch = Dispatch(rollout, expected, Placement("histopipe"))
+    dispatch.serve({"a": 100_000, "b": 100_000})
+    planned = []
+    monkeypatch.setattr(dispatch.placement, "plan", lambda step, loads: planned.extend(loads))
+    assert [Attempt.named(start.name).sample for start in dispatch.fill()] == [("3", 1)]
+    assert [(load.key, load.samples) for load in planned] == [("3", 1)]
+
+
 def test_without_a_policy_that_plans_the_router_decides():
     rollout = Rollout(Rules(**RULES))
     dispatch = Dispatch(rollout, expected)
