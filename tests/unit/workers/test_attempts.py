@@ -54,6 +54,7 @@ class Worker(_Worker):
         await self.begin(list(starts), 4)
         while self._attempts:
             await asyncio.sleep(0.001)
+        await asyncio.gather(*self.background_tasks)
 
 
 @pytest.fixture(autouse=True)
