@@ -112,7 +112,9 @@ def test_the_sorted_mode_passes_on_engines_of_their_own(tmp_path, mode):
     assert "parameter_sync_step=1" in error(tree)
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1.5, None), (1, "must be above 1"), ("wide", "placement.options.factor must be float")])
+@pytest.mark.parametrize(
+    ("factor", "told"), [(1.5, None), (1, "must be above 1"), ("wide", "placement.options.factor must be float")]
+)
 def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
     tree = config(tmp_path)
     placement = {"policy": "sticky_group", "options": {"factor": factor}}

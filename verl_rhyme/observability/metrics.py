@@ -56,9 +56,6 @@ HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 HISTORY_RESTARTS = "rollout/history/writer_restarts"
-HISTORY_EVICTED = "rollout/history/evicted"  # prompts, whole, in this step
-HISTORY_SHED = "rollout/history/shed_epochs"  # of prompts that stay
-HISTORY_KEPT_SHARE = "rollout/history/kept_share"
 HISTORY_SIMILARITY = "rollout/history/similarity"
 HISTORY_SIMILARITY_CHANCE = "rollout/history/similarity_by_chance"
 
