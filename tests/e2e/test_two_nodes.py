@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,8 +195,8 @@ def one_node(cluster):
         yield here
 
 
-def started(folder, timeout=60.0):
-    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, timeout=timeout), NAMESPACE)
+def started(folder):
+    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, timeout=120.0), NAMESPACE)
     service.ready()
     return service
 
@@ -203,7 +204,7 @@ def started(folder, timeout=60.0):
 def pid_of(service, node):
     import ray
 
-    return ray.get(service._opening[node], timeout=60)
+    return ray.get(service._opening[node], timeout=120)
 
 
 def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, caplog):
@@ -221,8 +222,11 @@ def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, c
 
 
 def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
-    service = started(tmp_path / "history", timeout=12.0)
+    service = started(tmp_path / "history")
+    patient = service._config  # beside other tests a process may take long to start
+    impatient = replace(patient, timeout=12.0)
     service.append(named(4), step=1)
+    service._config = impatient
     os.kill(pid_of(service, one_node), signal.SIGSTOP)
     began = time.monotonic()
     for step in (2, 3, 4):
@@ -230,13 +234,15 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
             service.append(named(4, epoch=step), step=step)
     assert time.monotonic() - began < 60
     assert "did not answer within 12 s" in caplog.text
-    deadline = time.monotonic() + 240  # beside other tests a process may take longer to start, and is tried again
+    service._config = patient
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         with suppress(HistoryUnavailable):
             stats = service.append(named(4, epoch=9), step=9)
             break
         time.sleep(1)
     assert stats["responses"] >= 8
+    service._config = impatient
     os.kill(pid_of(service, one_node), signal.SIGSTOP)
     began = time.monotonic()
     with suppress(HistoryUnavailable):

@@ -27,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 class Supervised:
     """Starts ``command`` and passes SIGINT, SIGTERM and SIGHUP on to its process group.
 
+    SIGHUP stays ignored where it was (under ``nohup`` a run outlives its terminal).
+
     A command that has not ended :data:`GRACE_S` after the first signal, or at the second one, is killed with its
     whole session. Ray and vLLM put processes into groups of their own, but never into sessions of their own.
     Use as a context manager, in the main thread.
@@ -58,7 +60,8 @@ class Supervised:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Supervised:
-        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED if number not in ignored}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -210,11 +211,13 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
-    def call(script: str, total: int = 2) -> subprocess.Popen[str]:
+    def call(script: str, total: int = 2, hangup: Any = signal.SIG_DFL) -> subprocess.Popen[str]:
         files = ["--metrics", str(tmp_path / "run" / "metrics.jsonl"), "--log", str(tmp_path / "run" / "train.log")]
         command = [sys.executable, "-c", IMPATIENT, *files, "--total-steps", str(total)]
         command += ["--", sys.executable, "-c", script]
+        before = signal.signal(signal.SIGHUP, hangup)  # inherited; the tests themselves may run under nohup
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        signal.signal(signal.SIGHUP, before)
         return running[-1]
 
     yield call
@@ -308,6 +311,13 @@ def test_signal_ends_the_whole_session(start: Start, tmp_path: Path, number: sig
     assert "training interrupted" in output
     assert gone(found, 1)
     assert session_processes(found[0]) == []
+
+
+def test_under_nohup_a_run_outlives_its_terminal(start: Start, tmp_path: Path) -> None:
+    process = start(STUBBORN + "time.sleep(2); sys.exit(4)", hangup=signal.SIG_IGN)
+    pids(tmp_path / "run")
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 4
 
 
 def test_interrupt_lets_the_command_clean_up(start: Start, tmp_path: Path) -> None:
