@@ -1,29 +1,29 @@
 """A cluster and what it runs, from a YAML file (``verl-rhyme simulate``).
 
-A replica's profile is named (a file in ``profiles/``) or a path. Keys and types are those of the dataclasses here.
+Keys and types are those of :mod:`verl_rhyme.simulation.cluster_keys`; a replica's profile is a file of its own
+(:mod:`verl_rhyme.simulation.profile`).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
-import os
-import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.rules import MODES, Rules, named
 from verl_rhyme.simulation import recorded
+from verl_rhyme.simulation.cluster_keys import ClusterFile, DraftsFile, PlacementFile, RulesFile, WorkloadFile
+from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.scenario import Drafts, Scenario
+from verl_rhyme.simulation.typed_yaml import ClusterError, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 #: What numbers must be at least, by key; all are finite.
@@ -47,146 +47,6 @@ _LEAST = {
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
 #: Of these a mode has its own.
 _FIXED = {"sync": _LEFT_OPEN, "on_policy": ("max_staleness",), "histopipe": _LEFT_OPEN, "partial": ()}
-
-PROFILES = Path(__file__).parent / "profiles"
-
-
-class ClusterError(ValueError):
-    """A cluster file or profile is wrong; the message says where and how to mend it."""
-
-
-@dataclass
-class StepFile:
-    """Of a profile: :class:`~verl_rhyme.scheduling.cost.StepCost`."""
-
-    base: float = MISSING
-    row: float = 0.0
-    cached: float = 0.0
-    draft: float = 0.0
-    drafting: float = 0.0
-
-
-@dataclass
-class FitFile:
-    """Of a measured profile (``verl-rhyme profile``): when, from how many requests, and the median and ninth decile of
-    the relative error of their seconds."""
-
-    date: str = ""
-    requests: int = 0
-    error: float = 0.0
-    worst: float = 0.0
-
-
-@dataclass
-class ProfileFile:
-    """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, and where its figures are from."""
-
-    source: str = MISSING
-    fit: FitFile | None = None
-    step: StepFile = field(default_factory=StepFile)
-    prefill: float = 0.0
-    slots: int = 256
-    room: float = math.inf
-    gpus: int = 1
-
-
-@dataclass
-class ReplicasFile:
-    """So many replicas of a kind; ``slots`` and ``room`` in place of the profile's."""
-
-    count: int = MISSING
-    profile: str = MISSING
-    slots: int | None = None
-    room: float | None = None
-
-
-@dataclass
-class TrainingFile:
-    """:class:`~verl_rhyme.scheduling.cost.TrainingCost`."""
-
-    token: float = 0.0
-    update: float = 0.0
-    sync: float = 0.0
-    reward: float = 0.0
-    start: float = 0.0
-
-
-@dataclass
-class LengthsFile:
-    """``run``: a run folder, whose prompts and response lengths are played again in their order; paths count from the
-    cluster file."""
-
-    run: str | None = None
-
-
-@dataclass
-class WorkloadFile:
-    """Prompts of an epoch and :class:`~verl_rhyme.simulation.workload.Lengths`, or those of a recorded run."""
-
-    lengths: LengthsFile = field(default_factory=LengthsFile)
-    prompts: int | None = None
-    samples: int | None = None
-    epochs: int = 2
-    prompt_tokens: int = 512
-    response_limit: int | None = None
-    percentiles: dict[Any, float] | None = None
-    alike: float = 0.6
-    growth: float = 1.0
-    wander: float = 0.2
-    unseen: float = 0.0
-    seed: int = 0
-
-
-@dataclass
-class RulesFile:
-    """``mode`` is ``sync`` or one of ``sorting.mode``; ``keep_running`` as ``sorting.keep_running``; the rest as in
-    :class:`~verl_rhyme.scheduling.rules.Rules`."""
-
-    mode: str = "sync"
-    batch_prompts: int = MISSING
-    load: str | None = None
-    group_batches: int | None = None
-    harvest: str | None = None
-    max_staleness: int | None = None
-    start_order: str = "load"
-    unit: str = "group"
-    probe: bool = False
-    draft_ahead: bool = False
-    keep_running: bool = False
-
-
-@dataclass
-class PlacementFile:
-    """A policy of ``placement.policy`` and its options."""
-
-    policy: str = "least_loaded"
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class DraftsFile:
-    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5. What siblings
-    help is in a recorded run's own acceptance, and is not added to that."""
-
-    acceptance: list[float] | None = None
-    overhead: float | None = None
-    siblings: float = 0.0
-
-
-@dataclass
-class ClusterFile:
-    """The whole file."""
-
-    replicas: list[ReplicasFile] = MISSING
-    workload: WorkloadFile = field(default_factory=WorkloadFile)
-    rules: RulesFile = field(default_factory=RulesFile)
-    training: TrainingFile = field(default_factory=TrainingFile)
-    topology: str = "colocated"
-    placement: PlacementFile = field(default_factory=PlacementFile)
-    drafts: DraftsFile = field(default_factory=DraftsFile)
-    forecasts: str = "history"
-    limit: int | None = None
-    updates: int | None = None
 
 
 @dataclass(frozen=True)
@@ -222,7 +82,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         ClusterError: It cannot be read, or says what cannot be.
     """
-    config: ClusterFile = _read(ClusterFile, path, overrides)
+    config: ClusterFile = read(ClusterFile, path, overrides)
     try:
         _check_bounds(config, path)
         return _scenario(config, path)
@@ -232,116 +92,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ClusterError(f"{path}: {error}") from error
-
-
-def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
-    """A kind of replica, and where its figures are from.
-
-    Args:
-        name: Of a file in :data:`PROFILES` without its ending, or a path.
-        beside: The file that names it, from whose folder paths count; ``None``: from where we are.
-
-    Raises:
-        ClusterError: There is none, or it says what cannot be.
-    """
-    known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
-    path = PROFILES / f"{name}.yaml" if name in known else Path(name) if beside is None else _from(beside, name)
-    if not path.is_file():
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ClusterError(
-            ("" if beside is None else f"{beside}: ")
-            + f"no profile {name}: {hint}there are {', '.join(known)}; a YAML's path counts from "
-            + ("the current folder" if beside is None else f"the folder of {beside.name}")
-            + f", and {path} is no file"
-        )
-    found: ProfileFile = _read(ProfileFile, path)
-    try:
-        step = StepCost(**vars(found.step))
-        return ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source
-    except ValueError as error:
-        raise ClusterError(f"{path}: {error}") from error
-
-
-def _from(file: Path, name: str) -> Path:
-    """A path that a file names, from its folder on."""
-    return Path(os.path.normpath(file.parent / name))
-
-
-def _read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
-    try:
-        told = OmegaConf.load(path)
-    except Exception as error:  # the YAML parser's have no common name
-        if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
-            raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
-        raise ClusterError(f"{path} is no YAML mapping: {' '.join(str(error).split())}") from error
-    if not OmegaConf.is_dict(told):
-        raise ClusterError(f"{path} is no YAML mapping of keys to values")
-    for override in overrides:
-        _override(told, override, path)
-    try:
-        plain = OmegaConf.to_container(told, resolve=True)
-        _check_shape(kind, plain, "", path)
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), plain))
-    except ClusterError:
-        raise
-    except MissingMandatoryValue as error:
-        raise ClusterError(f"{path}: {error.full_key} is missing") from error
-    except (OmegaConfBaseException, ValueError) as error:
-        where = getattr(error, "full_key", None)
-        what = str(error).partition("\n")[0]
-        raise ClusterError(f"{path}: {where + ': ' if where else ''}{what}") from error
-
-
-def _override(tree: Any, override: str, path: Path) -> None:
-    """Set what ``KEY=VALUE`` says; a mapping is merged."""
-    key, given, _ = override.partition("=")
-    if not given or not key:
-        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as rules.mode=partial")
-    try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{override[len(key) :]}"]))
-        OmegaConf.update(tree, key, value["value"])  # type: ignore[index, call-overload]
-    except (IndexError, ValueError, TypeError, OmegaConfBaseException) as error:
-        raise ClusterError(
-            f"{path}: cannot set {override}: a list's elements that are there have numbers from 0 on, such as "
-            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]'"
-        ) from error
-    except Exception as error:  # the YAML parser's have no common name
-        raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
-
-
-_LIST_SUCH_AS = {"replicas": "[{count: 4, profile: NAME}]"}
-
-
-def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
-    """See that keys are known, and mappings, lists and single values where they belong, all the way down."""
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return
-        [kind] = set(get_args(kind)) - {types.NoneType}
-    fields = get_type_hints(kind) if is_dataclass(kind) else {}
-    if kind is Any or value == MISSING:
-        return
-    if fields or get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            keys = f" of {', '.join(fields)}" if fields else ""
-            raise ClusterError(f"{path}: {key} must be a mapping{keys}, such as {{KEY: VALUE}}, not {value!r}")
-        for name, each in value.items() if fields else ():
-            inner = f"{key}.{name}" if key else name
-            if name not in fields:
-                near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-                raise ClusterError(f"{path}: unknown key {inner}: {hint}")
-            _check_shape(fields[name], each, inner, path)
-    elif get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise ClusterError(
-                f"{path}: {key} must be a list such as {_LIST_SUCH_AS.get(key, '[1, 2]')}, not {value!r}"
-            )
-        for i, each in enumerate(value):
-            _check_shape(get_args(kind)[0], each, f"{key}.{i}", path)
-    elif isinstance(value, dict | list):
-        raise ClusterError(f"{path}: {key} must be a single value, not {value!r}")
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:
@@ -362,16 +112,22 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
 
 def _scenario(config: ClusterFile, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
-    sources = []
+    sources, rooms = [], []
     for kind in config.replicas:
         cost, source = profile(kind.profile, path)
         slots = cost.slots if kind.slots is None else kind.slots
         room = cost.room if kind.room is None else kind.room
         costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count
+        rooms.append(room)
         if source not in sources:
             sources.append(source)
     if not costs:
         raise ClusterError(f"{path}: replicas is empty: name at least one kind")
+    if config.forecasts == "none" and config.rules.start_order != "load":
+        raise ClusterError(
+            f"{path}: rules.start_order={config.rules.start_order} needs forecasts: set forecasts to history or "
+            "oracle, or drop it"
+        )
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "oracle", "none")),
@@ -379,6 +135,11 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
     work = _recorded(config, path) if config.workload.lengths.run is not None else _made_up(config, path)
+    if small := [i for i, kind in enumerate(rooms) if kind < work.largest]:
+        raise ClusterError(
+            f"{path}: replicas.{small[0]} has room for {rooms[small[0]]:.0f} tokens, and a request may have "
+            f"{work.largest}: set replicas.{small[0]}.room, or shorten the workload"
+        )
     updates = work.total // config.rules.batch_prompts
     if not updates:
         raise ClusterError(
@@ -405,13 +166,14 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
 
 
 class _Work(NamedTuple):
-    """``total`` prompts over all epochs, of so many samples each."""
+    """``total`` prompts over all epochs, of so many samples each, of which none has more than ``largest`` tokens."""
 
     prompts: Iterable[Prompt]
     total: int
     epoch_prompts: int
     samples: int
     response_limit: int
+    largest: int
     drafts: Drafts
     unread: list[str]
 
@@ -429,7 +191,8 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
     sizes = work.prompts, work.samples, work.epochs, work.prompt_tokens
     made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
     drafts = _drafts(config.drafts, Drafts())
-    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, drafts, [])
+    largest = work.prompt_tokens + work.response_limit
+    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, largest, drafts, [])
 
 
 def _recorded(config: ClusterFile, path: Path) -> _Work:
@@ -443,7 +206,7 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
             "or set drafts.acceptance"
         )
     try:
-        run = recorded.read(_from(path, str(work.lengths.run)))
+        run = recorded.read(from_folder_of(path, str(work.lengths.run)))
     except recorded.RunError as error:
         raise ClusterError(
             f"{path}: workload.lengths.run={work.lengths.run}, which counts from the folder of {path.name}: {error}"
@@ -460,7 +223,8 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     trained = {*run.requests["uid"][run.requests["trained"] & ~run.requests["validate"]].tolist()}
     if lost := len(trained) - len(prompts):
         unread.append(f"{run.folder}: {lost} of {len(trained)} prompts have no length of each sample, and are left out")
-    return _Work(prompts, len(prompts), epoch_prompts, samples, limit, drafts, unread)
+    largest = max(prompt.tokens + int(prompt.lengths.max()) for prompt in prompts)
+    return _Work(prompts, len(prompts), epoch_prompts, samples, limit, largest, drafts, unread)
 
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:

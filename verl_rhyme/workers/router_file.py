@@ -14,7 +14,8 @@ from omegaconf import OmegaConf, open_dict
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
 from verl_rhyme.scheduling.placement import PLANNED, Placement
-from verl_rhyme.simulation import cluster_file
+from verl_rhyme.simulation import profile
+from verl_rhyme.simulation.typed_yaml import ClusterError
 from verl_rhyme.workers.router import PlacementRouter
 
 #: In the run's checkpoint folder.
@@ -45,8 +46,8 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
     if placement.profile is None:
         return TYPICAL
     try:
-        return cluster_file.profile(placement.profile)[0]
-    except cluster_file.ClusterError as error:
+        return profile.profile(placement.profile)[0]
+    except ClusterError as error:
         raise ConfigError(f"{CONFIG_PATH}.placement.profile: {error}") from error
 
 

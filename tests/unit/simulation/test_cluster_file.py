@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import SortingConfig
-from verl_rhyme.simulation.cluster_file import PROFILES, ClusterError, ClusterFile, StepFile, load, profile
+from verl_rhyme.simulation.cluster_file import load
+from verl_rhyme.simulation.cluster_keys import ClusterFile
+from verl_rhyme.simulation.profile import PROFILES, StepFile, profile
+from verl_rhyme.simulation.typed_yaml import ClusterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "rules.batch_prompts=8"]
@@ -112,6 +115,7 @@ def test_what_a_mode_has_may_be_said():
         ),
         ("rules.mode=on_policy rules.draft_ahead=true", "rules.draft_ahead=true needs topology=separate"),
         ("rules.mode=partial rules.harvest=longest", "rules.harvest must be one of"),
+        ("forecasts=none rules.start_order=longest", "rules.start_order=longest needs forecasts"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):
@@ -173,6 +177,7 @@ def test_simulate_prints_a_table():
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, slots: 0}]", "replicas.0.slots must be at least 1"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, room: 0}]", "replicas.0.room must be at least 1"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h800-tp4, room: .nan}]", "replicas.0.room must be at least 1"),
+        ("replicas.0.room=9000", "replicas.0 has room for 9000 tokens, and a request may have "),
         ("updates=-1", "updates must be at least 1, not -1"),
         ("updates=0", "updates must be at least 1, not 0"),
         ("limit=0", "limit must be at least 1, not 0"),

@@ -18,8 +18,9 @@ from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation import fitted, recorded
-from verl_rhyme.simulation.cluster_file import load, profile
+from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
 from verl_rhyme.simulation.workload import Lengths, Prompt
