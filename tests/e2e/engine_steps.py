@@ -45,12 +45,12 @@ def build(engine, model, tp, pp, lr):
     return built
 
 
-def make_batch():
+def make_batch(seed=1):
     """Random sequences with random advantages; log-probs of the policy that made them near a new model's own."""
     import verl.utils.tensordict_utils as tu
     from verl.utils.dataset.dataset_utils import DatasetPadMode
 
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(0, 60, (length,), generator=random) for length in LENGTHS]
     responses = [length - PROMPT for length in LENGTHS]
 
@@ -67,6 +67,7 @@ def make_batch():
             "response_mask": nested(torch.ones(n) for n in responses),
             "advantages": nested(torch.randn(n, generator=random) for n in responses),
             "old_log_probs": nested(-1 - 4 * torch.rand(n, generator=random) for n in responses),
+            "ref_log_prob": nested(-1 - 4 * torch.rand(n, generator=random) for n in responses),
             "temperature": torch.ones(len(LENGTHS)),
         },
         batch_size=[len(LENGTHS)],
@@ -84,8 +85,8 @@ def make_batch():
     return batch
 
 
-def ppo():
-    """verl's own loss, with verl's own defaults."""
+def ppo(**changes):
+    """verl's own loss, with verl's own defaults but for these."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -95,6 +96,8 @@ def ppo():
             object.__setattr__(config, field.name, field.default)
         elif field.default_factory is not dataclasses.MISSING:
             object.__setattr__(config, field.name, field.default_factory())
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
     return partial(ppo_loss, config)
 
 

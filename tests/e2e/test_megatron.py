@@ -16,12 +16,12 @@ MODELS = Path(__file__).parents[2] / "examples/tiny_world/models"
 STEPS, LR = 10, 3e-4
 
 
-def run(world, **settings):
-    """What :mod:`engine_steps` tells."""
+def run(world, script="engine_steps", **settings):
+    """What a script of this folder tells, of so many ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         settings["port"] = free.getsockname()[1]
-    command = [sys.executable, str(Path(__file__).with_name("engine_steps.py")), json.dumps(settings)]
+    command = [sys.executable, str(Path(__file__).with_name(f"{script}.py")), json.dumps(settings)]
     environment = os.environ | {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     ranks = [
         subprocess.Popen(

@@ -5,6 +5,6 @@ append a :class:`~verl_rhyme.seam_check.Seam` to the list of its file: where it 
 part of its shape that we use.
 """
 
-from verl_rhyme.seams import verl_rollout, verl_trainer, vllm
+from verl_rhyme.seams import verl_rollout, verl_trainer, verl_update, vllm
 
-SEAMS = (*verl_trainer.SEAMS, *verl_rollout.SEAMS, *vllm.SEAMS)
+SEAMS = (*verl_trainer.SEAMS, *verl_update.SEAMS, *verl_rollout.SEAMS, *vllm.SEAMS)

@@ -1,0 +1,210 @@
+"""An update of the actor whose samples come in parts: gradients now, the optimizer's step when all are there.
+
+verl's ``train_batch`` takes a whole mini-batch: zero, forward and backward over its micro-batches, step. Here the parts
+of a mini-batch come as they are finished, and the step equals the one that verl would take of the whole (StreamRL,
+arXiv:2504.15930, section 4, pipelines training in this way).
+
+What makes them equal. A loss is a sum over samples, divided by what the mini-batch has in all: by its samples, which
+are known beforehand, or by its tokens (``loss_agg_mode=token-mean``), which are known when the last response has ended.
+Until then the tokens of the first part stand for them, and all gradients are scaled before the step.
+
+What ranks share. FSDP reduces gradients into each rank's shard at the end of each part and adds them there. Megatron's
+reduction is not one that can be added to: the shards of a distributed optimizer, layer norms under sequence parallelism
+and tied embeddings would count twice. So gradients of parts stay on their ranks, and are reduced once, before the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric.utils import AggregationType, Metric
+from verl.utils.py_functional import append_to_dict
+from verl.workers.engine import BaseEngine
+
+#: ``loss_agg_mode`` whose divisor is known when the mini-batch's last token is.
+BY_TOKENS = "token-mean"
+
+
+class CannotStream(ValueError):
+    """An engine cannot add up gradients of parts; the message says which option is in the way."""
+
+
+class StreamedUpdate:
+    """One optimizer step. All ranks call the same methods in the same order.
+
+    Args:
+        engine: verl's, in the mode of no context.
+        loss: As ``train_batch`` takes it.
+        by_tokens: The loss is divided by the tokens of the mini-batch.
+
+    Raises:
+        CannotStream: See there.
+    """
+
+    def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
+        self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
+        self._reduces = _megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
+        self._stand_in = 0  # tokens by which the loss is divided meanwhile
+        self._tokens = 0
+        self._losses: list[float] = []
+        self._metrics: dict[str, Any] = {}
+        self._stays = False
+        self.parts = 0
+
+    def add(self, data: TensorDict) -> None:
+        """Gradients of a part: any samples of the mini-batch, as many on each data parallel rank.
+
+        Args:
+            data: As ``train_batch`` takes it; ``global_batch_size`` is the whole mini-batch's.
+        """
+        engine = self._engine
+        if not self.parts:
+            self._stay()
+        with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reduces.later():
+            if not self.parts:
+                engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, self._divided, forward_only=False)
+        tokens = int(tu.get(data, "batch_num_tokens"))  # of all ranks
+        self._stand_in = self._stand_in or max(1, tokens)
+        self._tokens += tokens
+        self.parts += 1
+        if engine.is_mp_src_rank_with_outputs():
+            self._losses += output["loss"]
+            for name, values in output["metrics"].items():
+                for value in values.values if isinstance(values, Metric) else values:
+                    one = Metric(values.aggregation, value) if isinstance(values, Metric) else value
+                    append_to_dict(self._metrics, {name: one})
+
+    def finish(self) -> dict[str, Any]:
+        """Take the step.
+
+        Returns:
+            As ``train_batch``: ``loss`` and ``metrics`` of all micro-batches, the gradient's norm among them; on ranks
+            without outputs they are empty.
+        """
+        engine: Any = self._engine
+        share = self._stand_in / max(1, self._tokens) if self._by_tokens else 1.0
+        offloads = engine.is_optimizer_offload_enabled
+        if offloads:
+            engine.to(_device(), model=False, optimizer=True, grad=False)
+        with engine.train_mode(disable_auto_offload=True):
+            self._reduces.now(share)
+            norm = engine.optimizer_step()
+        if offloads:
+            engine.to("cpu", model=False, optimizer=True, grad=False)
+        self._leave()
+        losses = [share * loss for loss in self._losses]
+        for values in self._metrics.values():
+            if isinstance(values, Metric) and values.aggregation is AggregationType.SUM:
+                values.values = [share * value for value in values.values]
+        if engine.is_mp_src_rank_with_outputs():
+            self._metrics["grad_norm"] = norm
+        return {"model_output": {}, "loss": losses, "metrics": self._metrics}
+
+    def drop(self) -> None:
+        """Forget what was added: no step is taken."""
+        if self.parts:
+            with self._engine.train_mode(disable_auto_offload=True):
+                self._engine.optimizer_zero_grad()
+        self._leave()
+
+    def _stay(self) -> None:
+        """Where the model is offloaded between calls, gradients go with it, and Megatron's are lost: both stay on the
+        device until the step, also over calls for log-probabilities."""
+        engine: Any = self._engine
+        if engine.is_param_offload_enabled:
+            engine.to(_device(), model=True, optimizer=False, grad=True)
+            engine._is_offload_param = False
+            self._stays = True
+
+    def _leave(self) -> None:
+        engine: Any = self._engine
+        if self._stays:
+            engine._is_offload_param = True
+            engine.to("cpu", model=True, optimizer=False, grad=True)
+            self._stays = False
+
+    def _divided(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+        """The loss of a micro-batch, divided by what all parts are divided by until the step."""
+        if self._stand_in:
+            tu.assign_non_tensor(data, batch_num_tokens=self._stand_in)
+        return self._loss(model_output=model_output, data=data, dp_group=dp_group)
+
+
+class _Fsdp:
+    """Each part ends with its reduction, into shards that are added to."""
+
+    def __init__(self, engine: Any) -> None:
+        self._module = engine.module
+
+    def later(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def now(self, share: float) -> None:
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(share)
+
+
+class _Megatron:
+    """Buffers are added to on each rank, and reduced once."""
+
+    def __init__(self, engine: Any) -> None:
+        from megatron.core.utils import get_model_config
+
+        self._chunks = engine.module
+        self._config = get_model_config(engine.module[0])
+        self._finalize = self._config.finalize_model_grads_func
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """Schedules reduce nothing in here, neither at their end nor, bucket by bucket, on the way."""
+        config, ddp = self._config, [chunk.ddp_config for chunk in self._chunks]
+        before = config.finalize_model_grads_func, config.grad_sync_func, [each.overlap_grad_reduce for each in ddp]
+        config.finalize_model_grads_func = config.grad_sync_func = None
+        for each in ddp:
+            each.overlap_grad_reduce = False
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func, config.grad_sync_func, overlaps = before
+            for each, overlap in zip(ddp, overlaps, strict=True):
+                each.overlap_grad_reduce = overlap
+
+    def now(self, share: float) -> None:
+        for chunk in self._chunks:
+            chunk.scale_gradients(share)
+        with self.later():
+            self._finalize(self._chunks)
+
+
+def _megatron(engine: Any) -> _Megatron:
+    config, options = engine.tf_config, engine.engine_config
+    for in_the_way, option in (
+        (config is not None and config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
+        (config is not None and config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+        (options.dynamic_context_parallel, "dynamic_context_parallel"),
+        # The schedule divides these by the micro-batches of one call.
+        (config is not None and any(_coefficients(config)), "auxiliary losses of experts (moe_*_loss_coeff)"),
+        (engine.model_config.mtp.enable, "multi-token prediction (mtp)"),
+        (any(not hasattr(chunk, "scale_gradients") for chunk in engine.module), "a module that is not Megatron's DDP"),
+    ):
+        if in_the_way:
+            raise CannotStream(f"gradients of parts cannot be added up with {option}: set streaming.update=false")
+    return _Megatron(engine)
+
+
+def _coefficients(config: Any) -> Iterator[float]:
+    if config.num_moe_experts:
+        for coefficient in (config.moe_aux_loss_coeff, config.moe_z_loss_coeff):
+            yield from coefficient if isinstance(coefficient, list) else [coefficient or 0.0]
+
+
+def _device() -> str:
+    from verl.utils.device import get_device_name
+
+    return str(get_device_name())
