@@ -48,6 +48,9 @@ class Rollout:
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
+        self._whole: dict[
+            str, int
+        ] = {}  # samples of prompts that are all finished, in the order in which these came to it
 
     @property
     def rules(self) -> Rules:
@@ -162,6 +165,7 @@ class Rollout:
                 self._remembered.scores[uid, number] = report.scores
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
+                self._see_whole(uid)
         elif sample.state == "running":
             before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
             records = self._remembered.ended(attempt, report.records)
@@ -195,6 +199,33 @@ class Rollout:
 
     # ---- batches ----
 
+    def part(self, samples: int) -> list[str]:
+        """Attempts that the next update batch will have, whatever else comes: whole groups that are finished.
+
+        Where batches are taken as they were loaded (``Rules.harvest``); of others nobody knows before.
+
+        Args:
+            samples: Fewer are not told.
+
+        Returns:
+            Those that were not told before, in the order in which their groups were done.
+        """
+        ledger, rules = self.scheduler.ledger, self.rules
+        if rules.harvest != "loaded" or sum(self._whole.values()) < max(1, samples):
+            return []
+        first = [
+            prompt
+            for uid in self._whole
+            if uid in ledger
+            and (prompt := ledger.prompt(uid)).complete("finished")
+            and ledger.place(prompt) < rules.batch_prompts
+        ]
+        if sum(len(prompt.samples) for prompt in first) < samples:
+            return []
+        for prompt in first:
+            del self._whole[prompt.uid]
+        return [Attempt(p.uid, n, sample.attempt).name for p in first for n, sample in enumerate(p.samples)]
+
     def take(self) -> Batch:
         """The update batch (:meth:`Scheduler.harvest`)."""
         ledger, version = self.scheduler.ledger, self.scheduler.version
@@ -204,6 +235,8 @@ class Rollout:
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
+        for uid, _ in harvest.samples:
+            self._whole.pop(uid, None)
         if self._batches_left is not None:
             self._batches_left -= 1
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
@@ -293,6 +326,8 @@ class Rollout:
             recovery.recall_scores()
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:
                 self._filter(uid)
+        for prompt in self.scheduler.ledger:
+            self._see_whole(prompt.uid)
         self.scheduler.owe(load_size)
         return gone
 
@@ -330,6 +365,10 @@ class Rollout:
                 "(reward.custom_reward_function), or the agent loop or tool (actor_rollout_ref.rollout.agent, "
                 ".multi_turn); the same command goes on from the last checkpoint."
             )
+
+    def _see_whole(self, uid: str) -> None:
+        if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
+            self._whole[uid] = len(prompt.samples)
 
     def _filter(self, uid: str) -> None:
         """A group whose samples all have one score teaches nothing; another prompt takes its place."""

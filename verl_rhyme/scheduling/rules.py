@@ -32,12 +32,19 @@ MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
     "partial": {"on_interrupt": "continue"},
     "histopipe": {"harvest": "loaded"},
+    "stream": {"harvest": "loaded"},
 }
 #: What ``histopipe`` is beside that, by ``through_training``: of engines apart from the actor each begins its share of
 #: the next step when its share of this one is done (RhymeRL, arXiv:2508.18588); else a step is strictly synchronous.
 _HISTOPIPE: dict[bool, dict[str, Any]] = {
     True: {"on_interrupt": "continue", "max_staleness": 1, "load": "rolling"},
     False: {"on_interrupt": "regenerate", "max_staleness": 0, "load": "group", "group_batches": 1},
+}
+#: What ``stream`` is beside that, by whether tokens of earlier policies are trained (StreamRL, arXiv:2504.15930):
+#: if not, nothing runs when the policy changes; if so, prompts are loaded as others leave.
+_STREAM: dict[bool, dict[str, Any]] = {
+    False: {"on_interrupt": "keep_running", "load": "group", "group_batches": 1},
+    True: {"on_interrupt": "continue", "load": "rolling"},
 }
 
 
@@ -157,7 +164,9 @@ class Rules:
     @property
     def starts_through_training(self) -> bool:
         """Samples start and run at all times, also between a harvest and the next version."""
-        return self.runs_on or (self.through_training and (self.max_staleness > 0 or self.draft_ahead))
+        if self.max_staleness == 0:  # what would start then could not be trained
+            return self.through_training and self.draft_ahead
+        return self.runs_on or self.through_training
 
     @property
     def continues(self) -> bool:
@@ -181,4 +190,6 @@ def named(mode: str, **rules: Any) -> Rules:
     fixed = MODES[mode]
     if mode == "histopipe":
         fixed = {**fixed, **_HISTOPIPE[bool(rules.get("through_training"))]}
+    if mode == "stream":
+        fixed = {**fixed, **_STREAM[rules.get("max_staleness", 0) > 0]}
     return Rules(**{**rules, **fixed})

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Before, Handed, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,20 @@ class Driver:
         """Nothing is started until :meth:`publish`."""
         self._ask("pause")
 
-    def next_batch(self, topology: Topology) -> Reply:
-        """The update batch, as soon as the scheduler says that it is ready."""
+    def next_batch(self, topology: Topology, parts: Callable[[Part], None] | None = None) -> Reply:
+        """The update batch, as soon as the scheduler says that it is ready.
+
+        Args:
+            topology: The run's.
+            parts: Is given what will be in it, in parts, while the rollout goes on; some may come twice, after the
+                coordinator was started anew. ``None``: nobody wants them.
+        """
         stops, rewarded = topology.stops(self._setting.rules), False
+        samples = None if parts is None else self._setting.part_samples
         while True:
-            while (wants := self._ask("enough", rewarded, stops)) is not None:
+            while (wants := self._ask("enough", rewarded, stops, samples)) is not None:
+                if parts is not None and wants.part is not None:
+                    parts(wants.part)
                 self._supply(wants)
                 if wants.replicas:
                     topology.mend(self._version)

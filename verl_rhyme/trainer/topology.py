@@ -147,7 +147,7 @@ class Separate(_OnVerl):
             self._over_deaths(self._engines.settle)
 
     def stops(self, rules: Rules) -> bool:
-        return rules.max_staleness == 0 and not rules.draft_ahead
+        return rules.max_staleness == 0 and not (rules.draft_ahead or rules.runs_on)
 
     def stop(self) -> None:
         self._over_deaths(super().stop)

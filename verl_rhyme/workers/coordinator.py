@@ -32,7 +32,7 @@ from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.placement import Move, Placement
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
-from verl_rhyme.workers.messages import Before, Handed, NotOpen, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
 from verl_rhyme.workers.moving import Moving
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
 from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
@@ -167,12 +167,13 @@ class Coordinator:
             self._slots.hold(time.time())
         self._dispatching = False
 
-    async def enough(self, rewarded: bool, stopping: bool) -> Wants | None:
+    async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
         """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or something is wanted.
 
         Args:
             rewarded: See there.
             stopping: They will be: nothing is started until :meth:`publish`, or until this is asked again.
+            part: Samples of a part that is worth telling; ``None``: none is.
 
         Raises:
             RuntimeError: The rollout cannot go on; the message says why.
@@ -190,6 +191,8 @@ class Coordinator:
                 return None
             if any(wants := self._wants()):
                 return wants
+            if part is not None and (names := rollout.part(part)):
+                return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             if clock() - began > _LOOK_S:
@@ -229,13 +232,12 @@ class Coordinator:
         self._dispatch.keep(rollout.needs_prompt)
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
-        stored = trajectories(listing.get(TRAIN, {}))
-        keys = [key for name in batch.attempts for key in stored[name]]
+        keys, tags = _stored(batch.attempts, listing)
         self._trained = listing, set(keys)  # what it leaves goes when the trainer is known to have it
         self._go()
         return Reply(
             keys=keys,
-            tags=[listing[TRAIN][key] for key in keys],
+            tags=tags,
             metrics={
                 **batch_metrics(batch, setting.slots, bubble if setting.rules.starts_through_training else None),
                 **forecast_metrics(self._expectations),
@@ -393,7 +395,8 @@ class Coordinator:
     def _clean_after_batch(self) -> None:
         if self._trained is not None:
             (listing, keep), self._trained = self._trained, None
-            self._clean(listing, keep)
+            padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
+            self._clean(listing, keep | padding)  # verl's padding of parts goes with the trainer's batch
 
     def _clean(self, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
         """What abandoned attempts and dropped prompts left goes; also what is trained, but ``keep``."""
@@ -414,6 +417,13 @@ class Coordinator:
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
         self._cleaning = asyncio.ensure_future(clear(gone, self._cleaning))
+
+
+def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Keys and tags of what these attempts left in TransferQueue's ``train``."""
+    stored = trajectories(listing.get(TRAIN, {}))
+    keys = [key for name in attempts for key in stored[name]]
+    return keys, [listing[TRAIN][key] for key in keys]
 
 
 def start(name: str | None = None) -> Any:

@@ -14,18 +14,31 @@ class NotOpen(RuntimeError):
     """The coordinator was started anew and knows nothing yet."""
 
 
+class Part(NamedTuple):
+    """Some of the next update batch: whole groups that are finished.
+
+    Attributes:
+        keys, tags: Of their trajectories in TransferQueue's ``train``.
+    """
+
+    keys: list[str]
+    tags: list[dict[str, Any]]
+
+
 class Wants(NamedTuple):
-    """What the trainer is to supply.
+    """What the trainer is to supply, or to do meanwhile.
 
     Attributes:
         prompts: To hand over.
         workers: All agent loop workers are gone: others are to be made.
         replicas: A look whether they all live: the wait is long.
+        part: To be worked on: it will be in the batch.
     """
 
     prompts: int = 0
     workers: bool = False
     replicas: bool = False
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Setting:
             the router decides.
         cost: What a replica's work costs, and its slots, by which the coordinator plans.
         response_limit: Tokens a response can have.
+        part_samples: Samples of a part of the next batch that the trainer would begin with.
     """
 
     rules: Rules
@@ -58,6 +72,7 @@ class Setting:
     placement: tuple[str, dict[str, Any]] | None = None
     cost: ReplicaCost = TYPICAL
     response_limit: int = 1 << 20
+    part_samples: int = 1
 
 
 class Handed(NamedTuple):

@@ -503,3 +503,58 @@ def test_where_loads_roll_on_every_batch_is_full_and_nothing_is_left(prompts, sa
     assert set(sizes) == {prompts * samples}
     assert not len(rollout.scheduler.ledger)
     assert rollout.scheduler.step.stale == 0
+
+
+def stream(prompts=4, samples=2, **rules):
+    made = Rollout(named("stream", batch_prompts=prompts, batch_samples=prompts * samples, max_staleness=0, **rules))
+    made.publish(0, None)
+    made.hand([(uid, samples) for uid in "abcdefgh"[:prompts]])
+    made.fill()
+    return made
+
+
+def through(made, *names):
+    for name in names:
+        tell(made, generated(name), finished(name))
+
+
+def test_parts_are_whole_groups_of_the_next_batch():
+    made = stream()
+    through(made, "a_0", "b_0", "c_0", "c_1")
+    assert made.part(3) == []
+    assert made.part(2) == ["c_0", "c_1"]
+    assert made.part(1) == [], "told once"
+    through(made, "b_1", "a_1")
+    assert made.part(4) == ["b_0", "b_1", "a_0", "a_1"], "in the order in which they were done"
+    through(made, "d_0", "d_1")
+    assert {*made.take().attempts} >= {"a_0", "b_1", "c_0", "d_1"}
+    assert made.part(1) == []
+
+
+def test_no_parts_where_the_next_batch_is_not_known_before():
+    made = rollout("partial", [("a", 2), ("b", 2)])
+    through(made, "a_0", "a_1")
+    assert made.part(1) == []
+
+
+def test_no_part_of_a_later_batch():
+    made = Rollout(named("stream", batch_prompts=1, batch_samples=2, max_staleness=1, through_training=True))
+    made.publish(0, None)
+    made.hand([("a", 2), ("b", 2)])
+    made.fill()
+    through(made, "b_0", "b_1")
+    assert made.part(1) == []
+    through(made, "a_0", "a_1")
+    assert made.part(1) == ["a_0", "a_1"]
+    made.take()
+    made.publish(1, None)
+    assert made.part(1) == ["b_0", "b_1"]
+
+
+def test_parts_are_told_anew_after_a_loss():
+    made = stream()
+    through(made, "a_0", "a_1")
+    assert made.part(1) == ["a_0", "a_1"]
+    again = Rollout(made.rules, generation=1)
+    again.restore(json.loads(json.dumps(made.state_dict())), 0, 9, {}, set("abcd"))
+    assert again.part(1) == ["a_0", "a_1"]

@@ -34,3 +34,4 @@ def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
 def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
+    assert (world.parts > 0) == world.streams, "no part came before its batch"

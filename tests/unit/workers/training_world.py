@@ -60,6 +60,10 @@ MODES = {
     "histopipe separate": ("histopipe", True, {"harvest_tokens": None}),
     "histopipe one by one": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True}),
     "histopipe keeps running": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
+    "stream sync": ("stream", True, {"max_staleness": 0, "harvest_tokens": None}),
+    "stream sync one by one": ("stream", True, {"max_staleness": 0, "harvest_tokens": None}, {"one_by_one": True}),
+    "stream async": ("stream", True, {"max_staleness": 1, "harvest_tokens": None}),
+    "stream async 2": ("stream", True, {"max_staleness": 2, "harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
     "partial one by one": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial placed": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial keeps running": ("partial", True, {"max_staleness": 2}, {"one_by_one": True, **_KEEP}),
@@ -122,12 +126,14 @@ class World:
         self.rules = replace(named(rules, **{**given, **more}), **dict(*later))
         slots = REPLICAS * 8
         limit = self.random.choice([slots, 2 * slots, 4])
-        self.placed = rules == "histopipe" or "placed" in mode
+        self.placed = rules in ("histopipe", "stream") or "placed" in mode
         # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("makespan", {"gain": 0.001})
         self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
+        self.streams = rules == "stream" or (rules == "histopipe" and seed % 2 == 0)
+        self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         if seed % 3 == 2:  # few slots: samples wait
             self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
         self.save_every = self.random.choice([1, 2, 3])
@@ -135,7 +141,7 @@ class World:
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
-        self.runs = self.reopened = self.steps = self.moved = 0
+        self.runs = self.reopened = self.steps = self.moved = self.parts = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
         rollout = SimpleNamespace(name="vllm", response_length=10**6, full_determinism=True)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
@@ -207,7 +213,8 @@ class World:
         while step < STEPS:
             step += 1
             self.global_steps = step
-            reply = self.driver.next_batch(self.topology)
+            self.early = set()
+            reply = self.driver.next_batch(self.topology, self.work_on if self.streams else None)
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.supply()
@@ -219,9 +226,27 @@ class World:
             self.version = step
             self.topology.publish(step)
             self.driver.publish(step, STEPS - step)
-            self.cluster.run(self.queue.clear(reply.keys, TRAIN))
+            padding = [self.padding] if self.early else []
+            self.cluster.sleep(0.1)
+            assert set(self.queue.partitions[TRAIN]) >= {*reply.keys, *padding}, "the trainer's batch is cleared"
+            self.cluster.run(self.queue.clear([*reply.keys, *padding], TRAIN))
             self.steps = step
         self.finish()
+
+    def work_on(self, part):
+        """A part of the next batch goes through its first stages, while the rollout goes on."""
+        assert part.keys
+        rows = self.queue.partitions[TRAIN]
+        for key, tag in zip(*part, strict=True):
+            uid, number = Attempt.named(key.rpartition("_")[0]).sample
+            assert tag["status"] == "success"
+            self.check_text(rows[key][1]["turns"], uid, number, self.global_steps - 1)
+        if not self.early:  # verl pads a part
+            self.padding = f"pad{self.global_steps}_0_0"
+            self.cluster.run(self.queue.put([self.padding], TRAIN, fields=[{}], tags=[{"is_padding": True}]))
+        self.parts += not self.early.issuperset(part.keys)
+        self.early |= set(part.keys)
+        self.cluster.sleep(self.random.uniform(0.0, 3.0))
 
     def save(self, step):
         """verl's order: the state, the data's place, the queue, and then its name."""
@@ -286,6 +311,7 @@ class World:
         """An update batch, as it is trained."""
         assert len(set(reply.keys)) == len(reply.keys)
         assert reply.keys, "nothing to train"
+        assert self.early <= set(reply.keys), "worked on for nothing"
         assert "rollout/lengths/forecast_errors" not in reply.metrics
         assert "rollout/placement/errors" not in reply.metrics
         self.moved += reply.metrics.get("rollout/placement/moved", 0)
@@ -530,7 +556,7 @@ class Separate(Colocated):
         self._over_deaths(lambda: self._tell_all("resume"))
 
     def stops(self, rules):
-        return rules.max_staleness == 0 and not rules.draft_ahead
+        return rules.max_staleness == 0 and not (rules.draft_ahead or rules.runs_on)
 
     def mend(self, version):
         world = self.world
