@@ -33,7 +33,7 @@ plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no othe
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
-check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; leaves hydra's overrides in RHYME_ARGS
+check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stream STREAM_MODE; hydra's overrides: RHYME_ARGS
   local system state modes ready=() found="" allowed=any
   while read -r system state modes _; do
     [ "$state" != ready ] || ready+=("$system")
@@ -41,17 +41,26 @@ check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; l
   done < <(grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt")
   [ "$found" != planned ] || refuse "RHYME=$RHYME does not exist yet; use $(listed "${ready[@]}")"
   one_of RHYME "${ready[@]}"
-  [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-sync},"* ]] ||
+  [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-${allowed%%,*}},"* ]] ||
     refuse "MODE=$MODE and RHYME=$RHYME exclude each other; with $RHYME use MODE=${allowed//,/ or }"
   if [ "$RHYME" != sorted ]; then
     local hint="is of RHYME=sorted; with RHYME=$RHYME drop it"
     [ "$RHYME" != histopipe ] || hint+=" (MODE says how stale a token may get: at most 1 in separate_async, 0 in the others)"
+    [ "$RHYME" != stream ] || hint+=" (STREAM_MODE says how stale a token may get: 0 in sync, at most 1 in async)"
     [ -z "${SORTED_MODE:-}" ] || refuse "SORTED_MODE=$SORTED_MODE $hint"
     [ "${SORTED_COUPLED:-0}" = 0 ] || refuse "SORTED_COUPLED=$SORTED_COUPLED ${hint% (*}"
   fi
+  [ "$RHYME" = stream ] || [ -z "${STREAM_MODE:-}" ] ||
+    refuse "STREAM_MODE=$STREAM_MODE is of RHYME=stream; with RHYME=$RHYME drop it"
   RHYME_ARGS=("+rhyme=$RHYME")
   case "$RHYME" in
     off) RHYME_ARGS=() ;;
+    stream)
+      STREAM_MODE=${STREAM_MODE:-async}
+      one_of STREAM_MODE sync async
+      [ "$STREAM_MODE" = async ] ||
+        RHYME_ARGS+=(actor_rollout_ref.rollout.custom.rhyme.sorting.max_staleness=0)
+      ;;
     sorted)
       local tree=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
       SORTED_MODE=${SORTED_MODE:-on_policy} SORTED_COUPLED=${SORTED_COUPLED:-0}
@@ -63,7 +72,7 @@ check_rhyme() { # RHYME, MODE and, for sorted, SORTED_MODE and SORTED_COUPLED; l
 }
 
 check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME and SORTED_MODE
-  local override mode=$RHYME
+  local override mode=$RHYME # of histopipe and stream, the rules' name
   [ "$RHYME" != sorted ] || mode=$SORTED_MODE
   for override in "$@"; do
     [[ "${override#+}" == actor_rollout_ref.rollout.custom.rhyme.sorting.mode=* && "${override##*=}" != "$mode" ]] || continue
@@ -72,10 +81,11 @@ check_overrides() { # after check_rhyme, hydra's: the folder is called after RHY
   done
 }
 
-arm_name() { # of RHYME, SORTED_MODE and SORTED_COUPLED: as verl_rhyme.config.arm_name
+arm_name() { # of RHYME, SORTED_MODE, SORTED_COUPLED and STREAM_MODE: as verl_rhyme.config.arm_name
   case "$RHYME-${SORTED_COUPLED:-0}" in
     sorted-1) echo "sorted-$SORTED_MODE-coupled" ;;
     sorted-*) echo "sorted-$SORTED_MODE" ;;
+    stream-*) echo "stream-$STREAM_MODE" ;;
     *) echo "$RHYME" ;;
   esac
 }

@@ -89,7 +89,8 @@ class Refusal:
 
 def _mixes(sorting: str | None, trainer: Any) -> bool:
     """A response may have tokens of several policies."""
-    return sorting == "partial" or (sorting == "histopipe" and TOPOLOGIES.get(str(trainer)) == "separate")
+    apart = TOPOLOGIES.get(str(trainer)) == "separate"
+    return sorting == "partial" or (sorting in ("histopipe", "stream") and apart)
 
 
 TABLE = (
@@ -171,6 +172,20 @@ TABLE = (
         f"set {_SEPARATE}.hybrid_rollout.enable_switch=false",
     ),
     Combination(
+        (_MODE, "rhyme.sorting.mode"),
+        lambda trainer, sorting: sorting == "stream" and TOPOLOGIES.get(str(trainer)) != "separate",
+        "what is streamed comes from engines apart from the actor, which go on while it trains",
+        f"set {_MODE}=separate_async, as +rhyme=stream does, or {CONFIG_PATH}.sorting.mode=histopipe",
+    ),
+    Combination(
+        (_MODE, "rhyme.streaming.enable", "rhyme.sorting.mode"),
+        lambda trainer, streaming, sorting: (
+            streaming and (TOPOLOGIES.get(str(trainer)), sorting in ("stream", "histopipe")) != ("separate", True)
+        ),
+        "a part is worked on where the batch that it will be in is known, while engines of their own go on",
+        f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode=stream or histopipe, or drop streaming.enable",
+    ),
+    Combination(
         (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
         lambda trainer, sorting, ahead: ahead and (trainer, sorting) != ("separate_async", "on_policy"),
         "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",
@@ -192,11 +207,12 @@ TABLE = (
     Combination(
         (_MODE, "rhyme.sorting.mode", f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.sorting.keep_running"),
         lambda trainer, sorting, backend, keep: (
-            keep and (trainer, backend, sorting in ("partial", "histopipe")) != ("separate_async", "relay", True)
+            keep
+            and (trainer, backend, sorting in ("partial", "histopipe", "stream")) != ("separate_async", "relay", True)
         ),
         "replicas must take new weights one by one, each when it is done with what it began under older ones",
         f"set {_MODE}=separate_async, {_ROLLOUT}.checkpoint_engine.backend=relay and {CONFIG_PATH}.sorting.mode="
-        "partial or histopipe, or drop keep_running",
+        "partial, histopipe or stream, or drop keep_running",
     ),
     Combination(
         ("rhyme.sorting.draft_ahead", "rhyme.sorting.redraft", "rhyme.drafting.enable"),
@@ -227,7 +243,7 @@ TABLE = (
     ),
     Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
-        lambda replay, sorting: bool(replay) and sorting in ("partial", "histopipe"),
+        lambda replay, sorting: bool(replay) and sorting in ("partial", "histopipe", "stream"),
         "the experts of a response that several policies, or replicas, made cannot be replayed",
         f"set {_ROLLOUT}.enable_rollout_routing_replay=false, or {CONFIG_PATH}.sorting.mode=on_policy",
     ),

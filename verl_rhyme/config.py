@@ -38,7 +38,7 @@ DRAFTERS = ("adaptive", "paper")
 VERIFIERS = ("ours", "vllm")
 
 #: Values of ``sorting.mode`` and of ``sorting.unit``.
-SORTING_MODES = ("on_policy", "partial", "histopipe")
+SORTING_MODES = ("on_policy", "partial", "histopipe", "stream")
 SORTING_UNITS = ("group", "trajectory")
 
 #: Values of other keys of ``sorting``.
@@ -241,7 +241,9 @@ class SortingConfig:
             is trained, an interrupted response is generated anew. ``"partial"``: it goes on where it stood.
             ``"histopipe"``: updates as they were loaded; of engines apart from the actor each begins its share of the
             next one when its share of this one is done (``load`` is ``rolling`` then, ``max_staleness`` 1), else a step
-            is strictly synchronous. ``None``: verl's trainer modes as they are.
+            is strictly synchronous. ``"stream"``: updates as they were loaded, with engines apart from the actor; with
+            ``max_staleness=0`` nothing runs when the policy changes, else prompts are loaded as others leave. ``None``:
+            verl's trainer modes as they are.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
         oversubscription: Samples that the engines are given at a time, as a multiple of their request slots, and of
@@ -249,7 +251,7 @@ class SortingConfig:
         unit: What stays together in an update batch: ``"group"`` (all samples of a prompt), ``"trajectory"``, or
             ``None``: by ``algorithm.adv_estimator``, groups where it compares the samples of a prompt.
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
-        max_staleness: Partial: policy versions between a trained token and the policy it trains, at most.
+        max_staleness: Partial and stream: policy versions between a trained token and the policy it trains, at most.
         load: ``"group"``: ``group_batches`` together, and no others before all of these are trained. ``"rolling"``: as
             others leave, as many as ``max_staleness`` lets begin (one update batch more than it).
         harvest: ``"shortest"``: an update trains what is finished first. ``"loaded"``: the prompts that were loaded
@@ -261,7 +263,7 @@ class SortingConfig:
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
             several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
         redraft: On-policy: draft an interrupted response when it is generated anew.
-        keep_running: Partial and histopipe, with engines apart from training and weights by the relay
+        keep_running: Partial, histopipe and stream, with engines apart from training and weights by the relay
             (``checkpoint_engine.backend=relay``): what runs at a new version comes to its end under the old one, and
             its replica takes the new one then; else it is cut short and goes on.
         draft_ahead: On-policy, with engines apart from training (``separate_async``): start samples while the actor
@@ -309,17 +311,17 @@ class SortingConfig:
             "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
         )
         _require(
-            self.mode in ("partial", None) or self.max_staleness <= 1,  # 1 is the default, also there
+            self.mode in ("partial", "stream", None) or self.max_staleness <= 1,  # 1 is the default, also there
             "sorting.max_staleness",
             self.max_staleness,
             f"left out with sorting.mode={self.mode}, which has its own (a bound is for sorting.mode=partial)",
         )
-        if self.mode == "histopipe":
-            for name in ("max_staleness", "harvest_tokens", "group_batches", "load", "harvest"):
-                default = type(self).__dataclass_fields__[name].default
-                given = getattr(self, name)
-                allowed = "left out with sorting.mode=histopipe, which has its own (sorting.mode=partial takes it)"
-                _require(given == default, f"sorting.{name}", given, allowed)
+        own = ("harvest_tokens", "group_batches", "load", "harvest") if self.mode in ("histopipe", "stream") else ()
+        for name in (*own, *(("max_staleness",) if self.mode == "histopipe" else ())):
+            default = type(self).__dataclass_fields__[name].default
+            given = getattr(self, name)
+            allowed = f"left out with sorting.mode={self.mode}, which has its own (sorting.mode=partial takes it)"
+            _require(given == default, f"sorting.{name}", given, allowed)
         for name, values in SORTING_CHOICES.items():
             value = getattr(self, name)
             near = _nearest(str(value), values)
@@ -328,6 +330,26 @@ class SortingConfig:
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         _require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """Training beside the rollout: what of the next update batch is finished goes through its stages in parts.
+
+    Attributes:
+        enable: For updates that train what was loaded (``sorting.mode=stream`` or ``histopipe``), with engines apart
+            from the actor. Reward, reference and old log-probabilities then come before the batch is whole.
+        update: Gradients, too, where the update is one mini-batch of an estimator that compares a prompt's own samples
+            only; the optimizer's step is that of the whole mini-batch.
+        part: Share of an update batch that a part has, at least.
+    """
+
+    enable: bool = False
+    update: bool = True
+    part: float = 0.125
+
+    def __post_init__(self) -> None:
+        _require(0 < self.part <= 1, "streaming.part", self.part, "above 0, and at most 1")
 
 
 @dataclass(frozen=True)
@@ -395,6 +417,7 @@ class RhymeConfig:
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sorting: SortingConfig = field(default_factory=SortingConfig)
+    streaming: StreamingConfig = field(default_factory=StreamingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 
@@ -422,11 +445,17 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     if sorting.mode:
         chosen = {name: getattr(sorting, name) for name in SORTING_CHOICES}
         parts = ["sorted", sorting.mode, *(c for name, c in chosen.items() if c != getattr(SortingConfig, name))]
-    if sorting.mode == "histopipe":
-        others = (sorting.start_order, "longest"), (rhyme.placement.policy, "histopipe")
-        parts = ["histopipe", *(str(value or "unplaced") for value, usual in others if value != usual)]
+    if sorting.mode in ("histopipe", "stream"):
+        parts, policy = ["histopipe"], "histopipe"
+        if sorting.mode == "stream":
+            stale = sorting.max_staleness
+            parts, policy = ["stream", ("sync", "async")[stale] if stale < 2 else f"async{stale}"], "makespan"
+        others = (sorting.start_order, "longest"), (rhyme.placement.policy, policy)
+        parts += [str(value or "unplaced") for value, usual in others if value != usual]
     if sorting.keep_running:
         parts.append("keep_running")
+    if rhyme.streaming.enable != (sorting.mode == "stream"):
+        parts.append("streamed" if rhyme.streaming.enable else "whole")
     if switches and rhyme.sampling.coupled:
         parts.append("coupled")
     if switches and not rhyme.drafting.enable:

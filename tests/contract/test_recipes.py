@@ -557,12 +557,21 @@ class TestScript:
         assert (rhyme.placement.policy, rhyme.sorting.start_order) == ("histopipe", "longest")
         assert rhyme.drafting.enable
 
-    @pytest.mark.parametrize("rhyme", ["stream", "full", "histospeck"])
+    @pytest.mark.parametrize(("mode", "stale"), [("", 1), ("async", 1), ("sync", 0)])
+    def test_streaming(self, recipe, mode, stale):
+        result, calls = start(recipe, DRY_RUN="1", RHYME="stream", STREAM_MODE=mode)
+        assert result.returncode == 0, result.stderr
+        rhyme = check_sorted(config_of(calls[0][4:]), "separate_async", "stream")
+        assert (rhyme.sorting.max_staleness, rhyme.placement.policy) == (stale, "makespan")
+        assert rhyme.streaming.enable
+        assert rhyme.drafting.enable
+
+    @pytest.mark.parametrize("rhyme", ["full", "histospeck"])
     def test_a_mode_that_does_not_exist(self, recipe, rhyme):
         result, calls = start(recipe, RHYME=rhyme)
         assert result.returncode == 2
         assert f"RHYME={rhyme}" in result.stderr
-        assert "use histospec, sorted, histopipe or off" in result.stderr
+        assert "use histospec, sorted, histopipe, stream or off" in result.stderr
         assert calls == []
 
     @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])

@@ -28,9 +28,8 @@ def config(group: str, *changes: str) -> Any:
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
         }
     )
-    for name in {"off": (), "histospec": ("histospec",), "sorted": ("histospec", "sorted")}.get(
-        group, ("histospec", "sorted", group)
-    ):
+    chain = ("histospec", "sorted", "histopipe", "stream")  # each builds on the one before
+    for name in chain[: chain.index(group) + 1] if group in chain else ():
         tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
     for change in changes:
         key, _, value = change.partition("=")
@@ -100,6 +99,16 @@ CASES = [
         "sorted",
         [*APART, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"],
         ["enable_switch=true with", "hybrid_rollout.enable_switch=false"],
+    ),
+    (
+        "stream",
+        ["trainer.v1.trainer_mode=colocate_async", f"{CONFIG_PATH}.streaming.enable=false"],
+        ["trainer_mode=colocate_async with", "sorting.mode=stream", "trainer_mode=separate_async"],
+    ),
+    (
+        "sorted",
+        [*APART, f"{CONFIG_PATH}.streaming.enable=true"],
+        ["streaming.enable=true with", "sorting.mode=on_policy", "drop streaming.enable"],
     ),
     (
         "sorted",
@@ -226,6 +235,9 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histopipe", [f"{R}.calculate_log_probs=false"]),
         ("histopipe", APART),
         ("histopipe", [*APART, f"{CONFIG_PATH}.sorting.keep_running=true", f"{R}.checkpoint_engine.backend=relay"]),
+        ("stream", [f"{R}.checkpoint_engine.backend=relay"]),
+        ("stream", [f"{CONFIG_PATH}.sorting.max_staleness=0", "algorithm.adv_estimator=gae"]),
+        ("histopipe", [*APART, f"{CONFIG_PATH}.streaming.enable=true"]),
         ("histospec", ["trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histopipe", [f"{CONFIG_PATH}.placement.policy=two_pools", "trainer.v1.trainer_mode=colocate_async"]),
@@ -262,8 +274,14 @@ def test_every_group_is_a_system_that_is_ready() -> None:
     ("name", "words"),
     [
         ("sorted", "not installed beside verl"),
-        ("stream", r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe$"),
-        ("histospeck", r"no such group; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe,"),
+        (
+            "full",
+            r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe or \+rhyme=stream$",
+        ),
+        (
+            "histospeck",
+            r"no such group; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe or \+rhyme=stream,",
+        ),
     ],
 )
 def test_a_group_that_hydra_did_not_find(name: str, words: str) -> None:
@@ -284,7 +302,7 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
     tries = "; ".join(f"(RHYME={name} MODE={mode}; check_rhyme) 2>&1 || true; echo ." for name, mode in pairs)
     answers = "\n".join(settings(tries)).split(".\n")
     told = dict(zip(pairs, [answer.rstrip(".\n") for answer in answers], strict=True))
-    use = "use histospec, sorted, histopipe or off"
+    use = "use histospec, sorted, histopipe, stream or off"
     for (name, mode), answer in told.items():
         system = SYSTEMS.get(name)
         if system is None:
@@ -298,14 +316,15 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
             else:
                 exclude = f"test: MODE={mode} and RHYME={name} exclude each other; with {name} use MODE="
                 assert answer == exclude + " or ".join(system.modes or ())
-            # with MODE=sync the group's own trainer mode stands
-            changes = [] if mode == "sync" else [f"trainer.v1.trainer_mode={mode}"]
+            # with MODE=sync, where a system has it, the group's own trainer mode stands
+            own = mode == "sync" and (system.modes is None or "sync" in system.modes)
+            changes = [] if own else [f"trainer.v1.trainer_mode={mode}"]
             assert (refused(config(name, *changes)) == []) == allowed
 
 
 def test_the_run_scripts_call_an_arm_as_python_does() -> None:
     runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], ("on_policy", "partial"), "01")]
-    runs.append(("histopipe", "", ""))
+    runs += [("histopipe", "", ""), ("stream", "", "")]
     variables = "RHYME={} SORTED_MODE={} SORTED_COUPLED={}"
     lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
     for (name, mode, coupled), told in zip(runs, lines, strict=True):
@@ -329,6 +348,10 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
             "histopipe-makespan",
         ),
         ("sorted", ["sorting.mode=partial", "drafting.enable=false"], "sorted-partial-undrafted", "sorted-partial"),
+        ("stream", [], "stream-async", "stream-async"),
+        ("stream", ["sorting.max_staleness=0", "placement.policy=least_loaded"], *["stream-sync-least_loaded"] * 2),
+        ("stream", ["sorting.max_staleness=3", "streaming.enable=false"], *["stream-async3-whole"] * 2),
+        ("histopipe", ["streaming.enable=true"], *["histopipe-streamed"] * 2),
     ],
 )
 def test_an_arm_says_what_is_on(group: str, changes: list[str], name: str, run: str) -> None:

@@ -100,11 +100,12 @@ def test_the_groups_set_every_key_and_its_defaults(request):
         return OmegaConf.to_container(OmegaConf.load(path).actor_rollout_ref.rollout.custom.rhyme)
 
     defaults = RhymeConfig().to_dict()
-    sorting = defaults.pop("sorting")
+    sorting, streaming = defaults.pop("sorting"), defaults.pop("streaming")
     assert tree("histospec") == defaults
     old = {key.removeprefix("sorting."): None for key in config_tree.RENAMED}  # so that they compose without +
     assert tree("sorted") == {"sorting": {**sorting, "mode": "on_policy", **old}}
-    assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting"}
+    assert tree("stream")["streaming"] == {**streaming, "enable": True}
+    assert {field.name for field in dataclasses.fields(RhymeConfig)} == {*defaults, "sorting", "streaming"}
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])

@@ -72,6 +72,8 @@ SORTED_WAITING_MAX = "training/sorted/waiting/max"
 SORTED_TOKEN_STALENESS_MEAN = "training/sorted/token_staleness/mean"
 SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
 SORTED_ORDER = "training/sorted/order"
+STREAM_EARLY = "training/stream/early_share"
+STREAM_PARTS = "training/stream/parts"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue
 from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
-from verl_rhyme.scheduling.rules import MODES, Rules, named
+from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import ClusterFile, DraftsFile, PlacementFile, RulesFile, WorkloadFile
 from verl_rhyme.simulation.profile import profile
@@ -254,9 +254,7 @@ def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules
 
 def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
     if config.mode not in _FIXED:
-        raise ClusterError(
-            f"{path}: rules.mode must be sync, {', '.join(list(MODES)[:-1])} or {list(MODES)[-1]}, not {config.mode!r}"
-        )
+        raise ClusterError(f"{path}: rules.mode must be sync, on_policy, partial or histopipe, not {config.mode!r}")
     if config.mode == "partial" and config.max_staleness == 0:
         raise ClusterError(
             f"{path}: rules.max_staleness must be at least 1 with rules.mode=partial, which mixes versions: set "

@@ -166,6 +166,8 @@ def cluster(fitted: Fitted, profile: Path) -> str:
     arms = run.info.get("arms")
     arm = str(arms[-1][-1]) if isinstance(arms, list) and arms else ""
     mode = next((mode for mode in MODES if mode in arm), "sync")
+    if mode == "stream":  # its rollout is as theirs; that training begins with parts is not simulated
+        mode = "sync" if "sync" in arm and "async" not in arm else "histopipe"
     told = {
         "replicas": [{"count": len(np.unique(run.requests["replica"])), "profile": profile.name}],
         "workload": {"lengths": {"run": os.path.relpath(run.folder, profile.parent)}},

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_unit
@@ -34,8 +37,10 @@ from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers import router_file
+from verl_rhyme.workers.actor import streamed
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.session import PROMPTS
@@ -97,9 +102,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             draft_ahead=sorting.draft_ahead and self.topology.through_training,
         )
         relayed = config.actor_rollout_ref.rollout.checkpoint_engine.backend == RELAY
-        if self.topology.through_training and relayed and self.rules.max_staleness > 0:
+        if self.topology.through_training and relayed and (self.rules.max_staleness > 0 or self.rules.runs_on):
             on_interrupt = "keep_running" if sorting.keep_running else self.rules.on_interrupt
             self.rules = replace(self.rules, one_by_one=True, on_interrupt=on_interrupt)
+        self._streaming = self._streamed()
         self._filters = filter_metric is not None
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
@@ -113,6 +119,23 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
         mend_while_waiting(self, buffer, self._mend_validation)  # otherwise it is the driver that waits
         return buffer
+
+    def _streamed(self) -> Streaming | None:
+        """``None``: batches are trained as a whole."""
+        streaming = self._rhyme.streaming
+        if not streaming.enable:
+            return None
+        why = why_updates_wait(self.config) if streaming.update else "streaming.update=false"
+        if why:
+            logger.warning("gradients wait for the whole batch (%s); what comes before them is streamed", why)
+        return Streaming(self, updates=not why)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if self._streaming is not None and self._streaming.updates:
+            for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
+                theirs = self.role_worker_mapping[role].__ray_actor_class__
+                self.role_worker_mapping[role] = ray.remote(streamed(theirs))
 
     def _mend_validation(self, version: int) -> None:
         self.topology.mend(version)
@@ -145,6 +168,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 router_file.cost(self._rhyme.placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs
             ),
             response_limit=self.config.data.max_response_length,
+            part_samples=max(1, int(self._rhyme.streaming.part * self.rules.batch_samples)),
         )
         self.topology.begin(self.rules)
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
@@ -179,7 +203,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def next_batch(self) -> tuple[KVBatchMeta, dict]:
         """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
-        reply = self._reply = self._driver.next_batch(self.topology)
+        parts = None if self._streaming is None else self._streaming.part
+        reply = self._reply = self._driver.next_batch(self.topology, parts)
         self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
             self._driver.supply()  # they go on while the actor trains
@@ -190,6 +215,37 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if reply.failed:
             counts["training/rollout_failure/evicted_samples"] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        if self._streaming is None:
+            return super()._step_once(metrics, timing_raw, sample_batch_size)
+        with marked_timer("gen", timing_raw, color="red"):  # with it, the stages of what comes in parts
+            self.on_sample_begin()
+            batch, counts = self.replay_buffer.sample(
+                global_steps=self.global_steps, partition_id=TRAIN, batch_size=sample_batch_size
+            )
+            metrics.update(counts)
+            self.on_sample_end()
+        self._recorder.start(batch, step=self.global_steps, part=self.global_steps, epoch=self._epoch())
+        batch = self._streaming.rest(batch, metrics)
+        return batch if self._streaming.updates else self._update(batch, metrics, timing_raw)
+
+    def _update(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """verl's stages from the advantages on, where they wait for the whole batch."""
+        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        batch = self._balance_batch(batch, metrics=metrics)
+        if self.use_critic:
+            with marked_timer("values", timing_raw, color="cyan"):
+                batch = self._compute_values(batch, metrics=metrics)
+        with marked_timer("adv", timing_raw, color="brown"):
+            batch = self._compute_advantage(batch, metrics=metrics)
+        if self.use_critic:
+            with marked_timer("update_critic", timing_raw, color="pink"):
+                batch = self._update_critic(batch, metrics=metrics)
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with marked_timer("update_actor", timing_raw, color="red"):
+                batch = self._update_actor(batch, metrics=metrics)
+        return batch
 
     def on_sample_end(self) -> None:
         self.topology.give_way()
@@ -233,10 +289,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
         """Mini-batches in the order of length, balanced over the ranks; verl's own would mix all lengths."""
-        workers = self.actor_rollout_wg
-        if "actor" not in workers._dispatch_info:
-            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
-        ranks = max(workers._dispatch_info["actor"]) + 1
+        ranks = self.actor_ranks
         batch = upsample_batch_to_divisible_size(
             batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
         )
@@ -252,6 +305,14 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         partitions = [indices[rank * share : (rank + 1) * share] for rank in range(ranks)]
         metrics.update(log_seqlen_unbalance(seqlen_list=tokens.tolist(), partitions=partitions, prefix=logging_prefix))
         return batch
+
+    @property
+    def actor_ranks(self) -> int:
+        """Data parallel ranks of the actor."""
+        workers = self.actor_rollout_wg
+        if "actor" not in workers._dispatch_info:
+            workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+        return int(max(workers._dispatch_info["actor"])) + 1
 
     def _sortedness(self) -> float:
         """``sorting.order``, or what does not bias the gradient (docs/sorted.md, "The order and the gradient")."""

@@ -1,0 +1,119 @@
+"""What of verl's losses and estimators lets an update come in parts, as ``trainer/streaming.py`` names them."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from verl_rhyme.trainer.streaming import GROUP_ESTIMATORS, STREAMED_LOSSES
+from verl_rhyme.workers.actor import StreamedActor, streamed
+from verl_rhyme.workers.streamed_update import BY_TOKENS
+
+#: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
+OTHER_LOSSES = {"sapo", "geo_mean", "clip_cov", "kl_cov", "bypass_mode"}
+#: Those that look at the whole batch.
+OTHER_ESTIMATORS = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gpg", "remax"}
+AGGREGATIONS = [BY_TOKENS, "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+ROWS, WIDTH = 8, 12
+
+
+def test_every_loss_and_estimator_of_verl_is_known():
+    assert set(core_algos.POLICY_LOSS_REGISTRY) == {*STREAMED_LOSSES, *OTHER_LOSSES}
+    known = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY}
+    assert known == {*GROUP_ESTIMATORS, *OTHER_ESTIMATORS}
+
+
+def config(aggregation):
+    made = ActorConfig.__new__(ActorConfig)  # __init__ would check batch sizes that only a trainer has
+    for field in dataclasses.fields(ActorConfig):
+        if field.default is not dataclasses.MISSING:
+            object.__setattr__(made, field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            object.__setattr__(made, field.name, field.default_factory())
+    object.__setattr__(made, "loss_agg_mode", aggregation)
+    object.__setattr__(made, "policy_loss", PolicyLossConfig(dro_beta=0.1))
+    return made
+
+
+def tensors(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=random)
+    old, new = (-torch.rand(ROWS, WIDTH, generator=random) for _ in range(2))
+    return old, new.requires_grad_(), torch.randn(ROWS, WIDTH, generator=random), mask
+
+
+def loss(name, aggregation, rows, divisor):
+    """Gradient of the loss of some rows, where the mini-batch is said to have so many tokens."""
+    settings = config(aggregation)
+    info = {"dp_size": 1, "batch_num_tokens": divisor, "global_batch_size": ROWS, "loss_scale_factor": WIDTH}
+    settings.global_batch_info.clear()
+    settings.global_batch_info.update(info)
+    old, new, advantages, mask = tensors()
+    value, _ = core_algos.get_policy_loss_fn(name)(
+        old_log_prob=old[rows],
+        log_prob=new[rows],
+        advantages=advantages[rows],
+        response_mask=mask[rows],
+        loss_agg_mode=aggregation,
+        config=settings,
+        rollout_is_weights=None,
+    )
+    value.backward()
+    return new.grad
+
+
+@pytest.mark.parametrize("name", STREAMED_LOSSES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_loss_is_the_sum_of_its_parts(name, aggregation):
+    """Divided by what stands for the tokens, and scaled where that counts."""
+    tokens, stand_in = int(tensors()[3].sum()), 5
+    parts = [[6, 1], [2, 4, 5, 0], [3, 7]]
+    share = stand_in / tokens if aggregation == BY_TOKENS else 1.0
+    whole = loss(name, aggregation, list(range(ROWS)), tokens)
+    assert whole.abs().sum() > 0
+    torch.testing.assert_close(sum(loss(name, aggregation, part, stand_in) for part in parts) * share, whole)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_advantages_of_a_group_are_its_own(name):
+    random = torch.Generator().manual_seed(3)
+    rewards = torch.zeros(ROWS, WIDTH)
+    rewards[:, -1] = torch.randn(ROWS, generator=random)
+    columns = {
+        "token_level_rewards": rewards,
+        "response_mask": torch.ones(ROWS, WIDTH),
+        "old_log_probs": -torch.rand(ROWS, WIDTH, generator=random),
+        "sum_pi_squared": torch.rand(ROWS, WIDTH, generator=random),
+    }
+    index = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+
+    estimate = core_algos.get_adv_estimator_fn(name)
+    taken = [key for key in columns if key in inspect.signature(estimate).parameters]
+
+    def advantages(rows):
+        given = {key: columns[key][rows].clone() for key in taken}
+        return estimate(**given, index=index[rows], config=AlgoConfig())[0]
+
+    whole = advantages(list(range(ROWS)))
+    assert whole.abs().sum() > 0
+    torch.testing.assert_close(torch.cat([advantages([0, 1, 2, 3]), advantages([4, 5, 6, 7])]), whole)
+
+
+def test_a_worker_of_ones_own_keeps_what_it_does():
+    class Mine(DetachActorWorker):
+        def update_actor(self, data):
+            return "mine"
+
+    ours = streamed(Mine)
+    assert ours.__mro__[:3] == (ours, StreamedActor, Mine)
+    assert streamed(ours) is ours
+    assert issubclass(streamed(ActorRolloutRefWorker), StreamedActor)
+    for name in ("update_actor", "finish_update", "drop_update"):
+        assert hasattr(getattr(ours, name), "attrs_3141562937"), "verl's worker groups do not see it"

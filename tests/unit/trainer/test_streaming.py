@@ -1,0 +1,171 @@
+"""Parts of an update batch: each goes through once, and what was done for another batch is undone."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
+from verl_rhyme.workers.actor import PART
+from verl_rhyme.workers.messages import Part
+
+
+def config(*changes):
+    made = OmegaConf.create(
+        {
+            "data": {"train_batch_size": 4},
+            "actor_rollout_ref": {
+                "rollout": {"temperature": 1.0, "n": 2},
+                "actor": {
+                    "ppo_mini_batch_size": 4,
+                    "ppo_epochs": 1,
+                    "shuffle": False,
+                    "use_dynamic_bsz": True,
+                    "loss_agg_mode": "token-mean",
+                    "loss_scale_factor": None,
+                    "policy_loss": {"loss_mode": "vanilla"},
+                },
+            },
+            "algorithm": {
+                "adv_estimator": "grpo",
+                "use_kl_in_reward": False,
+                "kl_ctrl": {"type": "fixed"},
+                "rollout_correction": None,
+            },
+        }
+    )
+    made.merge_with_dotlist(list(changes))
+    return made
+
+
+class Workers:
+    """Of the actor: what they were told."""
+
+    def __init__(self):
+        self.told = []
+
+    def drop_update(self):
+        self.told.append("drop")
+
+    def finish_update(self):
+        self.told.append("finish")
+        return [None, {"mfu": [0.5], "pg_loss": [1.0, 3.0]}]
+
+
+class Trainer:
+    """What :class:`Streaming` asks of the pipeline."""
+
+    use_reference_policy = True
+    actor_ranks = 1
+
+    def __init__(self):
+        self.config, self.timing_raw, self.stages = config(), {}, []
+        self.actor_rollout_wg = Workers()
+        self.tokenizer = SimpleNamespace(eos_token_id=0)
+
+    def _stage(name):
+        def stage(self, batch, metrics):
+            assert (PART in batch.extra_info) == (name == "update_actor")
+            self.stages.append((name, sorted(batch.keys)))
+            metrics["tokens"] = sum(tag["seq_len"] for tag in batch.tags) / len(batch.keys)
+            return batch
+
+        return stage
+
+    _compute_ref_log_prob = _stage("ref")
+    _compute_advantage = _stage("adv")
+    _update_actor = _stage("update_actor")
+
+    def _get_required_batch_multiple(self, ranks):
+        return ranks
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", Trainer._stage("old_log_prob"))
+    return Trainer()
+
+
+def part(keys, length=10):
+    return Part(list(keys), [{"seq_len": length + i} for i in range(len(keys))])
+
+
+def batch(keys):
+    return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10} for _ in keys])
+
+
+STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
+
+
+def test_each_trajectory_goes_through_once(trainer):
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    streaming.part(part("ab"))
+    streaming.part(part("abcd"))  # told again, after the coordinator was started anew
+    streaming.part(part("ab"))
+    whole = streaming.rest(batch("abcdef"), metrics)
+    assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
+    assert sorted(whole.keys) == list("abcdef")
+    assert trainer.actor_rollout_wg.told == ["finish"]
+    assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
+    assert metrics["actor/pg_loss"] == 2
+    assert metrics["perf/mfu/actor"] == 0.5
+    assert metrics["tokens"] == pytest.approx((10.5 + 12.5 + 10) / 3)
+
+
+def test_a_batch_that_came_whole(trainer):
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    for _ in range(2):  # one after another
+        streaming.rest(batch("abcd"), metrics)
+        assert metrics[names.STREAM_EARLY] == 0
+    assert trainer.actor_rollout_wg.told == ["finish", "finish"]
+
+
+def test_a_batch_that_came_in_parts_to_its_end(trainer):
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    streaming.part(part("abcd"))
+    assert sorted(streaming.rest(batch("abcd"), metrics).keys) == list("abcd")
+    assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.told) == (1, ["finish"])
+
+
+def test_what_was_done_for_another_batch_is_dropped(trainer, caplog):
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    streaming.part(part("ax"))
+    whole = streaming.rest(batch("abcd"), metrics)
+    assert trainer.actor_rollout_wg.told == ["drop", "finish"]
+    assert sorted(whole.keys) == list("abcd")
+    assert trainer.stages[-1] == ("update_actor", list("abcd"))
+    assert metrics[names.STREAM_EARLY] == 0
+    assert "begun anew" in caplog.text
+
+
+def test_gradients_that_wait(trainer):
+    streaming, metrics = Streaming(trainer, updates=False), {}
+    streaming.part(part("ab"))
+    whole = streaming.rest(batch("abcd"), metrics)
+    assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
+    assert trainer.actor_rollout_wg.told == []
+    assert sorted(whole.keys) == list("abcd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ([], None),
+        (["algorithm.adv_estimator=gae"], "adv_estimator=gae"),
+        (["algorithm.adv_estimator=reinforce_plus_plus"], "adv_estimator=reinforce_plus_plus"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=2"], "several mini-batches"),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2"),
+        (["actor_rollout_ref.actor.shuffle=true"], "shuffle"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], "kl_cov"),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "without actor.loss_scale_factor"),
+        (["algorithm.use_kl_in_reward=true"], None),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"], "adaptive"),
+        (["algorithm.rollout_correction.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize"),
+        (["distillation.enabled=true"], "distillation"),
+    ],
+)
+def test_what_keeps_gradients_until_the_batch_is_whole(changes, why):
+    told = why_updates_wait(config(*changes))
+    assert told is None if why is None else why in told

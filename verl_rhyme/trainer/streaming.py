@@ -1,0 +1,182 @@
+"""Training beside the rollout: parts of the next update batch go through its stages as their groups are done.
+
+What is a stage for the whole batch in verl's step (old log-probabilities, reference, advantages, gradients) is here one
+for each part, while the rest is generated (StreamRL, arXiv:2504.15930, section 4.1). A part is work done early, and no
+more than that: if the batch turns out to be another, what was added up is dropped, and the batch goes through whole.
+
+Where an update has several mini-batches, or several epochs, gradients wait until all is there, and so they do for
+estimators that compare trajectories of the whole batch (:func:`why_updates_wait`); what comes before them streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.utils import MetricsAggregator
+from verl.utils.debug import marked_timer
+from verl.utils.metric.utils import reduce_metrics
+from verl.utils.py_functional import rename_dict
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.scheduling.order import arrange
+from verl_rhyme.workers.actor import PART
+from verl_rhyme.workers.messages import Part
+from verl_rhyme.workers.stored_attempts import TRAIN
+
+logger = logging.getLogger(__name__)
+
+#: ``algorithm.adv_estimator`` that compare no trajectories but those of one prompt.
+GROUP_ESTIMATORS = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+#: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` says. Others: ``sapo`` and
+#: ``geo_mean`` divide by sequences, whatever it says; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
+STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
+
+
+def why_updates_wait(config: Any) -> str | None:
+    """What of verl's config keeps gradients until the whole batch is there; ``None``: they are streamed."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    loss = actor.policy_loss.get("loss_mode", "vanilla")
+    correction = algorithm.get("rollout_correction") or {}
+    adaptive = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive"
+    for waits, why in (
+        (algorithm.adv_estimator not in GROUP_ESTIMATORS, f"algorithm.adv_estimator={algorithm.adv_estimator}"),
+        (adaptive, "algorithm.kl_ctrl.type=adaptive"),
+        (bool(correction.get("rollout_is_batch_normalize")), "rollout_correction.rollout_is_batch_normalize=true"),
+        (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in an update"),
+        (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
+        (bool(actor.shuffle), "actor.shuffle=true"),
+        # verl divides by the width of a micro-batch then
+        (
+            actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
+            "actor.loss_agg_mode=seq-mean-token-sum-norm without actor.loss_scale_factor",
+        ),
+        (loss not in STREAMED_LOSSES, f"actor.policy_loss.loss_mode={loss}"),
+        (bool((config.get("distillation") or {}).get("enabled")), "distillation"),
+    ):
+        if waits:
+            return why
+    return None
+
+
+class Streaming:
+    """The parts of one update batch after another.
+
+    Args:
+        trainer: The pipeline.
+        updates: Gradients are streamed, too; else whoever trains takes the batch from the advantages on.
+    """
+
+    def __init__(self, trainer: Any, updates: bool) -> None:
+        self._trainer, self.updates = trainer, updates
+        self._begin()
+
+    def _begin(self) -> None:
+        self._done: set[str] = set()
+        self._batches: list[KVBatchMeta] = []
+        self._metrics = MetricsAggregator()
+
+    def part(self, part: Part) -> None:
+        """Some of the next batch; what came before is passed over."""
+        self._through([(key, tag) for key, tag in zip(*part, strict=True) if key not in self._done])
+
+    def rest(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """The batch is there: what of it was in no part, and the step.
+
+        Args:
+            batch: All of it.
+            metrics: Gains those of all parts.
+
+        Returns:
+            The batch as it was trained, with verl's padding.
+        """
+        early = len(self._done)
+        if not self._done <= set(batch.keys):
+            logger.warning("the update batch is another than its parts told; it is begun anew")
+            if self.updates:
+                self._trainer.actor_rollout_wg.drop_update()
+            padding = [k for each in self._batches for k, tag in zip(each.keys, each.tags, strict=True) if _pads(tag)]
+            if padding:
+                tq.kv_clear(keys=padding, partition_id=TRAIN)
+            self._begin()
+            early = 0
+        self._through(
+            [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if key not in self._done], last=True
+        )
+        whole = KVBatchMeta(partition_id=TRAIN, keys=[], tags=[])
+        for each in self._batches:
+            whole.keys += each.keys
+            whole.tags += each.tags
+        metrics.update(self._metrics.get_aggregated_metrics())
+        metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
+        metrics[names.STREAM_PARTS] = len(self._batches)
+        if self.updates:
+            told = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
+            told = rename_dict(told, "actor/")
+            told["perf/mfu/actor"] = told.pop("actor/mfu")
+            metrics.update(reduce_metrics(told))
+        self._begin()
+        return whole
+
+    def _through(self, rows: Sequence[tuple[str, dict[str, Any]]], last: bool = False) -> None:
+        """All stages that need no more than these trajectories."""
+        if not rows:
+            return
+        trainer = self._trainer
+        metrics: dict[str, Any] = {}
+        keys, tags = (list(column) for column in zip(*rows, strict=True))
+        batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
+        batch.extra_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
+        batch = self._dealt_out(batch, last)
+        timing = trainer.timing_raw
+        with marked_timer("old_log_prob", timing, color="blue"):
+            # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
+            batch = PPOTrainer._compute_old_log_prob(trainer, batch, metrics=metrics)
+        if trainer.use_reference_policy:
+            with marked_timer("ref", timing, color="olive"):
+                batch = trainer._compute_ref_log_prob(batch, metrics=metrics)
+        if self.updates:
+            with marked_timer("adv", timing, color="brown"):
+                batch = trainer._compute_advantage(batch, metrics=metrics)
+            with marked_timer("update_actor", timing, color="red"):
+                batch.extra_info[PART] = True
+                trainer._update_actor(batch, metrics={})
+                del batch.extra_info[PART]
+        self._metrics.add_step_metrics(metrics, sample_count=len(rows))
+        self._done |= set(keys)
+        self._batches.append(batch)
+
+    def _dealt_out(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
+        """Padded so that ranks and micro-batches have as many, and with the last part the mini-batches; long and short
+        ones dealt out alike."""
+        trainer = self._trainer
+        actor = trainer.config.actor_rollout_ref.actor
+        ranks = trainer.actor_ranks
+        multiple = ranks * (1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu)
+        if last and not self.updates:
+            before = sum(len(each.keys) for each in self._batches)
+            whole = trainer._get_required_batch_multiple(ranks)
+            multiple = -(-(before + len(batch.keys)) // whole) * whole - before
+        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+        tokens = np.array([tag["seq_len"] for tag in batch.tags])
+        batch.reorder(arrange(np.argsort(tokens, kind="stable"), tokens, ranks, len(tokens)).tolist())
+        return batch
+
+
+def _pads(tag: dict[str, Any]) -> bool:
+    return bool(tag.get("is_padding", False))
