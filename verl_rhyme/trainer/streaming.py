@@ -11,7 +11,8 @@ estimators that compare trajectories of the whole batch (:func:`why_updates_wait
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ def why_updates_wait(config: Any) -> str | None:
         (actor.ppo_mini_batch_size != config.data.train_batch_size, "several mini-batches in an update"),
         (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
         (bool(actor.shuffle), "actor.shuffle=true"),
+        (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
         # verl divides by the width of a micro-batch then
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
@@ -165,9 +167,8 @@ class Streaming:
         """Padded so that ranks and micro-batches have as many, and with the last part the mini-batches; long and short
         ones dealt out alike."""
         trainer = self._trainer
-        actor = trainer.config.actor_rollout_ref.actor
         ranks = trainer.actor_ranks
-        multiple = ranks * (1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu)
+        multiple = ranks * math.lcm(*_micro_batches(trainer.config.actor_rollout_ref, trainer.use_reference_policy))
         if last and not self.updates:
             before = sum(len(each.keys) for each in self._batches)
             whole = trainer._get_required_batch_multiple(ranks)
@@ -176,6 +177,16 @@ class Streaming:
         tokens = np.array([tag["seq_len"] for tag in batch.tags])
         batch.reorder(arrange(np.argsort(tokens, kind="stable"), tokens, ranks, len(tokens)).tolist())
         return batch
+
+
+def _micro_batches(config: Any, reference: bool) -> Iterator[int]:
+    """Sizes that verl's engines divide a part by, where they do not go by tokens."""
+    yield 1
+    if not config.actor.use_dynamic_bsz:
+        yield int(config.actor.ppo_micro_batch_size_per_gpu)
+    for of in (config.rollout, config.ref) if reference else (config.rollout,):
+        if not of.log_prob_use_dynamic_bsz:
+            yield int(of.log_prob_micro_batch_size_per_gpu)
 
 
 def _pads(tag: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.trainer import streaming as streaming_module
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.workers.actor import PART
 from verl_rhyme.workers.messages import Part
@@ -16,8 +17,10 @@ def config(*changes):
     made = OmegaConf.create(
         {
             "data": {"train_batch_size": 4},
+            "trainer": {"critic_warmup": 0},
             "actor_rollout_ref": {
-                "rollout": {"temperature": 1.0, "n": 2},
+                "rollout": {"temperature": 1.0, "n": 2, "log_prob_use_dynamic_bsz": True},
+                "ref": {"log_prob_use_dynamic_bsz": True},
                 "actor": {
                     "ppo_mini_batch_size": 4,
                     "ppo_epochs": 1,
@@ -96,6 +99,21 @@ def batch(keys):
     return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10} for _ in keys])
 
 
+def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    trainer.actor_ranks = 2
+    streaming = Streaming(trainer, updates=True)
+    sizes = {"actor": ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)}
+    sizes |= {of: ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", n) for of, n in (("rollout", 6),)}
+    streaming.part(part("ab"))
+    for of, (dynamic, name, size) in sizes.items():
+        trainer.config.actor_rollout_ref[of][dynamic] = False
+        trainer.config.actor_rollout_ref[of][name] = size
+        streaming.part(part([f"{of}{i}" for i in range(2)]))
+    assert asked == [2, 8, 24]
+
+
 STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 
@@ -158,6 +176,7 @@ def test_gradients_that_wait(trainer):
         (["actor_rollout_ref.actor.ppo_mini_batch_size=2"], "several mini-batches"),
         (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2"),
         (["actor_rollout_ref.actor.shuffle=true"], "shuffle"),
+        (["trainer.critic_warmup=3"], "critic_warmup=3"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], "kl_cov"),
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "without actor.loss_scale_factor"),
         (["algorithm.use_kl_in_reward=true"], None),
