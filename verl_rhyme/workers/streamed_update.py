@@ -6,7 +6,7 @@ arXiv:2504.15930, section 4, pipelines training in this way).
 
 What makes them equal. A loss is a sum over samples, divided by what the mini-batch has in all: by its samples, which
 are known beforehand, or by its tokens (``loss_agg_mode=token-mean``), which are known when the last response has ended.
-Until then the tokens of the first part stand for them, and all gradients are scaled before the step.
+Until then a guess by the first part's stands for them, and all gradients are scaled before the step.
 
 What ranks share. FSDP reduces gradients into each rank's shard at the end of each part and adds them there. Megatron's
 reduction is not one that can be added to: the shards of a distributed optimizer, layer norms under sequence parallelism
@@ -47,8 +47,9 @@ class StreamedUpdate:
 
     def __init__(self, engine: BaseEngine, loss: Callable[..., Any], by_tokens: bool) -> None:
         self._engine, self._loss, self._by_tokens = engine, loss, by_tokens
-        self._reduces = _megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
-        self._stand_in = 0  # tokens by which the loss is divided meanwhile
+        self._reduces = _reduces(engine)
+        self._stand_in = 0  # tokens by which the loss is divided meanwhile: about as many as there will be
+        self._more = 1  # samples to one of the first part
         self._tokens = 0
         self._losses: list[float] = []
         self._metrics: dict[str, Any] = {}
@@ -64,12 +65,13 @@ class StreamedUpdate:
         engine = self._engine
         if not self.parts:
             self._stay()
+            self._more = max(1, tu.get(data, "global_batch_size") // (len(data) * engine.get_data_parallel_size()))
         with engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False), self._reduces.later():
             if not self.parts:
                 engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, self._divided, forward_only=False)
         tokens = int(tu.get(data, "batch_num_tokens"))  # of all ranks
-        self._stand_in = self._stand_in or max(1, tokens)
+        self._stand_in = self._stand_in or self._more * max(1, tokens)
         self._tokens += tokens
         self.parts += 1
         if engine.is_mp_src_rank_with_outputs():
@@ -130,8 +132,8 @@ class StreamedUpdate:
 
     def _divided(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
         """The loss of a micro-batch, divided by what all parts are divided by until the step."""
-        if self._stand_in:
-            tu.assign_non_tensor(data, batch_num_tokens=self._stand_in)
+        stand_in = self._stand_in or self._more * max(1, int(tu.get(data, "batch_num_tokens")))
+        tu.assign_non_tensor(data, batch_num_tokens=stand_in)
         return self._loss(model_output=model_output, data=data, dp_group=dp_group)
 
 
@@ -182,7 +184,16 @@ class _Megatron:
             self._finalize(self._chunks)
 
 
-def _megatron(engine: Any) -> _Megatron:
+def _reduces(engine: Any) -> _Fsdp | _Megatron:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    if isinstance(engine, FSDPEngine):
+        return _Fsdp(engine)
+    if not hasattr(engine, "tf_config"):
+        raise CannotStream(
+            f"gradients of parts can be added up with FSDP and Megatron, not with {type(engine).__name__}: set "
+            "streaming.update=false"
+        )
     config, options = engine.tf_config, engine.engine_config
     for in_the_way, option in (
         (config is not None and config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
