@@ -120,10 +120,11 @@ class Streaming:
         self._through(
             [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if key not in self._done], last=True
         )
-        whole = KVBatchMeta(partition_id=TRAIN, keys=[], tags=[])
-        for each in self._batches:
-            whole.keys += each.keys
-            whole.tags += each.tags
+        whole = KVBatchMeta(
+            partition_id=TRAIN,
+            keys=[key for each in self._batches for key in each.keys],
+            tags=[tag for each in self._batches for tag in each.tags],
+        )
         metrics.update(self._metrics.get_aggregated_metrics())
         metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
         metrics[names.STREAM_PARTS] = len(self._batches)

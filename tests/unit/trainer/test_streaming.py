@@ -124,7 +124,7 @@ def test_each_trajectory_goes_through_once(trainer):
     streaming.part(part("ab"))
     whole = streaming.rest(batch("abcdef"), metrics)
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
-    assert sorted(whole.keys) == list("abcdef")
+    assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
     assert trainer.actor_rollout_wg.told == ["finish"]
     assert (metrics[names.STREAM_EARLY], metrics[names.STREAM_PARTS]) == (4 / 6, 3)
     assert metrics["actor/pg_loss"] == 2
