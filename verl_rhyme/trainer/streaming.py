@@ -172,7 +172,7 @@ class Streaming:
         multiple = ranks * math.lcm(*_micro_batches(trainer.config.actor_rollout_ref, trainer.use_reference_policy))
         if last and not self.updates:
             before = sum(len(each.keys) for each in self._batches)
-            whole = trainer._get_required_batch_multiple(ranks)
+            whole = math.lcm(multiple, trainer._get_required_batch_multiple(ranks))
             multiple = -(-(before + len(batch.keys)) // whole) * whole - before
         batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
         tokens = np.array([tag["seq_len"] for tag in batch.tags])

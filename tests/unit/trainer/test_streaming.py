@@ -112,6 +112,10 @@ def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
         trainer.config.actor_rollout_ref[of][name] = size
         streaming.part(part([f"{of}{i}" for i in range(2)]))
     assert asked == [2, 8, 24]
+    waits = Streaming(trainer, updates=False)
+    monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 10)
+    waits.rest(batch("abcdef"), {})
+    assert asked[-1] == 120, "of ranks, of micro-batches and of mini-batches"
 
 
 STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
