@@ -9,7 +9,7 @@ from whole_run import SLOW
 
 from verl_rhyme.observability import events
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
 PROMPTS, SAMPLES, BATCH, EPOCHS = 16, 3, 4, 2  # a part of one group is padded
 SMALL = (
     f"data.train_batch_size={BATCH}",
