@@ -48,9 +48,8 @@ class Rollout:
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
-        self._whole: dict[
-            str, int
-        ] = {}  # samples of prompts that are all finished, in the order in which these came to it
+        # Of prompts whose samples are all finished, and were in no part yet, how many these are; in the order of their end.
+        self._whole: dict[str, int] = {}
 
     @property
     def rules(self) -> Rules:
