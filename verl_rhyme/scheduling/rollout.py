@@ -48,7 +48,7 @@ class Rollout:
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
-        # Of prompts whose samples are all finished, and were in no part yet, how many these are; in the order of their end.
+        # Of prompts that are finished and were in no part yet, in the order of their end, how many samples they have.
         self._whole: dict[str, int] = {}
 
     @property
