@@ -1,15 +1,16 @@
 # shellcheck shell=bash
 # What the recipes for GPUs share. A recipe sets RECIPE (its YAML in config/) and its own defaults, sources this file
 # and calls `launch "$@"`. Variables of every recipe, beside those in its own header:
-#   RHYME=histospec|sorted|histopipe|stream|off   drafting on (default), the sorted pipeline with drafting, placement by
-#                                predicted lengths with drafting, training beside a stream of rollout, or stock verl
+#   RHYME=histospec|sorted|histopipe|stream|full|off   drafting on (default), the sorted pipeline with drafting, placement
+#                                by predicted lengths with drafting, training beside a stream of rollout, all of them
+#                                together, or stock verl
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted: docs/sorted.md
 #   STREAM_MODE=async|sync       of RHYME=stream: docs/streaming.md
 #   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of
 #                                ROLLOUT_GPUS_PER_NODE=$GPUS_PER_NODE for rollout to the NNODES that train. RHYME=sorted
 #                                takes all three: the first two are one to it, in the last engines run on while it trains;
-#                                RHYME=stream has the last
+#                                RHYME=stream and full have the last
 #   DATA_DIR=data TRAIN_FILE= VAL_FILE=       parquet files; a list is [a,b]
 #   RUN_DIR=runs/RECIPE/ARM-ENGINE-MODE   logs and metrics.jsonl; on storage that all nodes share
 #   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
@@ -37,8 +38,7 @@ source "$ROOT/recipes/settings.sh"
 NAME=$RECIPE
 RHYME=${RHYME:-histospec}
 ENGINE=${ENGINE:-megatron}
-[ "$RHYME" = stream ] || MODE=${MODE:-sync}
-MODE=${MODE:-separate_async}
+MODE=${MODE:-$(default_mode)}
 SMOKE=${SMOKE:-0}
 one_of MODE sync colocate_async separate_async
 check_rhyme
@@ -108,12 +108,13 @@ if [ "$MODE" = separate_async ]; then
     "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
     "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
   )
-  case "$SMOKE" in # there weights go through shared memory, to a second logical GPU
-    1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=relay ray_kwargs.ray_init.num_gpus=2) ;;
+  case "$RHYME-$SMOKE" in # of full each replica takes weights by itself; on a CPU, to a second logical GPU, all do
+    *-1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=relay ray_kwargs.ray_init.num_gpus=2) ;;
+    full-*) ;;
     *) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=nccl) ;;
   esac
   # all engines are the pool's, and a version is an update batch
-  [[ ! "$RHYME" =~ ^(sorted|histopipe|stream)$ ]] ||
+  ! pipelined ||
     _args+=(actor_rollout_ref.hybrid_engine=false trainer.v1.separate_async.parameter_sync_step=1)
 fi
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Trains a tiny model on Knights and Knaves puzzles with verl and vLLM on a CPU, drafting from history.
-#   RHYME=histospec|sorted|histopipe|stream|off   drafting on (default), the sorted pipeline with drafting, placement by
-#                           predicted lengths with drafting, training beside a stream of rollout, or stock verl
+#   RHYME=histospec|sorted|histopipe|stream|full|off   drafting on (default), the sorted pipeline with drafting, placement
+#                           by predicted lengths with drafting, training beside a stream of rollout, all of them together,
+#                           or stock verl
 #   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted (docs/sorted.md)
 #   STREAM_MODE=async|sync  of RHYME=stream (docs/streaming.md)
 #   COMPARE=1               both arms with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (the first two are one to sorted, histopipe; stream
-#                           has the last)
+#                           and full have the last)
 #   REPLICAS=1              engines
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync; with
@@ -23,8 +24,6 @@ RHYME=${RHYME:-histospec}
 COMPARE=${COMPARE:-0}
 DRY_RUN=${DRY_RUN:-0}
 ENGINE=${ENGINE:-fsdp}
-[ "$RHYME" = stream ] || MODE=${MODE:-sync}
-MODE=${MODE:-separate_async}
 MODEL=${MODEL:-qwen2}
 EPOCHS=${EPOCHS:-5}
 PROMPTS=${PROMPTS:-64}
@@ -36,6 +35,7 @@ BATCH=16
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
 NAME=run_tiny_cpu
+MODE=${MODE:-$(default_mode)}
 for override in "$@"; do
   case "$override" in
     model_engine=dp) ENGINE=fsdp ;;
@@ -92,14 +92,14 @@ run() { # run RHYME DIRECTORY [overrides]
   local group=("${RHYME_ARGS[@]}")
   case "$RHYME" in
     histospec) group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=null) ;;
-    sorted | histopipe | stream)
+    sorted | histopipe | stream | full)
       group+=(actor_rollout_ref.rollout.custom.rhyme.poll_interval=0.05 trainer.v1.sampler.custom_sampler.path=null)
       ;;
   esac
   [ "$ENGINE" = fsdp ] || group+=("model_engine=$ENGINE") # again in "$@", it is the same
   local mode=("trainer.v1.trainer_mode=$MODE")
   local ours=0
-  [[ "$RHYME" =~ ^(sorted|histopipe|stream)$ ]] && ours=1
+  pipelined && ours=1
   [ "$ours-$MODE" = 1-sync ] && mode=() # +rhyme=sorted and histopipe name their own
   [ "$ours" = 1 ] || [ "$MODE" = sync ] ||
     mode+=(trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync)

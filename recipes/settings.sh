@@ -33,14 +33,24 @@ plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no othe
     "letters a-z and A-Z, digits, spaces and . _ - + @ %"
 }
 
+pipelined() { # RHYME has the sorted pipeline's trainer
+  [[ "$RHYME" =~ ^(sorted|histopipe|stream|full)$ ]]
+}
+
+default_mode() { # verl's trainer mode, where none is chosen
+  case "$RHYME" in
+    stream | full) echo separate_async ;;
+    *) echo sync ;;
+  esac
+}
+
 check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stream STREAM_MODE; hydra's overrides: RHYME_ARGS
-  local system state modes ready=() found="" allowed=any
-  while read -r system state modes _; do
-    [ "$state" != ready ] || ready+=("$system")
-    [ "$system" != "$RHYME" ] || found=$state allowed=$modes
+  local system modes systems=() allowed=any
+  while read -r system modes _; do
+    systems+=("$system")
+    [ "$system" != "$RHYME" ] || allowed=$modes
   done < <(grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt")
-  [ "$found" != planned ] || refuse "RHYME=$RHYME does not exist yet; use $(listed "${ready[@]}")"
-  one_of RHYME "${ready[@]}"
+  one_of RHYME "${systems[@]}"
   [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-${allowed%%,*}},"* ]] ||
     refuse "MODE=$MODE and RHYME=$RHYME exclude each other; with $RHYME use MODE=${allowed//,/ or }"
   if [ "$RHYME" != sorted ]; then
@@ -73,7 +83,10 @@ check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stre
 
 check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME and SORTED_MODE
   local override mode=$RHYME # of histopipe and stream, the rules' name
-  [ "$RHYME" != sorted ] || mode=$SORTED_MODE
+  case "$RHYME" in
+    sorted) mode=$SORTED_MODE ;;
+    full) mode=partial ;;
+  esac
   for override in "$@"; do
     [[ "${override#+}" == actor_rollout_ref.rollout.custom.rhyme.sorting.mode=* && "${override##*=}" != "$mode" ]] || continue
     refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \

@@ -34,13 +34,11 @@ class System:
 
     Attributes:
         name: As in ``RHYME=name`` and, but for ``off``, ``+rhyme=name``.
-        ready: ``False`` where it is planned and not there yet.
         modes: The run scripts' ``MODE`` that it works with; ``None`` for any.
         what: In a few words.
     """
 
     name: str
-    ready: bool
     modes: tuple[str, ...] | None
     what: str
 
@@ -51,9 +49,8 @@ def systems() -> Mapping[str, System]:
     found = {}
     for line in _LIST.read_text().splitlines():
         if line and not line.startswith("#"):
-            name, state, modes, what = line.split(maxsplit=3)
-            allowed = () if modes == "-" else tuple(modes.split(","))
-            found[name] = System(name, state == "ready", None if modes == "any" else allowed, what)
+            name, modes, what = line.split(maxsplit=2)
+            found[name] = System(name, None if modes == "any" else tuple(modes.split(",")), what)
     return found
 
 
@@ -180,10 +177,10 @@ TABLE = (
     Combination(
         (_MODE, "rhyme.streaming.enable", "rhyme.sorting.mode"),
         lambda trainer, streaming, sorting: (
-            streaming and (TOPOLOGIES.get(str(trainer)), sorting in ("stream", "histopipe")) != ("separate", True)
+            streaming and (TOPOLOGIES.get(str(trainer)) != "separate" or sorting is None)
         ),
-        "a part is worked on where the batch that it will be in is known, while engines of their own go on",
-        f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode=stream or histopipe, or drop streaming.enable",
+        "a part is worked on while engines of their own go on, and a sorted rollout's scheduler says what is in it",
+        f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode, as +rhyme=stream does, or drop streaming.enable",
     ),
     Combination(
         (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
@@ -337,13 +334,10 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
 
 def group_not_found(name: str) -> Refusal:
     """Of ``+rhyme=name`` that hydra took for a plain value: its config group was not there."""
-    groups = [system.name for system in systems().values() if system.ready and system.name != "off"]
+    groups = [system for system in systems() if system != "off"]
     use = " or ".join(f"+rhyme={group}" for group in groups)
-    found = systems().get(name)
     if name in groups:
         remedy = "verl-rhyme is not installed beside verl (pip show verl-rhyme): install it there"
-    elif found is not None and not found.ready:
-        remedy = f"it does not exist yet; use {use}"
     else:
         remedy = f"there is no such group; use {use}, or nothing for stock verl"
     return Refusal(f"+rhyme={name} did not find its config group", remedy)

@@ -42,9 +42,9 @@ SORTING_MODES = ("on_policy", "partial", "histopipe", "stream")
 SORTING_UNITS = ("group", "trajectory")
 
 #: Values of other keys of ``sorting``.
-SORTING_CHOICES = {
+SORTING_CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "load": ("group", "rolling"),
-    "harvest": ("shortest", "loaded"),
+    "harvest": ("shortest", "loaded", None),
     "start_order": ("load", "longest", "shortest"),
 }
 
@@ -242,8 +242,8 @@ class SortingConfig:
             ``"histopipe"``: updates as they were loaded; of engines apart from the actor each begins its share of the
             next one when its share of this one is done (``load`` is ``rolling`` then, ``max_staleness`` 1), else a step
             is strictly synchronous. ``"stream"``: updates as they were loaded, with engines apart from the actor; with
-            ``max_staleness=0`` nothing runs when the policy changes, else prompts are loaded as others leave. ``None``:
-            verl's trainer modes as they are.
+            ``max_staleness=0`` nothing runs when the policy changes, else prompts are loaded as others leave
+            (``harvest="shortest"`` trains what is finished first). ``None``: verl's trainer modes as they are.
         group_batches: Update batches (``data.train_batch_size`` prompts each) that are loaded together; no more before
             all are trained.
         oversubscription: Samples that the engines are given at a time, as a multiple of their request slots, and of
@@ -255,7 +255,8 @@ class SortingConfig:
         load: ``"group"``: ``group_batches`` together, and no others before all of these are trained. ``"rolling"``: as
             others leave, as many as ``max_staleness`` lets begin (one update batch more than it).
         harvest: ``"shortest"``: an update trains what is finished first. ``"loaded"``: the prompts that were loaded
-            first, which it waits for; lengths are trained as they come.
+            first, which it waits for; lengths are trained as they come. ``None``: ``"loaded"`` in histopipe, which has
+            no other, and stream, else ``"shortest"``.
         start_order: Which prompts of a load are started first: ``"load"``, as they were loaded, or by the length that
             their earlier responses let expect, ``"longest"`` or ``"shortest"``.
         probe: One sample of a prompt runs first, and the others start when it has come to its end: its length tells
@@ -281,7 +282,7 @@ class SortingConfig:
     harvest_tokens: int | None = None
     max_staleness: int = 1
     load: str = "group"
-    harvest: str = "shortest"
+    harvest: str | None = None
     start_order: str = "load"
     probe: bool = False
     order: float | None = None
@@ -301,9 +302,9 @@ class SortingConfig:
             self.oversubscription,
             f"from 1 to {MAX_OVERSUBSCRIPTION}",
         )
-        tokens, shortest = self.harvest_tokens, self.harvest == "shortest"
+        tokens, loaded = self.harvest_tokens, self.harvest == "loaded"
         allowed = "null, or at least 1 with sorting.harvest=shortest"
-        _require(tokens is None or (tokens >= 1 and shortest), "sorting.harvest_tokens", tokens, allowed)
+        _require(tokens is None or (tokens >= 1 and not loaded), "sorting.harvest_tokens", tokens, allowed)
         _require(
             self.max_staleness >= (1 if self.mode == "partial" else 0),
             "sorting.max_staleness",
@@ -316,16 +317,16 @@ class SortingConfig:
             self.max_staleness,
             f"left out with sorting.mode={self.mode}, which has its own (a bound is for sorting.mode=partial)",
         )
-        own = ("harvest_tokens", "group_batches", "load", "harvest") if self.mode in ("histopipe", "stream") else ()
-        for name in (*own, *(("max_staleness",) if self.mode == "histopipe" else ())):
+        own = ("harvest_tokens", "group_batches", "load") if self.mode in ("histopipe", "stream") else ()
+        for name in (*own, *(("max_staleness", "harvest") if self.mode == "histopipe" else ())):
             default = type(self).__dataclass_fields__[name].default
             given = getattr(self, name)
             allowed = f"left out with sorting.mode={self.mode}, which has its own (sorting.mode=partial takes it)"
             _require(given == default, f"sorting.{name}", given, allowed)
         for name, values in SORTING_CHOICES.items():
             value = getattr(self, name)
-            near = _nearest(str(value), values)
-            _require(value in values, f"sorting.{name}", value, f"one of {', '.join(values)}", near)
+            near, allowed = _nearest(str(value), filter(None, values)), ", ".join(value or "null" for value in values)
+            _require(value in values, f"sorting.{name}", value, f"one of {allowed}", near)
         for name in ("stop_wait", "lost_after"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"sorting.{name}", seconds, "above 0")
@@ -429,38 +430,6 @@ class RhymeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)
-
-
-def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
-    """What a run is called in its folder's name and marker, in loggers, event log and reports, from what is on in it.
-
-    Args:
-        rhyme: ``None`` for stock verl.
-        switches: Tell also what changes no sample's distribution and may be switched from one start to the next.
-    """
-    if rhyme is None:
-        return STOCK_ARM
-    sorting = rhyme.sorting
-    parts = ["histospec"]
-    if sorting.mode:
-        chosen = {name: getattr(sorting, name) for name in SORTING_CHOICES}
-        parts = ["sorted", sorting.mode, *(c for name, c in chosen.items() if c != getattr(SortingConfig, name))]
-    if sorting.mode in ("histopipe", "stream"):
-        parts, policy = ["histopipe"], "histopipe"
-        if sorting.mode == "stream":
-            stale = sorting.max_staleness
-            parts, policy = ["stream", ("sync", "async")[stale] if stale < 2 else f"async{stale}"], "makespan"
-        others = (sorting.start_order, "longest"), (rhyme.placement.policy, policy)
-        parts += [str(value or "unplaced") for value, usual in others if value != usual]
-    if sorting.keep_running:
-        parts.append("keep_running")
-    if rhyme.streaming.enable != (sorting.mode == "stream"):
-        parts.append("streamed" if rhyme.streaming.enable else "whole")
-    if switches and rhyme.sampling.coupled:
-        parts.append("coupled")
-    if switches and not rhyme.drafting.enable:
-        parts.append("undrafted")
-    return "-".join(parts)
 
 
 def sorting_unit(unit: str | None, estimator: str) -> str:

@@ -180,7 +180,7 @@ SORTING_MODE = "actor_rollout_ref.rollout.custom.rhyme.sorting.mode"
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted, histopipe, stream or off"),
+        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted, histopipe, stream, full or off"),
         ("RHYME=sorted SORTED_MODE=on", "SORTED_MODE=on is unknown; use on_policy or partial"),
         ("RHYME=histopipe SORTED_MODE=partial", "SORTED_MODE=partial is of RHYME=sorted; with RHYME=histopipe drop it"),
         ("RHYME=histopipe SORTED_COUPLED=1", "SORTED_COUPLED=1 is of RHYME=sorted; with RHYME=histopipe drop it"),

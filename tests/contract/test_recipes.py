@@ -566,12 +566,24 @@ class TestScript:
         assert rhyme.streaming.enable
         assert rhyme.drafting.enable
 
-    @pytest.mark.parametrize("rhyme", ["full", "histospeck"])
-    def test_a_mode_that_does_not_exist(self, recipe, rhyme):
-        result, calls = start(recipe, RHYME=rhyme)
+    def test_all_together(self, recipe):
+        result, calls = start(recipe, DRY_RUN="1", RHYME="full")
+        assert result.returncode == 0, result.stderr
+        config = config_of(calls[0][4:])
+        rhyme = check_sorted(config, "separate_async", "partial")
+        assert (rhyme.sorting.max_staleness, rhyme.placement.policy, rhyme.sorting.start_order) == (
+            1,
+            "makespan",
+            "longest",
+        )
+        assert rhyme.streaming.enable and rhyme.drafting.enable and rhyme.sorting.keep_running
+        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "relay"
+
+    def test_a_mode_that_does_not_exist(self, recipe):
+        result, calls = start(recipe, RHYME="histospeck")
         assert result.returncode == 2
-        assert f"RHYME={rhyme}" in result.stderr
-        assert "use histospec, sorted, histopipe, stream or off" in result.stderr
+        assert "RHYME=histospeck" in result.stderr
+        assert "use histospec, sorted, histopipe, stream, full or off" in result.stderr
         assert calls == []
 
     @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])

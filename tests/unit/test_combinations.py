@@ -12,11 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree
-from verl_rhyme.config import CONFIG_PATH, arm_name
+from verl_rhyme.arms import arm_name
+from verl_rhyme.config import CONFIG_PATH
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = combinations.systems()
-READY = [system.name for system in SYSTEMS.values() if system.ready]
 MODES = ("sync", "colocate_async", "separate_async", "my_async")
 
 
@@ -28,8 +28,9 @@ def config(group: str, *changes: str) -> Any:
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
         }
     )
-    chain = ("histospec", "sorted", "histopipe", "stream")  # each builds on the one before
-    for name in chain[: chain.index(group) + 1] if group in chain else ():
+    chain = ["histospec", "sorted", "histopipe", "stream"]  # each builds on the one before
+    chain = [*chain[:2], "full"] if group == "full" else chain[: chain.index(group) + 1] if group in chain else []
+    for name in chain:
         tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
     for change in changes:
         key, _, value = change.partition("=")
@@ -107,7 +108,7 @@ CASES = [
     ),
     (
         "sorted",
-        [*APART, f"{CONFIG_PATH}.streaming.enable=true"],
+        [f"{CONFIG_PATH}.streaming.enable=true"],
         ["streaming.enable=true with", "sorting.mode=on_policy", "drop streaming.enable"],
     ),
     (
@@ -238,6 +239,10 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("stream", [f"{R}.checkpoint_engine.backend=relay"]),
         ("stream", [f"{CONFIG_PATH}.sorting.max_staleness=0", "algorithm.adv_estimator=gae"]),
         ("histopipe", [*APART, f"{CONFIG_PATH}.streaming.enable=true"]),
+        ("sorted", [*APART, f"{CONFIG_PATH}.streaming.enable=true"]),
+        ("stream", [f"{CONFIG_PATH}.sorting.harvest=shortest"]),
+        ("full", []),
+        ("full", ["trainer.v1.separate_async.parameter_sync_step=1", f"{CONFIG_PATH}.sorting.load=rolling"]),
         ("histospec", ["trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histopipe", [f"{CONFIG_PATH}.placement.policy=two_pools", "trainer.v1.trainer_mode=colocate_async"]),
@@ -265,9 +270,9 @@ def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: b
     assert ["tear groups apart" in str(refusal) for refusal in refused(config("sorted", *changes))] == [True] * torn
 
 
-def test_every_group_is_a_system_that_is_ready() -> None:
+def test_every_group_is_a_system() -> None:
     groups = {path.stem for path in (ROOT / "verl_rhyme" / "conf" / "rhyme").glob("*.yaml")}
-    assert groups | {"off"} == set(READY)
+    assert groups | {"off"} == set(SYSTEMS)
 
 
 @pytest.mark.parametrize(
@@ -275,12 +280,8 @@ def test_every_group_is_a_system_that_is_ready() -> None:
     [
         ("sorted", "not installed beside verl"),
         (
-            "full",
-            r"does not exist yet; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe or \+rhyme=stream$",
-        ),
-        (
             "histospeck",
-            r"no such group; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe or \+rhyme=stream,",
+            r"no such group; use \+rhyme=histospec or \+rhyme=sorted or \+rhyme=histopipe or \+rhyme=stream or \+rhyme=full,",
         ),
     ],
 )
@@ -302,13 +303,11 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
     tries = "; ".join(f"(RHYME={name} MODE={mode}; check_rhyme) 2>&1 || true; echo ." for name, mode in pairs)
     answers = "\n".join(settings(tries)).split(".\n")
     told = dict(zip(pairs, [answer.rstrip(".\n") for answer in answers], strict=True))
-    use = "use histospec, sorted, histopipe, stream or off"
+    use = "use histospec, sorted, histopipe, stream, full or off"
     for (name, mode), answer in told.items():
         system = SYSTEMS.get(name)
         if system is None:
             assert answer == f"test: RHYME={name} is unknown; {use}"
-        elif not system.ready:
-            assert answer == f"test: RHYME={name} does not exist yet; {use}"
         else:
             allowed = system.modes is None or mode in system.modes
             if allowed:
@@ -324,7 +323,7 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
 
 def test_the_run_scripts_call_an_arm_as_python_does() -> None:
     runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], ("on_policy", "partial"), "01")]
-    runs += [("histopipe", "", ""), ("stream", "", "")]
+    runs += [("histopipe", "", ""), ("full", "", ""), ("stream", "", "")]
     variables = "RHYME={} SORTED_MODE={} SORTED_COUPLED={}"
     lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
     for (name, mode, coupled), told in zip(runs, lines, strict=True):
@@ -352,6 +351,17 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
         ("stream", ["sorting.max_staleness=0", "placement.policy=least_loaded"], *["stream-sync-least_loaded"] * 2),
         ("stream", ["sorting.max_staleness=3", "streaming.enable=false"], *["stream-async3-whole"] * 2),
         ("histopipe", ["streaming.enable=true"], *["histopipe-streamed"] * 2),
+        ("stream", ["sorting.harvest=shortest"], *["stream-async-shortest"] * 2),
+        ("stream", ["sorting.harvest=loaded"], *["stream-async"] * 2),
+        ("sorted", ["sorting.harvest=shortest", "sorting.load=rolling"], *["sorted-on_policy-rolling"] * 2),
+        ("sorted", ["streaming.enable=true"], *["sorted-on_policy-streamed"] * 2),
+        ("full", ["sampling.coupled=false"], *["full"] * 2),
+        (
+            "full",
+            ["sorting.load=rolling", "sorting.keep_running=false", "sorting.max_staleness=2", "drafting.enable=false"],
+            "full-2-rolling-cut-undrafted",
+            "full-2-rolling-cut",
+        ),
     ],
 )
 def test_an_arm_says_what_is_on(group: str, changes: list[str], name: str, run: str) -> None:
@@ -362,8 +372,8 @@ def test_an_arm_says_what_is_on(group: str, changes: list[str], name: str, run: 
 def test_the_document_shows_list_and_table() -> None:
     wanted = []
     for system in SYSTEMS.values():
-        modes = "any" if system.modes is None else ", ".join(system.modes) or "-"
-        wanted.append(f"| `{system.name}` | {'ready' if system.ready else 'planned'} | {modes} | {system.what} |")
+        modes = "any" if system.modes is None else ", ".join(system.modes)
+        wanted.append(f"| `{system.name}` | {modes} | {system.what} |")
     for row in combinations.TABLE:
         keys = ", ".join(f"`{key}`" for key in row.keys) + ("" if row.rhyme else " (without rhyme)")
         wanted.append(f"| {keys} | {row.reason} | {row.remedy} |".replace(CONFIG_PATH, "rhyme"))

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, SortingConfig, arm_name
+from verl_rhyme.arms import arm_name
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, SortingConfig
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens

@@ -18,7 +18,8 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, arm_name
+from verl_rhyme.arms import arm_name
+from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig
 from verl_rhyme.doctor import FAIL, OK, Check
 from verl_rhyme.preflight import model_folder
 

@@ -9,6 +9,9 @@ have none older than 6, and the rest are of 7. The one of version 5 is due, for 
 Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
 then, in this order: the one of version 5, the shortest of version 6, and the shortest of the others, until there are 4.
 
+What the trainer was promised, because it works on it already, comes before the shortest; no more is promised than
+leaves room for what is due.
+
 Where batches are taken as they were loaded (``Rules.harvest``), what is due comes first by itself: no more is begun
 than the batches before the bound can hold, and it is begun in the same order.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from verl_rhyme.scheduling.ledger import Ledger
@@ -55,9 +59,33 @@ def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
     return any(_until(there, last) < due for last, due in _due(rules, version, tally.held))
 
 
-def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is due, then the shortest; or what was loaded
-    first."""
+def promisable(
+    rules: Rules, ledger: Ledger, version: int, uids: Iterable[str], promised: Collection[str] = ()
+) -> list[str]:
+    """Of these prompts, in this order, those that the next update batch can have whatever else comes: all their samples
+    are finished, and it has room for them beside what is due and what was promised before."""
+    finished = [p for uid in uids if uid in ledger and (p := ledger.prompt(uid)).complete("finished")]
+    if rules.harvest == "loaded":
+        return [prompt.uid for prompt in finished if ledger.place(prompt) < rules.batch_prompts]
+    # by stage, so many samples that have no token of its version or older find room beside those that are due
+    room = [(last, rules.batch_samples - due) for last, due in _due(rules, version, ledger.tally.held)]
+    room.append((-1, rules.batch_samples))
+    found: list[str] = []
+    for prompt in [ledger.prompt(uid) for uid in promised] + finished:
+        count = len(prompt.samples)
+        oldest = _oldest(prompt, list(range(count)))
+        less = [(last, left - count * (oldest > last)) for last, left in room]
+        if prompt.uid in promised or all(left >= 0 for _, left in less):
+            room = less
+            found.append(prompt.uid)
+    return [uid for uid in found if uid not in promised]
+
+
+def batch(
+    rules: Rules, ledger: Ledger, version: int, *states: State, promised: Collection[str] = ()
+) -> list[tuple[Prompt, int]]:
+    """The update batch, were it taken of what is in these states: what is due, what was promised, then the shortest; or
+    what was loaded first."""
     if rules.harvest == "loaded":
         return [
             (prompt, number)
@@ -65,7 +93,7 @@ def batch(rules: Rules, ledger: Ledger, version: int, *states: State) -> list[tu
             for number, sample in enumerate(prompt.samples)
             if sample.state in states
         ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=_length)
+    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, _length(b)))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]

@@ -50,6 +50,7 @@ class Rollout:
         self._filtered: Counter[float] = Counter()
         # Of prompts that are finished and were in no part yet, in the order of their end, how many samples they have.
         self._whole: dict[str, int] = {}
+        self._news = False  # since a part was asked for
 
     @property
     def rules(self) -> Rules:
@@ -95,6 +96,7 @@ class Rollout:
             if sample in under_way:  # some wait for a reward yet
                 self._abandoned.append(under_way[sample].name)
         self._batches_left = batches_left
+        self._news = True
 
     # ---- attempts ----
 
@@ -201,29 +203,24 @@ class Rollout:
     def part(self, samples: int) -> list[str]:
         """Attempts that the next update batch will have, whatever else comes: whole groups that are finished.
 
-        Where batches are taken as they were loaded (``Rules.harvest``); of others nobody knows before.
+        Where batches are taken as they were loaded (``Rules.harvest``) that changes nothing. Others have then what is
+        finished first, which need not be the shortest; trajectories that are trained one by one
+        (``Rules.unit``) are told where all of their prompt's are there.
 
         Args:
-            samples: Fewer are not told.
+            samples: Fewer are not told; at least 1.
 
         Returns:
             Those that were not told before, in the order in which their groups were done.
         """
-        ledger, rules = self.scheduler.ledger, self.rules
-        if rules.harvest != "loaded" or sum(self._whole.values()) < max(1, samples):
+        if not self._news or sum(self._whole.values()) < samples:
             return []
-        first = [
-            prompt
-            for uid in self._whole
-            if uid in ledger
-            and (prompt := ledger.prompt(uid)).complete("finished")
-            and ledger.place(prompt) < rules.batch_prompts
-        ]
-        if sum(len(prompt.samples) for prompt in first) < samples:
-            return []
-        for prompt in first:
-            del self._whole[prompt.uid]
-        return [Attempt(p.uid, n, sample.attempt).name for p in first for n, sample in enumerate(p.samples)]
+        self._news = False
+        found = self.scheduler.promise(self._whole, samples)
+        for uid in found:
+            del self._whole[uid]
+        prompts = [self.scheduler.ledger.prompt(uid) for uid in found]
+        return [Attempt(p.uid, n, sample.attempt).name for p in prompts for n, sample in enumerate(p.samples)]
 
     def take(self) -> Batch:
         """The update batch (:meth:`Scheduler.harvest`)."""
@@ -367,7 +364,7 @@ class Rollout:
 
     def _see_whole(self, uid: str) -> None:
         if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
-            self._whole[uid] = len(prompt.samples)
+            self._whole[uid], self._news = len(prompt.samples), True
 
     def _filter(self, uid: str) -> None:
         """A group whose samples all have one score teaches nothing; another prompt takes its place."""
@@ -382,6 +379,8 @@ class Rollout:
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed
+        self._whole.pop(uid, None)
+        self._news = True  # another moves up to the next batch
         for number, sample in enumerate(self.scheduler.ledger.prompt(uid).samples):
             self._wasted += self._remembered.forget((uid, number))
             if sample.state in ON_THEIR_WAY:

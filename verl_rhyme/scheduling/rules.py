@@ -32,8 +32,10 @@ MODES: dict[str, dict[str, Any]] = {
     "on_policy": {"on_interrupt": "regenerate", "max_staleness": 0},
     "partial": {"on_interrupt": "continue"},
     "histopipe": {"harvest": "loaded"},
-    "stream": {"harvest": "loaded"},
+    "stream": {},
 }
+#: What an update batch is taken from where nothing is said.
+_HARVEST: dict[str, HarvestOrder] = {"stream": "loaded"}
 #: What ``histopipe`` is beside that, by ``through_training``: of engines apart from the actor each begins its share of
 #: the next step when its share of this one is done (RhymeRL, arXiv:2508.18588); else a step is strictly synchronous.
 _HISTOPIPE: dict[bool, dict[str, Any]] = {
@@ -188,6 +190,7 @@ def named(mode: str, **rules: Any) -> Rules:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     fixed = MODES[mode]
+    rules["harvest"] = rules.get("harvest") or _HARVEST.get(mode, "shortest")
     if mode == "histopipe":
         fixed = {**fixed, **_HISTOPIPE[bool(rules.get("through_training"))]}
     if mode == "stream":

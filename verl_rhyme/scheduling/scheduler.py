@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.batch import awaits, batch, suffices
+from verl_rhyme.scheduling.batch import awaits, batch, promisable, suffices
 from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
@@ -66,6 +66,7 @@ class Scheduler:
         self.step = StepCounts()
         self._training = False  # a batch was harvested, and the policy it makes is not there yet
         self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
+        self._promised: dict[str, None] = {}  # prompts that the next batch will have, in this order
         self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
     # ---- loading ----
@@ -214,6 +215,7 @@ class Scheduler:
             self.step.wasted_tokens += self.ledger.prompt(uid).untrained_tokens
             self.step.dropped += 1
             self.ledger.drop(uid)
+            self._promised.pop(uid, None)
             self._owed += 1
 
     def fail(self, uid: str) -> None:
@@ -272,7 +274,7 @@ class Scheduler:
             return False
         if not self.ledger.tally.samples["generated"]:
             return True
-        taken = batch(self.rules, self.ledger, self.version, "generated", "finished")
+        taken = batch(self.rules, self.ledger, self.version, "generated", "finished", promised=self._promised)
         return all(prompt.samples[number].state == "finished" for prompt, number in taken)
 
     def give_up(self) -> list[tuple[str, int]]:
@@ -287,6 +289,17 @@ class Scheduler:
             self.abandon(uid, number)
         return given_up
 
+    def promise(self, uids: Iterable[str], samples: int = 1) -> list[str]:
+        """The trainer would begin with these prompts, if they have so many samples: those that the next update batch
+        will have now, whatever else comes (:func:`~.batch.promisable`)."""
+        if self._training:
+            return []
+        found = promisable(self.rules, self.ledger, self.version, uids, self._promised)
+        if sum(len(self.ledger.prompt(uid).samples) for uid in found) < samples:
+            return []
+        self._promised.update(dict.fromkeys(found))
+        return found
+
     def ready(self) -> bool:
         """The update batch may be taken."""
         return self.enough(rewarded=True)
@@ -299,7 +312,7 @@ class Scheduler:
         """
         if not self.ready():
             raise ValueError("there is nothing to harvest yet: ask ready() first")
-        taken = batch(self.rules, self.ledger, self.version, "finished")
+        taken = batch(self.rules, self.ledger, self.version, "finished", promised=self._promised)
         taken.sort(key=lambda at: at[0].samples[at[1]].tokens)
         samples = [prompt.samples[number] for prompt, number in taken]
         harvest = Harvest(
@@ -308,7 +321,7 @@ class Scheduler:
             waited=[prompt.waited for prompt, _ in taken],
             staleness=[self.version - _version(sample) for sample in samples],
         )
-        self._training = True
+        self._training, self._promised = True, {}
         for uid, number in harvest.samples:
             self.ledger.train(uid, number)
         self.ledger.wait()
@@ -323,7 +336,7 @@ class Scheduler:
             be trained: they are generated anew, and attempts at them are to end. What runs otherwise tells when it
             ends or is cut short, and is judged then.
         """
-        self.version, self.step, self._training = version, StepCounts(), False
+        self.version, self.step, self._training, self._promised = version, StepCounts(), False, {}
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -347,6 +360,7 @@ class Scheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self._owed = state["version"], state["owed"]
+        self._promised = {}  # whoever was promised them asks anew
         self._training = state.get("training", False)  # older states do not say, as below
         self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["buffer"])  # as older states say
 

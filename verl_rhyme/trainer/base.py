@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import arm_name
+from verl_rhyme.arms import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots

@@ -531,10 +531,40 @@ def test_parts_are_whole_groups_of_the_next_batch():
     assert made.part(1) == []
 
 
-def test_no_parts_where_the_next_batch_is_not_known_before():
-    made = rollout("partial", [("a", 2), ("b", 2)])
+def test_what_is_in_a_part_is_in_the_batch_though_shorter_ones_come():
+    made = Rollout(named("partial", batch_prompts=2, batch_samples=4, max_staleness=1, through_training=True))
+    made.publish(0, None)
+    made.hand([(uid, 2) for uid in "abcd"])
+    made.fill()
     through(made, "a_0", "a_1")
-    assert made.part(1) == []
+    assert made.part(1) == ["a_0", "a_1"]
+    for name in ("b_0", "b_1", "c_0", "c_1"):  # generated: one token less each
+        tell(made, generated(name, tokens=1), finished(name))
+    taken = made.take().attempts
+    assert {"a_0", "a_1"} < {*taken}
+    assert len(taken) == 4
+
+
+def test_no_part_has_no_room_for_what_is_due():
+    """What would be too old at the next update is in the batch, whatever was finished before it."""
+    made = Rollout(named("partial", batch_prompts=2, batch_samples=4, max_staleness=1, through_training=True))
+    made.publish(0, None)
+    made.hand([(uid, 2) for uid in "abcd"])
+    made.fill()
+    through(made, "a_0", "a_1", "b_0", "b_1")
+    made.take()
+    made.publish(1, None)  # c runs since version 0: it must be trained now
+    made.hand([(uid, 2) for uid in "efgh"])
+    made.fill()
+    late = {name.name for name in made.attempts() if name.uid in "cd"}
+    for uid in "efg":
+        for name in [a.name for a in made.attempts() if a.uid == uid]:
+            tell(made, generated(name, version=1), finished(name))
+    assert made.part(1) == [], "four samples of c and d are due"
+    for name in late:
+        tell(made, generated(name, version=0), finished(name))
+    assert {*made.part(1)} == late
+    assert {*made.take().attempts} == late
 
 
 def test_no_part_of_a_later_batch():

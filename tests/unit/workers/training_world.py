@@ -64,6 +64,8 @@ MODES = {
     "stream sync one by one": ("stream", True, {"max_staleness": 0, "harvest_tokens": None}, {"one_by_one": True}),
     "stream async": ("stream", True, {"max_staleness": 1, "harvest_tokens": None}),
     "stream async 2": ("stream", True, {"max_staleness": 2, "harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
+    "stream arrivals": ("stream", True, {"max_staleness": 1, "harvest": "shortest", "harvest_tokens": None}),
+    "stream sync arrivals": ("stream", True, {"max_staleness": 0, "harvest": "shortest", "harvest_tokens": None}),
     "partial one by one": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial placed": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial keeps running": ("partial", True, {"max_staleness": 2}, {"one_by_one": True, **_KEEP}),
@@ -132,7 +134,7 @@ class World:
         if seed % 3 == 2:
             self.placement = ("makespan", {"gain": 0.001})
         self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
-        self.streams = rules == "stream" or (rules == "histopipe" and seed % 2 == 0)
+        self.streams = rules == "stream" or (self.separate and seed % 2 == 0)
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         if seed % 3 == 2:  # few slots: samples wait
             self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
@@ -214,7 +216,9 @@ class World:
             step += 1
             self.global_steps = step
             self.early = set()
+            reopened = self.driver.reopened
             reply = self.driver.next_batch(self.topology, self.work_on if self.streams else None)
+            assert self.early <= set(reply.keys) or self.driver.reopened > reopened, "a part is not in the batch"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.supply()
