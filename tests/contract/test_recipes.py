@@ -576,7 +576,9 @@ class TestScript:
             "makespan",
             "longest",
         )
-        assert rhyme.streaming.enable and rhyme.drafting.enable and rhyme.sorting.keep_running
+        assert rhyme.streaming.enable
+        assert rhyme.drafting.enable
+        assert rhyme.sorting.keep_running
         assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "relay"
 
     def test_a_mode_that_does_not_exist(self, recipe):
