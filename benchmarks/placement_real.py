@@ -31,6 +31,7 @@ import typer
 
 from benchmarks import simulator, tiny_run
 from benchmarks.machine import commit, describe
+from benchmarks.real_run import faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, slot_time, steps
 from verl_rhyme.simulation import fitted, recorded
@@ -148,7 +149,7 @@ def profile(cell: Cell, out: Path) -> Path | None:
 
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Figures of a run, from the second epoch on, and what :func:`faults` finds in all of it."""
+    """Figures of a run, from the second epoch on, and what :func:`.real_run.faults` finds in all of it."""
     setting, arm = SETTINGS[cell.setting], ARMS[cell.arm]
     by_step = sorted(steps.from_metrics(folder / "metrics.jsonl").items())
     run = recorded.read(folder)
@@ -181,11 +182,17 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "pearson_least": float(column("training/rollout_actor_probs_pearson_corr", whole).min()),
         "probability_difference_max": float(column("training/rollout_probs_diff_max", whole).max()),
     }
-    shown = {name: _short(value) for name, value in figures.items()}
-    shown["steps_s"] = [_short(value) for value in seconds]
-    shown["response_length"] = [_short(column(metrics.RESPONSE_LENGTH_MEAN, rows).mean()) for rows in epochs]
-    shown["reward"] = [_short(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]
-    return {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **shown, **checked(run, arm, whole, samples)}
+    shown = {name: short(value) for name, value in figures.items()}
+    shown["steps_s"] = [short(value) for value in seconds]
+    shown["response_length"] = [short(column(metrics.RESPONSE_LENGTH_MEAN, rows).mean()) for rows in epochs]
+    shown["reward"] = [short(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]
+    return {
+        "setting": cell.setting,
+        "arm": cell.arm,
+        "seed": cell.seed,
+        **shown,
+        **faults(run, whole, samples, LIMIT, staleness=int(arm.across)),
+    }
 
 
 def least_bubble(run: recorded.Run, slots: int) -> float:
@@ -225,36 +232,8 @@ def simulated(cell: Cell, out: Path) -> dict[str, Any]:
     lengths = {"predicted": recorded.read(cell.folder(out))} | ({} if cell.arm == "stock" else {"same_lengths": first})
     for name, run in lengths.items():
         told = simulator.predicted(case, fitted.fit(first), run, own=True, first=STEPS_AN_EPOCH)
-        found |= {f"{what}_{name}": _short(told[what][0]) for what in ("step_s", "bubble_ratio")}
+        found |= {f"{what}_{name}": short(told[what][0]) for what in ("step_s", "bubble_ratio")}
     return found
-
-
-def checked(run: recorded.Run, arm: Arm, by_step: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-    """``spanning``: responses that several replicas made; ``faults``: what is wrong with any response, in words."""
-    request = run.requests
-    rows = np.flatnonzero(request["trained"])
-    attempts: dict[tuple[str, int], list[int]] = {}
-    for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
-        attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
-    faults = []
-    if len(attempts) != len(by_step) * samples:
-        faults.append(f"{len(attempts)} samples were trained, not {len(by_step) * samples}")
-    for step, row in enumerate(by_step, 1):
-        made = int(request["response_tokens"][rows[request["step"][rows] == step]].sum())
-        told = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
-        if made != told:
-            faults.append(f"step {step} trained {told} tokens; the engines made {made}")
-    for (uid, number), own in attempts.items():
-        versions = request["policy_version_end"][own]
-        late = request["step"][own[-1]] - 1 - request["policy_version_start"][own].min()
-        if request["response_tokens"][own].sum() > LIMIT:
-            faults.append(f"{uid}-{number} is longer than {LIMIT} tokens")
-        if (np.diff(versions) < 0).any() or late > arm.across:
-            faults.append(f"{uid}-{number} is of versions {versions.tolist()}, {late} behind")
-        if (request["stop_reason"][own[:-1]] != "aborted").any():
-            faults.append(f"{uid}-{number} went on after its end")
-    spanning = [own for own in attempts.values() if len(set(request["replica"][own])) > 1]
-    return {"spanning": len(spanning), "faults": faults}
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -271,32 +250,26 @@ def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 continue
             values = np.array([np.nan if run[name] is None else run[name] for run in runs], dtype=float)
             if isinstance(first, list):
-                merged[name] = [_short(value) for value in np.median(values, axis=0)]
+                merged[name] = [short(value) for value in np.median(values, axis=0)]
             elif name in ("moved", "spanning"):
                 merged[name] = int(values.sum())
             elif name == "staleness_max":
                 merged[name] = int(values.max())
             elif name == "probability_difference_max":
-                merged[name] = _short(values.max())
+                merged[name] = short(values.max())
             elif name == "pearson_least":
-                merged[name] = _short(values.min())
+                merged[name] = short(values.min())
             else:
-                merged[name] = _short(np.median(values))
+                merged[name] = short(np.median(values))
                 if name in ("step_s", "tokens_per_s", "bubble_ratio"):
-                    merged[f"{name}_range"] = [_short(values.min()), _short(values.max())]
+                    merged[f"{name}_range"] = [short(values.min()), short(values.max())]
         seconds = [second for run in runs for second in run["steps_s"]]
-        merged |= {"step_s": _short(np.median(seconds)), "step_s_mean": _short(np.mean(seconds))}
+        merged |= {"step_s": short(np.median(seconds)), "step_s_mean": short(np.mean(seconds))}
         merged["faults"] = sum(len(run["faults"]) for run in runs)
         yield merged
 
 
 _ABOUT = ("benchmark", "machine", "commit")
-
-
-def _short(value: float | int | None) -> float | int | None:
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.4g}") if np.isfinite(value) else None
 
 
 def _told(row: dict[str, Any]) -> str:

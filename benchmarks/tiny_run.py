@@ -35,6 +35,7 @@ def train(
     update_s: float | None = None,
     modules: Sequence[Path] = (),
     timeout: float = 1200,
+    train_ms: float | None = None,
 ) -> None:
     """Make a run, or go on with it; what it says goes to the folder's name with ``.log``.
 
@@ -46,14 +47,16 @@ def train(
         update_s: Seconds that an update of the actor takes at least.
         modules: Further folders from which the run's processes import.
         timeout: Seconds.
+        train_ms: Milliseconds that an update of the actor takes at least for each sample, and thrice its old
+            log-probability.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: It failed, or took too long.
     """
-    steady = {"STEADY_STEP_MS": steady_ms, "STEADY_UPDATE_S": update_s}
+    steady = {"STEADY_STEP_MS": steady_ms, "STEADY_UPDATE_S": update_s, "STEADY_TRAIN_MS": train_ms}
     env = {**os.environ, **settings, "RUN_DIR": str(folder)}
     env |= {name: str(value) for name, value in steady.items() if value is not None}
-    paths = [*map(str, modules), *([str(STEADY_STEP)] if steady_ms or update_s else [])]
+    paths = [*map(str, modules), *([str(STEADY_STEP)] if steady_ms or update_s or train_ms else [])]
     if paths:
         env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """In a process with this folder in PYTHONPATH, a decoding step of vLLM takes at least ``STEADY_STEP_MS`` milliseconds,
-and verl's update of the actor at least ``STEADY_UPDATE_S`` seconds; each where it is set.
+and verl's update of the actor at least ``STEADY_UPDATE_S`` seconds, or ``STEADY_TRAIN_MS`` milliseconds for each sample
+with a third of that for its old log-probability; each where it is set.
 
 On a GPU a step takes as long for one request as for a few dozen, because it waits for the weights; on two CPU cores it
 gets faster with every request less. The sleep stands for the first, so that idle slots cost what they cost there.
@@ -51,21 +52,32 @@ def _steady_step(module):
 
 
 def _steady_update(module):
-    trainer, seconds = module.PPOTrainer, float(os.environ["STEADY_UPDATE_S"])
-    update = trainer._update_actor
+    seconds = float(os.environ["STEADY_UPDATE_S"])
+    _at_least(module.PPOTrainer, "_update_actor", lambda batch: seconds)
 
-    def update_actor(self, *args, **kwargs):
-        start = time.perf_counter()
-        output = update(self, *args, **kwargs)
-        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+
+def _steady_training(module):
+    seconds = float(os.environ["STEADY_TRAIN_MS"]) / 1000
+    _at_least(module.PPOTrainer, "_update_actor", lambda batch: seconds * len(batch.keys))
+    _at_least(module.PPOTrainer, "_compute_old_log_prob", lambda batch: seconds * len(batch.keys) / 3)
+
+
+def _at_least(trainer, name, seconds):
+    theirs = getattr(trainer, name)
+
+    def stage(self, batch, *args, **kwargs):
+        end = time.perf_counter() + seconds(batch)
+        output = theirs(self, batch, *args, **kwargs)
+        time.sleep(max(0.0, end - time.perf_counter()))
         return output
 
-    trainer._update_actor = update_actor
+    setattr(trainer, name, stage)
 
 
 for _variable, _name, _change in (
     ("STEADY_STEP_MS", "vllm.v1.worker.gpu_model_runner", _steady_step),
     ("STEADY_UPDATE_S", "verl.trainer.ppo.v1.trainer_base", _steady_update),
+    ("STEADY_TRAIN_MS", "verl.trainer.ppo.v1.trainer_base", _steady_training),
 ):
     if _variable in os.environ:
         sys.meta_path.insert(0, _Finder(_name, _change))

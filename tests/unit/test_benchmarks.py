@@ -15,9 +15,11 @@ from benchmarks import (
     placement_real,
     placement_simulated,
     published,
+    real_run,
     scheduler,
     simulated_fleet,
     simulator,
+    systems,
     traces,
 )
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
@@ -221,15 +223,37 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
         placement_real.main(["4 replicas"], out=tmp_path)
 
 
+def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
+    ran = []
+    lists = {"response_length": [90.0], "reward": [0.4], "faults": [], "staleness": [30, 6]}
+    numbers = ("step_s", "samples_per_s", "tokens_per_s", "bubble_ratio", "early_share", "wasted_tokens")
+    figures = dict.fromkeys(numbers, 2.0) | lists | {"seconds_to_reward": {str(r): 9.0 for r in systems.REWARDS}}
+    monkeypatch.setattr(systems, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
+    monkeypatch.setattr(systems, "measure", lambda cell, folder: {**dataclasses.asdict(cell), **figures})
+
+    def slice_of(runs):
+        systems.main(["steady"], runs=runs, as_json=True, out=tmp_path, repeats=2)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert slice_of(5) == []
+    rows = slice_of(100)
+    assert [(cell.arm, cell.seed) for cell in ran] == [(arm, seed) for seed in (1, 2) for arm in systems.ARMS]
+    assert slice_of(0) == rows
+    medians = [row for row in rows if row.get("median")]
+    assert [row["arm"] for row in medians] == [*systems.ARMS]
+    assert (medians[0]["staleness_max"], medians[0]["seconds_to_reward"]["0.4"]) == (1, [9.0, 9.0])
+    with pytest.raises(typer.BadParameter, match="there are: sync; separate_async"):
+        systems.main(["steady"], arm=["sink"], out=tmp_path)
+
+
 def test_what_is_wrong_with_a_response_is_found():
     """In the log of a run whose responses went on at other replicas under later versions."""
     run = simulator.recorded.read(simulator.LOGS / "partial_sticky_group")
     request, trained = run.requests, run.requests["trained"]
     lengths = np.bincount(request["step"][trained], request["response_tokens"][trained])[1:] / 32
     by_step = [{"response_length/mean": length} for length in lengths]
-    apart = placement_real.ARMS["across: makespan"]
-    assert placement_real.checked(run, apart, by_step, 32) == {"spanning": 11, "faults": []}
-    within = placement_real.checked(run, placement_real.ARMS["makespan"], by_step, 32)
+    assert real_run.faults(run, by_step, 32, limit=384, staleness=1) == {"spanning": 11, "faults": []}
+    within = real_run.faults(run, by_step, 32, limit=384, staleness=0)
     assert all("behind" in fault for fault in within["faults"])
     assert within["faults"], "it trained what an earlier version made"
 
@@ -239,7 +263,7 @@ def test_what_is_wrong_with_a_response_is_found():
         changed = request[column].copy()
         changed[cut] = value
         other = dataclasses.replace(run, requests={**request, column: changed})
-        found[column] = " ".join(placement_real.checked(other, apart, by_step, 32)["faults"])
+        found[column] = " ".join(real_run.faults(other, by_step, 32, limit=384, staleness=1)["faults"])
     assert "longer than 384 tokens" in found["response_tokens"]
     assert "went on after its end" in found["stop_reason"]
     assert "the engines made" in found["trained"]

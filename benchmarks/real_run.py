@@ -1,0 +1,56 @@
+"""What benchmarks ask of real runs: that no response is wrong, and figures as they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_rhyme.observability import metrics
+from verl_rhyme.simulation import recorded
+
+
+def faults(
+    run: recorded.Run, by_step: Sequence[dict[str, Any]], samples: int, limit: int, staleness: int
+) -> dict[str, Any]:
+    """``spanning``: responses that several replicas made; ``faults``: what is wrong with any response, in words.
+
+    Args:
+        run: Its event log.
+        by_step: Metrics of all its steps.
+        samples: Of an update.
+        limit: Tokens that a response may have.
+        staleness: Policy versions between a token and the policy that it trains, at most.
+    """
+    request = run.requests
+    rows = np.flatnonzero(request["trained"])
+    attempts: dict[tuple[str, int], list[int]] = {}
+    for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
+        attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
+    found = []
+    if len(attempts) != len(by_step) * samples:
+        found.append(f"{len(attempts)} samples were trained, not {len(by_step) * samples}")
+    for step, row in enumerate(by_step, 1):
+        made = int(request["response_tokens"][rows[request["step"][rows] == step]].sum())
+        told = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
+        if made != told:
+            found.append(f"step {step} trained {told} tokens; the engines made {made}")
+    for (uid, number), own in attempts.items():
+        versions = request["policy_version_end"][own]
+        late = request["step"][own[-1]] - 1 - request["policy_version_start"][own].min()
+        if request["response_tokens"][own].sum() > limit:
+            found.append(f"{uid}-{number} is longer than {limit} tokens")
+        if (np.diff(versions) < 0).any() or late > staleness:
+            found.append(f"{uid}-{number} is of versions {versions.tolist()}, {late} behind")
+        if (request["stop_reason"][own[:-1]] != "aborted").any():
+            found.append(f"{uid}-{number} went on after its end")
+    spanning = [own for own in attempts.values() if len(set(request["replica"][own])) > 1]
+    return {"spanning": len(spanning), "faults": found}
+
+
+def short(value: float | int | None) -> float | int | None:
+    """Four digits; ``None`` for what is no number."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.4g}") if np.isfinite(value) else None
