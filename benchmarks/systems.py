@@ -37,13 +37,15 @@ DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, EPOCHS, STEPS_AN_EPOCH = 3, 9, 4, 6, 384,
 STEADY_MS, TRAIN_MS, TEMPERATURE = 60, 150.0, 0.6
 #: Mean reward over an epoch's updates.
 REWARDS = (0.36, 0.40, 0.44)
+#: verl's own bound of staleness (``max_off_policy_threshold``).
+VERLS = 8
 SETTINGS = ("steady", "bare")
 ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``apart``: engines have two of the devices, and train on the third; ``stale``: what is trained at most."""
+    """``apart``: engines have two of the devices, and train on the third; ``stale``: the bound of staleness."""
 
     system: str
     apart: bool = True
@@ -69,9 +71,9 @@ _UNDRAFTED = (f"{RHYME}.drafting.enable=false",)
 _SYNC = (("STREAM_MODE", "sync"),)
 ARMS = {
     "sync": Arm("histospec", apart=False, stale=0, epochs=2, overrides=_UNDRAFTED),
-    "separate_async": Arm("histospec", epochs=2, overrides=_UNDRAFTED),
+    "separate_async": Arm("histospec", stale=VERLS, epochs=2, overrides=_UNDRAFTED),
     "sync, drafts": Arm("histospec", apart=False, stale=0),
-    "separate_async, drafts": Arm("histospec"),
+    "separate_async, drafts": Arm("histospec", stale=VERLS),
     "sorted, partial": Arm("sorted", variables=(("SORTED_MODE", "partial"),)),
     "histopipe": Arm("histopipe"),
     "stream, sync, whole": Arm("stream", stale=0, variables=_SYNC, overrides=(f"{RHYME}.streaming.enable=false",)),
