@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_rhyme.trainer.streaming import GROUP_ESTIMATORS, STREAMED_LOSSES
 from verl_rhyme.workers.actor import StreamedActor, streamed
-from verl_rhyme.workers.streamed_update import BY_TOKENS
+from verl_rhyme.workers.streamed_update import BY_TOKENS, CannotStream, _reduces, why_not
 
 #: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
 OTHER_LOSSES = {"sapo", "geo_mean", "clip_cov", "kl_cov", "bypass_mode"}
@@ -115,5 +116,73 @@ def test_a_worker_of_ones_own_keeps_what_it_does():
     assert ours.__mro__[:3] == (ours, StreamedActor, Mine)
     assert streamed(ours) is ours
     assert issubclass(streamed(ActorRolloutRefWorker), StreamedActor)
-    for name in ("update_actor", "finish_update", "drop_update"):
+    for name in ("update_actor", "finish_update", "drop_update", "why_updates_wait"):
         assert hasattr(getattr(ours, name), "attrs_3141562937"), "verl's worker groups do not see it"
+
+
+def engine(options=(), **changes):
+    """As much of verl's Megatron engine as is looked at, of a mixture of experts as Hugging Face describes it."""
+    from megatron.core.transformer import TransformerConfig
+
+    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.001, "moe_router_load_balancing_type": "none"}
+    made = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **(experts | changes))
+    settings = {"dynamic_context_parallel": False, "use_megatron_fsdp": False} | dict(options)
+    return SimpleNamespace(
+        tf_config=made,
+        engine_config=SimpleNamespace(**settings),
+        model_config=SimpleNamespace(mtp=SimpleNamespace(enable=False)),
+        module=[SimpleNamespace(scale_gradients=None)],
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss", ["none", "aux_loss"]])
+def test_experts_have_losses_of_their_own_where_megatrons_router_says_so(kind):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    coefficient = [0.0, 0.01] if isinstance(kind, list) else 0.01
+    experts = engine(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=coefficient)
+    router = SimpleNamespace(routing_type=kind, config=experts.tf_config)
+    router.get_aux_loss_coeff = lambda of: TopKRouter.get_aux_loss_coeff(router, of)
+    assert bool(why_not(experts)) == TopKRouter.is_aux_loss_enabled(router)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: engine(), None),
+        (lambda: engine(num_moe_experts=None), None),
+        (lambda: engine(moe_z_loss_coeff=1e-3), "auxiliary losses"),
+        (lambda: engine(calculate_per_token_loss=True), "context parallelism"),
+        (lambda: engine([("use_megatron_fsdp", True)]), "use_megatron_fsdp"),
+        (lambda: SimpleNamespace(), "neither FSDP nor Megatron"),
+    ],
+    ids=["experts", "dense", "z-loss", "tokens", "fsdp", "other"],
+)
+def test_an_engine_says_what_keeps_parts_from_it(made, why):
+    found = why_not(made())
+    assert found is None if why is None else why in found
+    if why is not None:
+        with pytest.raises(CannotStream, match=r"update=false"):
+            _reduces(made())
+
+
+def test_an_update_of_ones_own_is_not_passed_over():
+    """A part would not go through it."""
+
+    class Mine(ActorRolloutRefWorker):
+        def update_actor(self, data):
+            return "mine"
+
+    class MyTraining(TrainingWorker):
+        def train_batch(self, data):
+            return "mine"
+
+    def why(worker, training):
+        made = object.__new__(streamed(worker))
+        made.actor = object.__new__(training)
+        made.actor.engine = engine()
+        return made.why_updates_wait()
+
+    assert why(DetachActorWorker, TrainingWorker) is None
+    assert "update_actor is your own" in why(Mine, TrainingWorker)
+    assert "train_batch is your own" in why(DetachActorWorker, MyTraining)

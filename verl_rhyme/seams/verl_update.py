@@ -21,6 +21,12 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, batch, metrics)",
         contains=("self.actor_rollout_wg.update_actor(batch)", 'output.pop("actor/mfu")'),
     ),
+    Seam(f"{_TRAINER}._compute_reward_colocate", "of a part", accepts=("batch", "metrics")),
+    Seam(
+        f"{_TRAINER}._step_once",
+        "what a step consists of",
+        contains=("if self.reward_loop_manager.reward_loop_worker_handles is None:",),
+    ),
     Seam(f"{_TRAINER}._compute_ref_log_prob", "of a part", signature="(self, batch, metrics)"),
     Seam(f"{_TRAINER}._compute_advantage", "of a part", signature="(self, batch, metrics)"),
     Seam(
@@ -29,6 +35,12 @@ SEAMS: tuple[Seam, ...] = (
         signature="(batch, batch_multiple, eos_token_id)",
     ),
     Seam(f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "an update in parts", signature="(self, data)"),
+    Seam(f"{_WORKERS}:TrainingWorker.train_mini_batch", "an update of your own is told from it", accepts=("data",)),
+    Seam(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_tf_config",
+        "what keeps Megatron's gradients of parts from being added up",
+        contains=("self.tf_config = tf_config", "self.engine_config.dynamic_context_parallel"),
+    ),
     Seam(
         f"{_WORKERS}:TrainingWorker.train_batch",
         "what travels beside the data of an update",

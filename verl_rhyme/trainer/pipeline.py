@@ -126,9 +126,15 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if not streaming.enable:
             return None
         why = why_updates_wait(self.config) if streaming.update else "streaming.update=false"
+        made = Streaming(self, updates=not why)
         if why:
-            logger.warning("gradients wait for the whole batch (%s); what comes before them is streamed", why)
-        return Streaming(self, updates=not why)
+            made.wait(why)
+        return made
+
+    def _setup(self) -> None:
+        super()._setup()
+        if self._streaming is not None:
+            self._streaming.ask_workers()
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -207,7 +213,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         reply = self._reply = self._driver.next_batch(self.topology, parts)
         self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
-            self._driver.supply()  # they go on while the actor trains
+            self.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
         if reply.filtered:
             counts["training/filter_groups/evicted_samples"] = sum(reply.filtered.values())
@@ -215,6 +221,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if reply.failed:
             counts["training/rollout_failure/evicted_samples"] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
+
+    def supply(self) -> None:
+        """Hand over the prompts that are wanted now: some have failed or were filtered."""
+        self._driver.supply()
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
         if self._streaming is None:

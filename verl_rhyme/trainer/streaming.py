@@ -30,6 +30,7 @@ from verl_rhyme.scheduling.order import arrange
 from verl_rhyme.workers.actor import PART
 from verl_rhyme.workers.messages import Part
 from verl_rhyme.workers.stored_attempts import TRAIN
+from verl_rhyme.workers.streamed_update import BY_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
+#: A metric of old log-probabilities: a mean as ``loss_agg_mode`` has it; the others there are means over tokens.
+ENTROPY = "actor/entropy"
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` says. Others: ``sapo`` and
 #: ``geo_mean`` divide by sequences, whatever it says; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
 STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
@@ -63,6 +66,7 @@ def why_updates_wait(config: Any) -> str | None:
         (actor.ppo_epochs != 1, f"actor.ppo_epochs={actor.ppo_epochs}"),
         (bool(actor.shuffle), "actor.shuffle=true"),
         (config.trainer.critic_warmup > 0, f"trainer.critic_warmup={config.trainer.critic_warmup}"),
+        (bool(config.critic.enable), "critic.enable=true"),  # its update is one of whole batches
         # verl divides by the width of a micro-batch then
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
@@ -87,6 +91,20 @@ class Streaming:
     def __init__(self, trainer: Any, updates: bool) -> None:
         self._trainer, self.updates = trainer, updates
         self._begin()
+
+    def ask_workers(self) -> None:
+        """What only an engine that is there can tell; before the first part."""
+        if self.updates:
+            why = next(filter(None, self._trainer.actor_rollout_wg.why_updates_wait()), None)
+            if why is not None:
+                self.wait(why)
+
+    def wait(self, why: str) -> None:
+        """Gradients are not streamed, or not any more."""
+        if self.updates:
+            self._trainer.actor_rollout_wg.drop_update()
+        self.updates = False
+        logger.warning("gradients wait for the whole batch (%s); what comes before them is streamed", why)
 
     def _begin(self) -> None:
         self._done: set[str] = set()
@@ -141,18 +159,28 @@ class Streaming:
         if not rows:
             return
         trainer = self._trainer
+        actor = trainer.config.actor_rollout_ref.actor
+        mini_batch = actor.ppo_mini_batch_size * trainer.config.actor_rollout_ref.rollout.n
+        if self.updates and len(self._done) + len(rows) > mini_batch:
+            self.wait(f"more trajectories than a mini-batch has, which are {mini_batch}")
         metrics: dict[str, Any] = {}
+        of_tokens: dict[str, Any] = {}
         keys, tags = (list(column) for column in zip(*rows, strict=True))
         batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
         batch.extra_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
-        batch = self._dealt_out(batch, last)
         timing = trainer.timing_raw
+        if trainer.reward_loop_manager.reward_loop_worker_handles is None:
+            with marked_timer("reward", timing, color="yellow"):
+                batch = trainer._compute_reward_colocate(batch, metrics=metrics)
+        batch = self._dealt_out(batch, last)
         with marked_timer("old_log_prob", timing, color="blue"):
             # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
-            batch = PPOTrainer._compute_old_log_prob(trainer, batch, metrics=metrics)
+            batch = PPOTrainer._compute_old_log_prob(trainer, batch, metrics=of_tokens)
+        trainer.supply()
         if trainer.use_reference_policy:
             with marked_timer("ref", timing, color="olive"):
                 batch = trainer._compute_ref_log_prob(batch, metrics=metrics)
+            trainer.supply()
         if self.updates:
             with marked_timer("adv", timing, color="brown"):
                 batch = trainer._compute_advantage(batch, metrics=metrics)
@@ -160,7 +188,10 @@ class Streaming:
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]
+        if actor.loss_agg_mode != BY_TOKENS and ENTROPY in of_tokens:
+            metrics[ENTROPY] = of_tokens.pop(ENTROPY)
         self._metrics.add_step_metrics(metrics, sample_count=len(rows))
+        self._metrics.add_step_metrics(of_tokens, sample_count=sum(tag["response_len"] for tag in tags))
         self._done |= set(keys)
         self._batches.append(batch)
 

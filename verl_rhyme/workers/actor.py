@@ -19,7 +19,7 @@ from verl.utils.metric.utils import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_rhyme.workers.streamed_update import BY_TOKENS, StreamedUpdate
+from verl_rhyme.workers.streamed_update import BY_TOKENS, StreamedUpdate, why_not
 
 #: Beside the data of ``update_actor``: they are a part of a mini-batch.
 PART = "rhyme_part"
@@ -66,6 +66,19 @@ class StreamedActor(ActorRolloutRefWorker):
         if not self.actor.engine.is_mp_src_rank_with_outputs():
             return None
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"mfu": [0.0]}}).cpu()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def why_updates_wait(self) -> str | None:
+        """What of the engine, or of a class of your own, keeps gradients until the whole batch is there; ``None``:
+        nothing does."""
+        if self.actor is None:
+            return None
+        if super(StreamedActor, type(self)).update_actor is not ActorRolloutRefWorker.update_actor:
+            return f"{type(self).__name__}.update_actor is your own, and takes whole batches"
+        for name in ("train_mini_batch", "train_batch"):
+            if getattr(type(self.actor), name) is not getattr(TrainingWorker, name):
+                return f"{type(self.actor).__name__}.{name} is your own, and takes whole mini-batches"
+        return why_not(self.actor.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_update(self) -> dict[str, Any] | None:

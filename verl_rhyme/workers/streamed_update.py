@@ -184,35 +184,47 @@ class _Megatron:
             self._finalize(self._chunks)
 
 
-def _reduces(engine: Any) -> _Fsdp | _Megatron:
+def why_not(engine: Any) -> str | None:
+    """What of an engine keeps gradients of parts from being added up; ``None``: nothing does."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     if isinstance(engine, FSDPEngine):
-        return _Fsdp(engine)
+        return None
     if not hasattr(engine, "tf_config"):
-        raise CannotStream(
-            f"gradients of parts can be added up with FSDP and Megatron, not with {type(engine).__name__}: set "
-            "streaming.update=false"
-        )
+        return f"{type(engine).__name__}, which is neither FSDP nor Megatron"
     config, options = engine.tf_config, engine.engine_config
     for in_the_way, option in (
         (config is not None and config.calculate_per_token_loss, "calculate_per_token_loss (context parallelism)"),
         (config is not None and config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
         (options.dynamic_context_parallel, "dynamic_context_parallel"),
         # The schedule divides these by the micro-batches of one call.
-        (config is not None and any(_coefficients(config)), "auxiliary losses of experts (moe_*_loss_coeff)"),
+        (config is not None and _auxiliary(config), "auxiliary losses of experts (moe_*_loss_coeff)"),
         (engine.model_config.mtp.enable, "multi-token prediction (mtp)"),
+        # It reduces in each backward, whatever it is told.
+        (options.use_megatron_fsdp, "use_megatron_fsdp"),
         (any(not hasattr(chunk, "scale_gradients") for chunk in engine.module), "a module that is not Megatron's DDP"),
     ):
         if in_the_way:
-            raise CannotStream(f"gradients of parts cannot be added up with {option}: set streaming.update=false")
-    return _Megatron(engine)
+            return option
+    return None
 
 
-def _coefficients(config: Any) -> Iterator[float]:
-    if config.num_moe_experts:
-        for coefficient in (config.moe_aux_loss_coeff, config.moe_z_loss_coeff):
-            yield from coefficient if isinstance(coefficient, list) else [coefficient or 0.0]
+def _reduces(engine: Any) -> _Fsdp | _Megatron:
+    if why := why_not(engine):
+        raise CannotStream(f"gradients of parts cannot be added up with {why}: set streaming.update=false")
+    return _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
+
+
+def _auxiliary(config: Any) -> bool:
+    """Experts have losses of their own. A coefficient alone, which a model's own config has, makes none: verl sets the
+    type of load balancing to ``none``."""
+    if not config.num_moe_experts:
+        return False
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    balances = any(str(kind).endswith("aux_loss") and value for kind, value in zip(kinds, coefficients, strict=False))
+    return balances or bool(config.moe_z_loss_coeff)
 
 
 def _device() -> str:

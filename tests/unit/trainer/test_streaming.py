@@ -18,6 +18,7 @@ def config(*changes):
         {
             "data": {"train_batch_size": 4},
             "trainer": {"critic_warmup": 0},
+            "critic": {"enable": None},
             "actor_rollout_ref": {
                 "rollout": {"temperature": 1.0, "n": 2, "log_prob_use_dynamic_bsz": True},
                 "ref": {"log_prob_use_dynamic_bsz": True},
@@ -47,7 +48,10 @@ class Workers:
     """Of the actor: what they were told."""
 
     def __init__(self):
-        self.told = []
+        self.told, self.why = [], [None, None]
+
+    def why_updates_wait(self):
+        return self.why
 
     def drop_update(self):
         self.told.append("drop")
@@ -66,6 +70,8 @@ class Trainer:
     def __init__(self):
         self.config, self.timing_raw, self.stages = config(), {}, []
         self.actor_rollout_wg = Workers()
+        self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+        self.supplied = 0
         self.tokenizer = SimpleNamespace(eos_token_id=0)
 
     def _stage(name):
@@ -73,9 +79,16 @@ class Trainer:
             assert (PART in batch.extra_info) == (name == "update_actor")
             self.stages.append((name, sorted(batch.keys)))
             metrics["tokens"] = sum(tag["seq_len"] for tag in batch.tags) / len(batch.keys)
+            if name == "old_log_prob":
+                metrics["actor/entropy"] = float(batch.tags[0]["response_len"])
             return batch
 
         return stage
+
+    def supply(self):
+        self.supplied += 1
+
+    _compute_reward_colocate = _stage("reward")
 
     _compute_ref_log_prob = _stage("ref")
     _compute_advantage = _stage("adv")
@@ -92,11 +105,11 @@ def trainer(monkeypatch):
 
 
 def part(keys, length=10):
-    return Part(list(keys), [{"seq_len": length + i} for i in range(len(keys))])
+    return Part(list(keys), [{"seq_len": length + i, "response_len": length} for i in range(len(keys))])
 
 
-def batch(keys):
-    return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10} for _ in keys])
+def batch(keys, length=10):
+    return SimpleNamespace(keys=list(keys), tags=[{"seq_len": 10, "response_len": length} for _ in keys])
 
 
 def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
@@ -173,6 +186,53 @@ def test_gradients_that_wait(trainer):
     assert sorted(whole.keys) == list("abcd")
 
 
+def test_a_rollout_that_lacks_prompts_is_not_kept_waiting(trainer):
+    """Groups that a filter drops are replaced between the stages of a part, which may take minutes."""
+    Streaming(trainer, updates=True).part(part("ab"))
+    assert trainer.supplied >= 2
+
+
+@pytest.mark.parametrize(("why", "told"), [([None, None], []), ([None, "aux"], ["drop"])])
+def test_an_engine_that_cannot_add_up_parts_is_asked_at_the_start(trainer, monkeypatch, why, told):
+    warnings = []
+    monkeypatch.setattr(streaming_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
+    trainer.actor_rollout_wg.why = why
+    streaming = Streaming(trainer, updates=True)
+    streaming.ask_workers()
+    assert trainer.actor_rollout_wg.told == told
+    assert streaming.updates == (not told)
+    assert [("aux" in line) for line in warnings] == [True for _ in told]
+
+
+def test_more_trajectories_than_a_mini_batch_are_several_updates(trainer, monkeypatch):
+    """An agent loop that gives several of a sample: verl takes a step for each mini-batch, and so do we."""
+    monkeypatch.setattr(streaming_module.logger, "warning", lambda *_: None)
+    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
+    streaming = Streaming(trainer, updates=True)
+    streaming.part(part("abcdef"))  # of 4 prompts with 2 samples
+    assert trainer.actor_rollout_wg.told == []
+    whole = streaming.rest(batch("abcdefghij"), {})
+    assert trainer.actor_rollout_wg.told == ["drop"]
+    assert not streaming.updates
+    assert sorted(whole.keys) == list("abcdefghij")
+    assert [stage for stage, _ in trainer.stages] == [*STAGES, "old_log_prob", "ref"]
+
+
+def test_a_reward_model_beside_the_actor_is_asked_first(trainer):
+    trainer.reward_loop_manager.reward_loop_worker_handles = None
+    Streaming(trainer, updates=True).part(part("ab"))
+    assert [stage for stage, _ in trainer.stages] == ["reward", *STAGES]
+
+
+@pytest.mark.parametrize(("mode", "entropy"), [("token-mean", (10 * 10 + 30 * 30) / 40), ("seq-mean-token-sum", 20)])
+def test_entropy_is_averaged_as_the_loss_is(trainer, mode, entropy):
+    trainer.config.actor_rollout_ref.actor.loss_agg_mode = mode
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    streaming.part(part("ab", 10))
+    streaming.rest(batch("abcd", 30), metrics)
+    assert metrics["actor/entropy"] == pytest.approx(entropy)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -183,6 +243,7 @@ def test_gradients_that_wait(trainer):
         (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2"),
         (["actor_rollout_ref.actor.shuffle=true"], "shuffle"),
         (["trainer.critic_warmup=3"], "critic_warmup=3"),
+        (["critic.enable=true"], "critic.enable=true"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], "kl_cov"),
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "without actor.loss_scale_factor"),
         (["algorithm.use_kl_in_reward=true"], None),
