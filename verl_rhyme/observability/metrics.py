@@ -74,6 +74,8 @@ SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
 SORTED_ORDER = "training/sorted/order"
 STREAM_EARLY = "training/stream/early_share"
 STREAM_PARTS = "training/stream/parts"
+STREAM_FETCHED = "training/stream/fetched_bytes"
+STREAM_REUSED = "training/stream/reused_bytes"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 

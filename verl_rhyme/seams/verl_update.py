@@ -34,6 +34,16 @@ SEAMS: tuple[Seam, ...] = (
         "parts that ranks can share",
         signature="(batch, batch_multiple, eos_token_id)",
     ),
+    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_log_prob", "rows that are here", signature="(self, data)"),
+    Seam(f"{_WORKERS}:ActorRolloutRefWorker.compute_ref_log_prob", "rows that are here", signature="(self, data)"),
+    Seam(
+        "verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta",
+        "a stage fetches the fields that it is told",
+        contains=("fields = meta.fields", "batch_meta.select_fields(fields)"),
+    ),
+    Seam(
+        "transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "fields of rows", accepts=("keys", "partition_id")
+    ),
     Seam(f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "an update in parts", signature="(self, data)"),
     Seam(f"{_WORKERS}:TrainingWorker.train_mini_batch", "an update of your own is told from it", accepts=("data",)),
     Seam(

@@ -139,7 +139,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         if self._streaming is not None and self._streaming.updates:
-            for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
+            roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
+            for role in roles & set(self.role_worker_mapping):
                 theirs = self.role_worker_mapping[role].__ray_actor_class__
                 self.role_worker_mapping[role] = ray.remote(streamed(theirs))
 

@@ -10,6 +10,7 @@ estimators that compare trajectories of the whole batch (:func:`why_updates_wait
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from verl.utils.py_functional import rename_dict
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange
+from verl_rhyme.trainer.fetching import Fetching
 from verl_rhyme.workers.actor import PART
 from verl_rhyme.workers.messages import Part
 from verl_rhyme.workers.stored_attempts import TRAIN
@@ -90,6 +92,7 @@ class Streaming:
 
     def __init__(self, trainer: Any, updates: bool) -> None:
         self._trainer, self.updates = trainer, updates
+        self._fetching = Fetching(trainer, holds=updates)
         self._begin()
 
     def ask_workers(self) -> None:
@@ -146,6 +149,7 @@ class Streaming:
         metrics.update(self._metrics.get_aggregated_metrics())
         metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
         metrics[names.STREAM_PARTS] = len(self._batches)
+        metrics.update(self._fetching.metrics())
         if self.updates:
             told = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
             told = rename_dict(told, "actor/")
@@ -173,18 +177,20 @@ class Streaming:
             with marked_timer("reward", timing, color="yellow"):
                 batch = trainer._compute_reward_colocate(batch, metrics=metrics)
         batch = self._dealt_out(batch, last)
-        with marked_timer("old_log_prob", timing, color="blue"):
+        fetching = self._fetching
+        fetching.begin()
+        with marked_timer("old_log_prob", timing, color="blue"), self._log_probs(batch):
             # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
             batch = PPOTrainer._compute_old_log_prob(trainer, batch, metrics=of_tokens)
         trainer.supply()
         if trainer.use_reference_policy:
-            with marked_timer("ref", timing, color="olive"):
+            with marked_timer("ref", timing, color="olive"), fetching.reference(batch):
                 batch = trainer._compute_ref_log_prob(batch, metrics=metrics)
             trainer.supply()
         if self.updates:
             with marked_timer("adv", timing, color="brown"):
                 batch = trainer._compute_advantage(batch, metrics=metrics)
-            with marked_timer("update_actor", timing, color="red"):
+            with marked_timer("update_actor", timing, color="red"), fetching.stage(batch, new=True):
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]
@@ -194,6 +200,11 @@ class Streaming:
         self._metrics.add_step_metrics(of_tokens, sample_count=sum(tag["response_len"] for tag in tags))
         self._done |= set(keys)
         self._batches.append(batch)
+
+    def _log_probs(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
+        """Where they are the rollout's, no worker computes them."""
+        correction = self._trainer.config.algorithm.get("rollout_correction") or {}
+        return contextlib.nullcontext() if correction.get("bypass_mode") else self._fetching.stage(batch)
 
     def _dealt_out(self, batch: KVBatchMeta, last: bool) -> KVBatchMeta:
         """Padded so that ranks and micro-batches have as many, and with the last part the mini-batches; long and short

@@ -19,6 +19,7 @@ from verl.utils.metric.utils import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_rhyme.workers.held_rows import ROWS
 from verl_rhyme.workers.streamed_update import BY_TOKENS, StreamedUpdate, why_not
 
 #: Beside the data of ``update_actor``: they are a part of a mini-batch.
@@ -29,6 +30,22 @@ class StreamedActor(ActorRolloutRefWorker):
     """See the module."""
 
     _update: StreamedUpdate | None = None
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, of rows that may be here (:mod:`verl_rhyme.workers.held_rows`)."""
+        return super().compute_log_prob(ROWS.joined(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, of rows that may be here."""
+        return super().compute_ref_log_prob(ROWS.joined(data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fetched_bytes(self) -> tuple[int, int]:
+        """Of tensors, what stages of parts fetched and what they had already, since the last call; rows go."""
+        ROWS.drop()
+        return ROWS.counts()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
@@ -44,8 +61,10 @@ class StreamedActor(ActorRolloutRefWorker):
         Raises:
             CannotStream: This engine cannot add up gradients of parts.
         """
+        data = ROWS.joined(data)
         if not tu.pop(data, key=PART, default=False):
             return super().update_actor(data)
+        ROWS.drop()  # this is the last stage
         assert self.actor is not None, "this worker has no actor"
         began = time.perf_counter()
         maybe_fix_3d_position_ids(data)

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.trainer import fetching as fetching_module
 from verl_rhyme.trainer import streaming as streaming_module
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.workers.actor import PART
+from verl_rhyme.workers.held_rows import JOIN, KEEP
 from verl_rhyme.workers.messages import Part
 
 
@@ -49,9 +52,13 @@ class Workers:
 
     def __init__(self):
         self.told, self.why = [], [None, None]
+        self._dispatch_info = {"actor": [0], "ref": [0]}
 
     def why_updates_wait(self):
         return self.why
+
+    def fetched_bytes(self):
+        return [(100, 200), (10, 20)]
 
     def drop_update(self):
         self.told.append("drop")
@@ -64,12 +71,14 @@ class Workers:
 class Trainer:
     """What :class:`Streaming` asks of the pipeline."""
 
-    use_reference_policy = True
+    use_reference_policy, ref_in_actor = True, False
     actor_ranks = 1
 
     def __init__(self):
         self.config, self.timing_raw, self.stages = config(), {}, []
-        self.actor_rollout_wg = Workers()
+        self.actor_rollout_wg = self.ref_policy_wg = Workers()
+        self.mapping = {}
+        self.fields, self.fetched = ["uid", "input_ids", "response_mask"], []
         self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
         self.supplied = 0
         self.tokenizer = SimpleNamespace(eos_token_id=0)
@@ -77,6 +86,9 @@ class Trainer:
     def _stage(name):
         def stage(self, batch, metrics):
             assert (PART in batch.extra_info) == (name == "update_actor")
+            if any(word in batch.extra_info for word in (KEEP, JOIN)):
+                self.fetched.append((name, KEEP in batch.extra_info, batch.fields))
+            self.fields = [*self.fields, f"made by {name}"]
             self.stages.append((name, sorted(batch.keys)))
             metrics["tokens"] = sum(tag["seq_len"] for tag in batch.tags) / len(batch.keys)
             if name == "old_log_prob":
@@ -101,7 +113,10 @@ class Trainer:
 @pytest.fixture
 def trainer(monkeypatch):
     monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", Trainer._stage("old_log_prob"))
-    return Trainer()
+    made = Trainer()
+    client = SimpleNamespace(kv_retrieve_meta=lambda *_: SimpleNamespace(field_names=made.fields))
+    monkeypatch.setattr(fetching_module.tq, "get_client", lambda: client)
+    return made
 
 
 def part(keys, length=10):
@@ -184,6 +199,39 @@ def test_gradients_that_wait(trainer):
     assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
     assert trainer.actor_rollout_wg.told == []
     assert sorted(whole.keys) == list("abcd")
+
+
+NEW = ["made by adv", "made by old_log_prob", "made by ref", "response_mask", "uid"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fetched"),
+    [
+        ({}, [("old_log_prob", True, None), ("ref", False, ["uid"]), ("update_actor", False, NEW)]),
+        ({"use_reference_policy": False}, [("old_log_prob", True, None), ("update_actor", False, NEW[:2] + NEW[3:])]),
+        # ranks that share rows in another way, and another process
+        ({"ranks": [1]}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
+        ({"pool": "elsewhere"}, [("old_log_prob", True, None), ("update_actor", False, NEW)]),
+    ],
+    ids=["beside", "none", "other-ranks", "other-process"],
+)
+def test_no_stage_fetches_what_the_workers_have(trainer, changes, fetched):
+    trainer.use_reference_policy = changes.get("use_reference_policy", True)
+    trainer.ref_policy_wg = SimpleNamespace(_dispatch_info={"ref": changes.get("ranks", [0])})
+    trainer.mapping = {Role.Actor: "pool", Role.RefPolicy: changes.get("pool", "pool")}
+    streaming, metrics = Streaming(trainer, updates=True), {}
+    for keys in ("ab", "cd"):
+        trainer.fields = ["uid", "input_ids", "response_mask"]
+        streaming.part(part(keys))
+    assert trainer.fetched == fetched * 2
+    streaming.rest(batch("abcd"), metrics)
+    assert (metrics[names.STREAM_FETCHED], metrics[names.STREAM_REUSED]) == (110, 220)
+
+
+def test_log_probs_of_the_rollout_are_computed_by_no_worker(trainer):
+    trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
+    Streaming(trainer, updates=True).part(part("ab"))
+    assert trainer.fetched[0] == ("ref", True, None)
 
 
 def test_a_rollout_that_lacks_prompts_is_not_kept_waiting(trainer):

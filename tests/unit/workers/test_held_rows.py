@@ -1,0 +1,90 @@
+"""Rows that stay on a worker: a later stage gets what it would have fetched, and nothing twice."""
+
+import pytest
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from verl_rhyme.workers import actor
+from verl_rhyme.workers.actor import streamed
+from verl_rhyme.workers.held_rows import JOIN, KEEP, HeldRows
+
+LENGTHS = (3, 5)
+
+
+def nested(dtype=torch.int64, start=0):
+    rows = [torch.arange(start, start + n, dtype=dtype) for n in LENGTHS]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def sent(word=None, part=1, rows=2, **fields):
+    """As a stage is given it, with what is one for all rows."""
+    data = tu.get_tensordict({"uid": ["a"] * rows, **fields})
+    tu.assign_non_tensor_data(data, "calculate_entropy", word == KEEP)
+    if word is not None:
+        tu.assign_non_tensor_data(data, word, {"part": part, "fields": ["uid", *fields]} if word == KEEP else part)
+    return data
+
+
+PIXELS = {"pixel_values": torch.ones(4)}
+FIRST = {"input_ids": nested(), "response_mask": nested(), "multi_modal_inputs": [{}, PIXELS]}
+BYTES = 2 * (8 * 8 + 3 * 8) + 4 * 4  # two fields of 8 tokens, their offsets, and an image
+
+
+def test_a_stage_has_what_an_earlier_one_fetched_and_what_is_new():
+    held = HeldRows()
+    assert JOIN not in held.joined(sent(KEEP, **FIRST)).keys()  # noqa: SIM118
+    mask = nested(start=7)
+    got = held.joined(sent(JOIN, response_mask=mask, advantages=nested(torch.float32)))
+    assert set(got.keys()) == {"uid", *FIRST, "advantages", "calculate_entropy"}
+    assert got["input_ids"].values().tolist() == FIRST["input_ids"].values().tolist()
+    assert got["response_mask"].values().tolist() == mask.values().tolist(), "what was written anew is not overwritten"
+    assert tu.get(got, "multi_modal_inputs")[1]["pixel_values"].sum() == 4
+    assert not tu.get(got, "calculate_entropy"), "what is said beside the rows is the stage's own"
+    new = 2 * (3 * 8) + 8 * 8 + 8 * 4
+    assert held.counts() == (BYTES + new, BYTES - (8 * 8 + 3 * 8))
+    assert held.counts() == (0, 0)
+
+
+def test_data_of_no_part_pass():
+    held = HeldRows()
+    data = sent(**FIRST)
+    assert held.joined(data) is data
+    assert held.counts() == (0, 0)
+
+
+@pytest.mark.parametrize(("kept", "asked", "rows"), [(None, 1, 2), (1, 2, 2), (1, 1, 3)])
+def test_other_rows_are_never_taken(kept, asked, rows):
+    held = HeldRows()
+    if kept is not None:
+        held.joined(sent(KEEP, kept, **FIRST))
+    with pytest.raises(RuntimeError, match=f"part {asked}"):
+        held.joined(sent(JOIN, asked, rows=rows))
+
+
+def test_actor_and_reference_of_a_process_have_them_together(monkeypatch):
+    """As verl makes them where the engines are apart: two workers in one process."""
+    monkeypatch.setattr(actor, "ROWS", HeldRows())
+    got = []
+
+    class Theirs(ActorRolloutRefWorker):
+        def compute_log_prob(self, data):
+            got.append(("actor", set(data.keys())))
+
+        def compute_ref_log_prob(self, data):
+            got.append(("ref", set(data.keys())))
+
+        def update_actor(self, data):
+            got.append(("update", set(data.keys())))
+
+    ours, reference = (object.__new__(streamed(Theirs)) for _ in range(2))
+    ours.compute_log_prob(sent(KEEP, **FIRST))
+    reference.compute_ref_log_prob(sent(JOIN))
+    ours.update_actor(sent(JOIN, advantages=nested()))
+    everything = {"uid", *FIRST, "calculate_entropy"}
+    assert got == [("actor", everything), ("ref", everything), ("update", everything | {"advantages"})]
+    fetched, reused = ours.fetched_bytes()
+    assert reused == 2 * BYTES
+    assert fetched == BYTES + 8 * 8 + 3 * 8
+    with pytest.raises(RuntimeError):
+        ours.compute_log_prob(sent(JOIN))  # rows went with the count

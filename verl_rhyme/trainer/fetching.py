@@ -1,0 +1,93 @@
+"""What of a part its stages fetch from TransferQueue: all fields once, then what is new (``workers/held_rows.py``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.workers.held_rows import JOIN, KEEP
+
+#: A stage that needs nothing new asks for this: there is no empty answer.
+SMALL = "uid"
+#: Stages write this one anew (``rollout_correction``).
+REWRITTEN = "response_mask"
+
+
+class Fetching:
+    """For one part after another.
+
+    Args:
+        trainer: The pipeline.
+        holds: The workers keep rows (:class:`~verl_rhyme.workers.actor.StreamedActor`).
+    """
+
+    def __init__(self, trainer: Any, holds: bool) -> None:
+        self._trainer, self._holds = trainer, holds
+        self._part = 0
+        self._had: frozenset[str] | None = None
+
+    def begin(self) -> None:
+        """Another part."""
+        self._part += 1
+        self._had = None
+
+    @contextlib.contextmanager
+    def stage(self, batch: KVBatchMeta, new: bool = False) -> Iterator[None]:
+        """One stage of it, on the actor's workers.
+
+        Args:
+            batch: The part, in the same order in all stages.
+            new: It needs what stages before it made.
+        """
+        if not self._holds:
+            yield
+            return
+        fields = frozenset(tq.get_client().kv_retrieve_meta(batch.keys, batch.partition_id).field_names)
+        word: dict[str, Any]
+        if self._had is None:
+            self._had, word = fields, {KEEP: {"part": self._part, "fields": sorted(fields)}}
+            batch.fields = None
+        else:
+            word = {JOIN: self._part}
+            batch.fields = sorted({SMALL} | ((fields - self._had) | {REWRITTEN} if new else set()))
+        batch.extra_info.update(word)
+        try:
+            yield
+        finally:
+            for name in word:
+                del batch.extra_info[name]
+            batch.fields = None
+
+    def reference(self, batch: KVBatchMeta) -> contextlib.AbstractContextManager[None]:
+        """The reference's stage: it has what the actor has where both are in one process, and share ranks alike."""
+        return self.stage(batch) if self._beside_actor() else contextlib.nullcontext()
+
+    def _beside_actor(self) -> bool:
+        trainer = self._trainer
+        if trainer.ref_in_actor:
+            return True
+        actor, reference = trainer.actor_rollout_wg, trainer.ref_policy_wg
+        pools = [trainer.mapping.get(role) for role in (Role.Actor, Role.RefPolicy)]
+        if reference is not actor and pools[0] != pools[1]:
+            return False
+        return bool(_ranks(actor, "actor") == _ranks(reference, "ref"))
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes that all workers fetched, and had already, since the last call."""
+        if not self._holds:
+            return {}
+        fetched, reused = map(sum, zip(*self._trainer.actor_rollout_wg.fetched_bytes(), strict=True))
+        return {names.STREAM_FETCHED: fetched, names.STREAM_REUSED: reused}
+
+
+def _ranks(workers: Any, mesh: str) -> list[int]:
+    """The data parallel rank of each worker."""
+    if mesh not in workers._dispatch_info:
+        workers._dispatch_info[mesh] = workers._query_dispatch_info(mesh)
+    return list(workers._dispatch_info[mesh])
