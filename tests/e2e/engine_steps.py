@@ -18,7 +18,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr):
+def build(engine, model, tp, pp, lr, ddp=None):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -28,7 +28,11 @@ def build(engine, model, tp, pp, lr):
     batch = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": MICRO_BATCH}
     if engine == "megatron":
         settings = config.McoreEngineConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, use_remove_padding=False, **batch
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            use_remove_padding=False,
+            override_ddp_config=ddp or {},
+            **batch,
         )
         optimizer = config.McoreOptimizerConfig(lr=lr, clip_grad=1.0, lr_decay_steps=100)
     else:

@@ -13,6 +13,12 @@ ENGINES = {
     "fsdp-dp2": {"engine": "fsdp2", "world": 2},
     "megatron": {"engine": "megatron"},
     "megatron-dp2": {"engine": "megatron", "world": 2},
+    # reduced bucket by bucket, beside the backward pass
+    "megatron-overlap": {
+        "engine": "megatron",
+        "world": 2,
+        "ddp": {"overlap_grad_reduce": True, "bucket_size": 2000},
+    },
     "megatron-tp2": {"engine": "megatron", "world": 2, "tp": 2},
     "megatron-pp2": {"engine": "megatron", "world": 2, "pp": 2},
 }

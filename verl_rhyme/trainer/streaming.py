@@ -151,7 +151,8 @@ class Streaming:
         metrics[names.STREAM_PARTS] = len(self._batches)
         metrics.update(self._fetching.metrics())
         if self.updates:
-            told = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
+            with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
+                told = next(each for each in self._trainer.actor_rollout_wg.finish_update() if each is not None)
             told = rename_dict(told, "actor/")
             told["perf/mfu/actor"] = told.pop("actor/mfu")
             metrics.update(reduce_metrics(told))

@@ -1,5 +1,6 @@
 """Parts of an update batch: each goes through once, and what was done for another batch is undone."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,12 @@ def test_a_batch_that_came_whole(trainer):
         streaming.rest(batch("abcd"), metrics)
         assert metrics[names.STREAM_EARLY] == 0
     assert trainer.actor_rollout_wg.told == ["finish", "finish"]
+
+
+def test_the_step_is_of_the_updates_time(trainer, monkeypatch):
+    monkeypatch.setattr(Workers, "finish_update", lambda self: time.sleep(0.2) or [{"mfu": [0.5]}])
+    Streaming(trainer, updates=True).rest(batch("ab"), {})
+    assert trainer.timing_raw["update_actor"] > 0.2
 
 
 def test_a_batch_that_came_in_parts_to_its_end(trainer):
