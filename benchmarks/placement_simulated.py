@@ -42,29 +42,39 @@ SETTINGS = {
 }
 #: Policy, forecasts and options.
 Arm = tuple[str, str, dict[str, Any]]
-#: Policy and forecasts.
-ARMS = [
-    ("least_loaded", "none"),
-    ("longest_first", "probe"),
-    ("makespan", "probe"),
+#: Skewness-aware dispatch as published (the sum of two pools), by the larger of them, with more, and bound late.
+POOLS: list[dict[str, Any]] = [
+    {},
+    {"objective": "max"},
+    {"objective": "max", "pools": 8},
+    {"objective": "max", "late": True},
+    {"objective": "max", "pools": 8, "late": True},
+]
+ARMS: list[Arm] = [
+    ("least_loaded", "none", {}),
+    ("longest_first", "probe", {}),
+    ("makespan", "probe", {}),
     *(
-        (policy, known)
-        for policy in ("longest_first", "two_pools", "histopipe", "makespan")
+        (policy, known, options)
+        for policy, variants in (
+            ("longest_first", [{}]),
+            ("skewness_aware", POOLS),
+            ("histopipe", [{}]),
+            ("makespan", [{}]),
+        )
+        for options in variants
         for known in ("history", "oracle")
     ),
 ]
 FEW = [arm for arm in ARMS if arm[1] != "oracle" or arm[0] == "makespan"]
 
 
-def _plain(arms: list[tuple[str, str]]) -> list[Arm]:
-    return [(policy, forecasts, {}) for policy, forecasts in arms]
-
-
 def _with_siblings(gain: float) -> list[Arm]:
     """Arms of ``TOGETHER``."""
     policies = ("least_loaded", "none"), ("sticky_group", "none"), ("makespan", "history")
     aware = {"sibling_gain": gain}
-    return [*_plain(list(policies)), ("makespan", "history", aware), ("makespan", "oracle", aware)]
+    plain: list[Arm] = [(policy, forecasts, {}) for policy, forecasts in policies]
+    return [*plain, ("makespan", "history", aware), ("makespan", "oracle", aware)]
 
 
 def _replicas(count: int, slots: int = 256) -> str:
@@ -138,12 +148,18 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
     }
 
 
+def _options(row: dict[str, Any]) -> str:
+    """An arm's options in short: ``max 8 late``."""
+    told = [row[name] for name in ("objective", "pools", "sibling_gain") if name in row]
+    return " ".join(map(str, [*told, *["late"] * row.get("late", False)]))
+
+
 def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator[dict[str, Any]]:
     """Rows; of each setting ours with lengths known comes last, if it is wanted."""
     small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
-    settings = [(name, [*changes, *small], _plain(ARMS)) for name, changes in SETTINGS.items()]
+    settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
     if not quick:
-        settings += [(name, [*_QUARTER, *changes], _plain(FEW)) for name, changes in VARIED.items()]
+        settings += [(name, [*_QUARTER, *changes], FEW) for name, changes in VARIED.items()]
         for name, (gain, changes) in TOGETHER.items():
             world = [*_QUARTER, *changes, f"drafts.siblings={gain}"]
             settings.append((name, world, _with_siblings(round(gain / (1 + gain), 3))))
@@ -161,7 +177,7 @@ def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator
             spread = [round(run["step_s"], 1) for run in runs]
             about = {"setting": setting, "arm": policy, **options, "forecasts": forecasts}
             rows.append({**about, **means, "step_s_by_seed": spread})
-        ours = bool(rows) and (rows[-1]["arm"], rows[-1]["forecasts"]) == ARMS[-1]
+        ours = bool(rows) and (rows[-1]["arm"], rows[-1]["forecasts"]) == ARMS[-1][:2]
         known = rows[-1]["rollout_s"] if ours else None
         for row in rows:
             yield row if known is None else {**row, "of_oracle": round(known / row["rollout_s"], 4)}
@@ -186,7 +202,7 @@ def main(
                 f"  of oracle {row.get('of_oracle', math.nan):.3f}"
             )
             print(
-                f"{row['setting']:34} {row['arm']:14} {row.get('sibling_gain', ''):5} {row['forecasts']:8} {figures}"
+                f"{row['setting']:34} {row['arm']:14} {_options(row):12} {row['forecasts']:8} {figures}"
                 f"  moved {row['moved']:.0f}",
                 flush=True,
             )

@@ -60,12 +60,12 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "sticky_group": {"factor": float},
     "longest_first": {},
     "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
-    "two_pools": {"tail": float},
     "makespan": {"migrate": bool, "gain": float, "sibling_gain": float},
+    "skewness_aware": {"objective": str, "pools": int, "tail": float, "late": bool},
 }
 
 #: Those that go by forecasts of lengths: a coordinator plans with them.
-LENGTH_PLACEMENTS = ("longest_first", "histopipe", "two_pools", "makespan")
+LENGTH_PLACEMENTS = ("longest_first", "histopipe", "makespan", "skewness_aware")
 
 #: The arm of a run without rhyme.
 STOCK_ARM = "off"

@@ -245,7 +245,7 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("full", ["trainer.v1.separate_async.parameter_sync_step=1", f"{CONFIG_PATH}.sorting.load=rolling"]),
         ("histospec", ["trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=relay"]),
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{R}.checkpoint_engine.backend=relay"]),
-        ("histopipe", [f"{CONFIG_PATH}.placement.policy=two_pools", "trainer.v1.trainer_mode=colocate_async"]),
+        ("histopipe", [f"{CONFIG_PATH}.placement.policy=skewness_aware", "trainer.v1.trainer_mode=colocate_async"]),
         ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
         ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),
     ],

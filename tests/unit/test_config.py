@@ -65,7 +65,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ),
         (
             {"placement": {"policy": "sticky_group", "options": {"tail": 0.1}}},
-            ["options.tail: sticky_group has factor; it is of histopipe and two_pools"],
+            ["options.tail: sticky_group has factor; it is of histopipe and skewness_aware"],
         ),
         ({"placement": {"policy": "least_loaded", "options": {"x": 2}}}, ["options.x: least_loaded has seed"]),
         ({"placement": {"options": {"factor": 2}}}, ["placement.options", "without a policy"]),

@@ -81,7 +81,13 @@ def test_every_sample_is_trained_once(mode, room):
 @pytest.mark.parametrize("mode", ["sync", "rolling, as loaded"])
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("longest_first", {}), ("two_pools", {}), ("makespan", {}), ("histopipe", {"groups": 3, "tail": 1.0})],
+    [
+        ("longest_first", {}),
+        ("makespan", {}),
+        ("histopipe", {"groups": 3, "tail": 1.0}),
+        ("skewness_aware", {}),
+        ("skewness_aware", {"objective": "max", "pools": 3, "late": True}),
+    ],
 )
 @pytest.mark.parametrize("forecasts", ["history", "oracle", "none"])
 def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options, forecasts):
@@ -124,7 +130,7 @@ def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
 def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_others():
     wide = ReplicaCost(StepCost(base=0.01, row=1e-3, cached=2e-6), 1e-5, 64)
     seconds = {}
-    for policy in ("least_loaded", "longest_first", "two_pools", "histopipe", "makespan"):
+    for policy in ("least_loaded", "longest_first", "skewness_aware", "histopipe", "makespan"):
         rules = Rules(**BATCH, group_batches=1, start_order="longest")
         given = {"replicas": (wide,) * 4, "rules": rules, "placement": policy, "forecasts": "oracle"}
         steps = Simulation(scenario(**given), LENGTHS.epochs(64, 4, 2, 20)).run()

@@ -15,16 +15,16 @@ from verl_rhyme.scheduling.placement.least_loaded import LeastLoaded
 from verl_rhyme.scheduling.placement.longest_first import LongestFirst
 from verl_rhyme.scheduling.placement.makespan import Makespan
 from verl_rhyme.scheduling.placement.policy import Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.scheduling.placement.skewness_aware import SkewnessAware
 from verl_rhyme.scheduling.placement.sticky_group import StickyGroup
-from verl_rhyme.scheduling.placement.two_pools import TwoPools
 
 POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "least_loaded": LeastLoaded,
     "sticky_group": StickyGroup,
     "longest_first": LongestFirst,
     "histopipe": HistoPipe,
-    "two_pools": TwoPools,
     "makespan": Makespan,
+    "skewness_aware": SkewnessAware,
 }
 #: Those that go by forecasts of lengths: a coordinator plans with them.
 PLANNED = frozenset(LENGTH_PLACEMENTS)
@@ -73,9 +73,10 @@ class Placement:
         self._running: dict[str, list[tuple[Request, str]]] = {}
         self._random = random.Random(0)
 
-    def add(self, replica: str) -> None:
-        """A replica takes requests from now on. One that is there already goes on as it is."""
-        self.fleet.add(replica)
+    def add(self, replica: str, cost: ReplicaCost | None = None) -> None:
+        """A replica takes requests from now on, with a cost of its own or that of all. One that is there already goes
+        on as it is."""
+        self.fleet.add(replica, cost)
 
     def remove(self, replica: str) -> bool:
         """A replica takes no more, and what ran there is forgotten; false when it was not there."""

@@ -206,7 +206,7 @@ def test_outliers_spread_over_the_replicas_that_have_room():
 
 
 def test_prompts_that_left_leave_nothing():
-    kept_by = {"histopipe": "_of", "two_pools": "_pool", "longest_first": "_tenth"}
+    kept_by = {"histopipe": "_of", "skewness_aware": "_pool", "longest_first": "_tenth"}
     for policy, name in kept_by.items():
         placement = fleet(policy, 4)
         for step in range(40):  # far more than are under way at a time
@@ -258,16 +258,6 @@ def test_longest_first_is_within_four_thirds_of_the_best():
             for where in product(range(3), repeat=len(lengths))
         )
         assert max(load.values()) <= (4 / 3 - 1 / 9) * best
-
-
-def test_the_tail_has_a_pool_of_its_own():
-    placement = fleet("two_pools", 4, tail=0.2)
-    lengths = [10_000.0] * 2 + [300.0] * 8
-    where = place(placement, lengths)
-    long = {where[f"p{n}-{s}"] for n in range(2) for s in range(2)}
-    short = {where[f"p{n}-{s}"] for n in range(2, 10) for s in range(2)}
-    assert not long & short
-    assert long | short == set(placement.fleet.names)
 
 
 def test_makespan_keeps_a_long_response_apart_from_a_crowd():
@@ -450,9 +440,9 @@ REASONS = {
         "p0-0": f"about 20,000 tokens expected, its prompt in tenth 1 {FEWEST}",
         "p9-1": f"about 400 tokens expected, its prompt in tenth 10 {FEWEST}",
     },
-    "two_pools": {
-        "p0-0": "the tail of step 0, 18,000 tokens or more expected: {long} of 4 replicas",
-        "p9-1": "the rest of step 0, at most 18,000 tokens expected: {short} of 4 replicas",
+    "skewness_aware": {
+        "p0-0": "pool 1 of 2 in step 0, 20,000 tokens or more expected: {long} of 4 replicas",
+        "p9-1": "pool 2 of 2 in step 0, 400 tokens or more expected: {short} of 4 replicas",
     },
     "histopipe": {"p0-0": "length group 4 of 4 in step 0, on {long} replicas"},
 }
@@ -571,7 +561,10 @@ def test_a_hundred_thousand_that_come_together_are_planned_in_a_second():
         ("makespan", {"sibling_gain": -0.1}),
         ("histopipe", {"groups": 0}),
         ("histopipe", {"tail": 0.0}),
-        ("two_pools", {"tail": 1.0}),
+        ("skewness_aware", {"tail": 1.0}),
+        ("skewness_aware", {"pools": 1}),
+        ("skewness_aware", {"pools": 3}),
+        ("skewness_aware", {"objective": "mean"}),
     ],
 )
 def test_options_that_cannot_be_are_refused(policy, options):

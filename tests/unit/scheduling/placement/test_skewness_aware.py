@@ -1,0 +1,314 @@
+"""Pools of like samples on replicas of their own: whether they are the best there are, and what the policy does."""
+
+import math
+import time
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.lengths.outlook import certain, edges
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.scheduling.placement import Ahead, Load, Placement, Progress, Request
+from verl_rhyme.scheduling.placement.pools import Replicas, Samples, several, takes, two
+
+FAST = ReplicaCost(StepCost(5e-3, 33e-6, 26e-9), slots=4, room=30_000)
+SLOW = ReplicaCost(StepCost(12e-3, 20e-6, 50e-9), slots=8, room=90_000)
+LIMIT = 20_000
+COSTS = st.lists(st.sampled_from([FAST, SLOW]), min_size=2, max_size=5)
+LENGTHS = st.lists(st.integers(1, LIMIT), min_size=2, max_size=6)
+
+
+def replicas_of(costs):
+    """In the order that the policy gives them."""
+    kinds = sorted(set(costs), key=lambda cost: cost.step.base)
+    rows = [(c.step.base, c.step.row, c.step.cached, c.slots, c.room) for c in kinds]
+    return Replicas(np.array(rows, float), np.cumsum([costs.count(kind) for kind in kinds])), sorted(
+        costs, key=lambda cost: cost.step.base
+    )
+
+
+def samples_of(lengths, count=3, begin=100.0):
+    tokens = np.sort(np.array(lengths, float))[::-1]
+    return Samples(tokens, np.full(len(tokens), float(count)), np.full(len(tokens), begin))
+
+
+def in_rounds(part, cost, samples, quantile):
+    """Seconds of so many of a pool's samples on one replica (StreamRL's model), and of how many there are."""
+    tokens, count, begin = (column[part] for column in samples[:3])
+    total = int(count.sum())
+    ranked = np.repeat(tokens, count.astype(int))
+    length = ranked[min(int((1 - quantile) * total + 1e-9), total - 1)]
+    context = float((count * tokens * (begin + tokens / 2)).sum() / (count * tokens).sum())
+    most = max(1, min(cost.slots, int(cost.room // context)))
+
+    def seconds(own):
+        rows = min(own, most)
+        return (cost.step.base + (cost.step.row + cost.step.cached * context) * rows) * length * math.ceil(own / most)
+
+    return seconds, total
+
+
+def until_done(part, cost, samples):
+    tokens, count, begin = (column[part] for column in samples[:3])
+    whole, held = float((count * tokens).sum()), float((count * tokens * (begin + tokens / 2)).sum())
+    total, longest, step = int(count.sum()), float(tokens.max()), cost.step
+    alone = longest * (step.base + step.row + step.cached * longest / 2)
+    return lambda own: max(alone, float(cost.together(longest, whole * own / total, held * own / total))), total
+
+
+def best_share(functions, total):
+    """The least seconds in which the replicas have done all samples, by trying all."""
+    every = sorted({seconds(own) for seconds in functions for own in range(1, total + 1)})
+    for bound in every:
+        if sum(max((n for n in range(1, total + 1) if f(n) <= bound), default=0) for f in functions) >= total:
+            return bound
+    raise AssertionError("nobody is done")
+
+
+def pool_seconds(part, costs, samples, quantile=None):
+    made = [until_done(part, c, samples) if quantile is None else in_rounds(part, c, samples, quantile) for c in costs]
+    return best_share([seconds for seconds, _ in made], made[0][1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, COSTS, st.floats(0.05, 0.95), st.sampled_from(["sum", "max"]))
+def test_two_pools_are_the_best_there_are(lengths, costs, tail, objective):
+    samples, (replicas, ordered) = samples_of(lengths), replicas_of(costs)
+    pools = two(samples, replicas, tail, objective)
+    cut = pools[0].end
+    assert cut == min(max(1, int(tail * len(lengths))), len(lengths) - 1)
+    assert [pools[0].begin, pools[1].end, pools[0].first, pools[1].last] == [0, len(lengths), 0, len(costs)]
+    assert pools[0].last == pools[1].first
+    quantiles = (0.9, 0.5) if objective == "sum" else (None, None)
+    together = sum if objective == "sum" else max
+    ways = [
+        together(
+            pool_seconds(part, of, samples, quantile)
+            for part, of, quantile in zip(
+                (slice(0, cut), slice(cut, None)), (ordered[:width], ordered[width:]), quantiles, strict=True
+            )
+        )
+        for width in range(1, len(costs))
+    ]
+    assert together(pool.seconds for pool in pools) == pytest.approx(min(ways), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, COSTS, st.integers(2, 5))
+def test_several_pools_are_the_best_there_are(lengths, costs, most):
+    samples, (replicas, ordered) = samples_of(lengths), replicas_of(costs)
+    pools = several(samples, replicas, most)
+    assert len(pools) <= most
+    assert [pool.begin for pool in pools] == [0, *(pool.end for pool in pools[:-1])]
+    assert [pool.first for pool in pools] == [0, *(pool.last for pool in pools[:-1])]
+    assert (pools[-1].end, pools[-1].last) == (len(lengths), len(costs))
+    assert all(pool.end > pool.begin and pool.last > pool.first for pool in pools)
+    ways = [
+        max(
+            pool_seconds(slice(i, j), ordered[a:b], samples)
+            for i, j, a, b in zip((0, *cuts), (*cuts, len(lengths)), (0, *ends), (*ends, len(costs)), strict=True)
+        )
+        for count in range(min(most, len(lengths), len(costs)))
+        for cuts in combinations(range(1, len(lengths)), count)
+        for ends in combinations(range(1, len(costs)), count)
+    ]
+    assert max(pool.seconds for pool in pools) == pytest.approx(min(ways), rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, LIMIT), min_size=2, max_size=200), st.integers(2, 30), st.floats(0.05, 0.95))
+def test_the_slower_pool_of_max_is_never_slower_than_that_of_sum(lengths, count, tail):
+    samples, (replicas, _) = samples_of(lengths), replicas_of([SLOW] * count)
+    ours, published = two(samples, replicas, tail, "max"), two(samples, replicas, tail, "sum")
+    judged = [pool_seconds(slice(p.begin, p.end), [SLOW] * (p.last - p.first), samples) for p in published]
+    assert max(pool.seconds for pool in ours) <= max(judged) * (1 + 1e-6)
+    more = max(pool.seconds for pool in several(samples, replicas, 4))
+    if len(lengths) <= 32:  # all cuts are tried, also that one
+        assert more <= max(pool.seconds for pool in ours) * (1 + 1e-6)
+
+
+def test_distributions_tell_a_crowd_from_a_few():
+    """Of a hundred that may be long one will be, though all are expected to be short."""
+    width = np.diff(edges(LIMIT))
+    beyond = np.full((101, len(width)), 0.05)
+    beyond[:, edges(LIMIT)[1:] <= 1000] = 1.0
+    samples = samples_of([2000] * 101, count=1)
+    replicas, _ = replicas_of([SLOW] * 4)
+    means = several(samples, replicas, 2)
+    known = several(samples._replace(beyond=beyond, width=width), replicas, 2)
+    assert max(p.seconds for p in known) > 2 * max(p.seconds for p in means)
+
+
+def test_a_pool_takes_no_longer_with_more_replicas():
+    replicas, _ = replicas_of([FAST] * 3 + [SLOW] * 5)
+    for rounds in (False, True):
+        pool = np.array([40.0, 5000.0, 9e4, 3e8])
+        seconds = [takes(0, last, pool, *replicas, rounds) for last in range(1, 9)]
+        assert seconds == sorted(seconds, reverse=True)
+        assert seconds[0] > 2 * seconds[-1]
+
+
+# ---- the policy ----
+
+
+def fleet(costs, **options):
+    placement = Placement("skewness_aware", options, cost=costs[0])
+    for number, cost in enumerate(costs):
+        placement.add(f"r{number}", cost)
+        if math.isfinite(cost.room):
+            placement.report(f"r{number}", int(cost.room))
+    return placement
+
+
+def requests_of(lengths, had=0):
+    rows = certain(lengths, had, LIMIT).beyond
+    return [
+        Request(f"p{n}-0", f"p{n}", 0, 0, 1, 100, int(tokens), ahead=Ahead(LIMIT, row))
+        for n, (tokens, row) in enumerate(zip(lengths, rows, strict=True))
+    ]
+
+
+OPTIONS = [
+    {},
+    {"objective": "max"},
+    {"objective": "max", "pools": 4},
+    {"late": True},
+    {"objective": "max", "late": True},
+    {"objective": "max", "pools": 4, "late": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=60), COSTS, st.data())
+def test_every_sample_is_placed_once_and_no_slot_twice(options, lengths, costs, data):
+    placement = fleet(costs, **options)
+    slots = {f"r{n}": cost.slots for n, cost in enumerate(costs)}
+    placement.plan(0, [Load(f"p{n}", 1, float(tokens), 100) for n, tokens in enumerate(lengths)])
+    pending, running, placed = requests_of(lengths), {}, []
+    while pending or running:
+        if pending and placement.due():
+            where = placement.place(pending)
+            placed += [request.id for request, replica in zip(pending, where, strict=True) if replica is not None]
+            running |= {r.id: at for r, at in zip(pending, where, strict=True) if at is not None}
+            pending = [request for request, replica in zip(pending, where, strict=True) if replica is None]
+            if options.get("late"):
+                assert all(list(running.values()).count(name) <= count for name, count in slots.items())
+            else:
+                assert not pending, "the step is bound at its start"
+        if running:
+            name = data.draw(st.sampled_from(sorted(running)))
+            placement.release(name, running.pop(name), 7)
+        if watched := placement.watched():
+            ahead = Ahead(LIMIT, certain([500], 10, LIMIT).beyond[0])
+            assert placement.moves({name: Progress(10, 490, 490, ahead) for name in watched}) == []
+    assert sorted(placed) == sorted(f"p{n}-0" for n in range(len(lengths)))
+    assert placement.errors == 0, placement.last_error
+    assert placement.fleet.totals == [0, 0]
+    assert not placement.policy._runs
+    assert not placement.policy._coming
+
+
+@pytest.mark.parametrize("options", [options for options in OPTIONS if "pools" not in options])
+def test_the_tail_has_a_pool_of_its_own(options):
+    placement = fleet([SLOW] * 4, **options)
+    lengths = [10_000] * 4 + [300] * 16
+    placement.plan(0, [Load(f"p{n}", 1, float(tokens), 100) for n, tokens in enumerate(lengths)])
+    where = placement.place(requests_of(lengths))
+    assert placement.errors == 0, placement.last_error
+    assert not set(where[:4]) & set(where[4:])
+    assert {placement.why(f"p{n}-0").partition(",")[0].partition(" in ")[0] for n in range(4)} == {"pool 1 of 2"}
+    assert "pool 2 of 2" in placement.why("p19-0")
+    assert placement.why("p19-0").endswith("replicas")
+
+
+def test_long_ones_go_to_the_replicas_that_are_fast_alone_and_each_has_what_it_can_do():
+    placement = fleet([SLOW, FAST, SLOW, FAST, SLOW, SLOW], objective="max", pools=2, tail=0.2)
+    lengths = [15_000] * 6 + [1_000] * 24
+    placement.plan(0, [Load(f"p{n}", 1, float(tokens), 100) for n, tokens in enumerate(lengths)])
+    where = placement.place(requests_of(lengths))
+    assert {"r1", "r3"} <= set(where[:6])
+    assert set(where[:6]).isdisjoint(where[6:])
+    mixed = fleet([FAST, SLOW, SLOW], objective="max", tail=0.01)
+    lengths = [9_000] + [2_000] * 60
+    mixed.plan(0, [Load(f"p{n}", 1, float(tokens), 100) for n, tokens in enumerate(lengths)])
+    counts = [mixed.place(requests_of(lengths)).count(f"r{n}") for n in range(3)]
+    assert counts[0] == 1
+    assert abs(counts[1] - counts[2]) <= 1
+
+
+def test_kinds_share_a_pool_by_what_each_can_do():
+    quick = ReplicaCost(StepCost(1e-3), slots=8)
+    slow = ReplicaCost(StepCost(3e-3), slots=8)
+    placement = fleet([quick, quick, slow], objective="max", tail=0.5)
+    lengths = [8_000] * 1 + [1_000] * 1
+    placement.plan(0, [Load(f"p{n}", 64, float(tokens), 0) for n, tokens in enumerate(lengths)])
+    requests = [Request(f"p0-{n}", "p0", n, 0, 64, 0, 8_000) for n in range(64)]
+    assert set(placement.place(requests)) == {"r0", "r1"}
+    mixed = fleet([quick, slow, slow], objective="max", tail=0.5)
+    mixed.plan(0, [Load("p0", 64, 1_000.0), Load("p1", 8, 2.0)])
+    requests = [Request(f"p0-{n}", "p0", n, 0, 64, 0, 1_000) for n in range(64)]
+    counts = [mixed.place(requests).count(name) for name in ("r0", "r1", "r2")]
+    assert counts == [48, 16, 0], "three times as fast, three times as many"
+
+
+def test_what_finds_no_slot_is_planned_anew_when_some_have_ended():
+    placement = fleet([FAST] * 3, objective="max", pools=3, late=True)
+    lengths = [18_000, 17_000, *([2_000] * 14)]
+    requests = requests_of(lengths)
+    where = placement.place(requests)
+    waiting = [request for request, replica in zip(requests, where, strict=True) if replica is None]
+    assert waiting
+    assert not placement.due(), "nothing has ended"
+    assert not placement.watched()
+    assert all(where[:2]), "the longest go first"
+    for request, replica in zip(requests, where, strict=True):
+        if replica is not None and request.response_tokens == 2_000:
+            placement.release(request.id, replica, 2_000)
+    assert sorted(placement.watched()) == ["p0-0", "p1-0"]
+    rows = certain(lengths[:2], 17_500, LIMIT).beyond  # which soon end, too
+    left = {f"p{n}-0": Progress(17_500, 500, 500, Ahead(LIMIT, row)) for n, row in enumerate(rows)}
+    assert placement.moves(left) == []
+    assert placement.due()
+    assert None not in placement.place(waiting)
+    assert placement.fleet.totals[0] == 2 + len(waiting)
+    assert placement.errors == 0, placement.last_error
+
+
+def test_the_longest_have_the_first_slots_in_whatever_order_they_come():
+    placement = fleet([FAST] * 2, objective="max", late=True)
+    requests = requests_of([100, 18_000, 200, 17_000, *([300] * 20)])
+    where = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
+    assert where["p1-0"] is not None
+    assert where["p3-0"] is not None
+    assert where["p0-0"] is None, "the shortest"
+
+
+@pytest.mark.parametrize("costs", [[SLOW] * 1024, [FAST, SLOW] * 512], ids=["alike", "two kinds"])
+@pytest.mark.parametrize("options", [{}, {"objective": "max"}, {"objective": "max", "pools": 8}])
+def test_a_hundred_thousand_prompts_on_a_thousand_replicas_are_planned_in_a_second(options, costs):
+    fleet(costs[:2], **options).plan(0, [Load("a", 1, 9.0), Load("b", 1, 5.0)])  # compiled before
+    placement = fleet(costs, **options)
+    lengths = np.random.default_rng(0).lognormal(7.8, 1, 100_000).clip(1, LIMIT)
+    loads = [Load(f"p{n}", 16, tokens, 300) for n, tokens in enumerate(lengths.tolist())]
+    began = time.process_time()
+    placement.plan(0, loads)
+    assert time.process_time() - began < 1
+    assert placement.errors == 0, placement.last_error
+    assert len(placement.policy._pool) == 100_000
+
+
+def test_a_hundred_thousand_samples_are_bound_late_in_seconds():
+    placement = fleet([SLOW] * 1024, objective="max", pools=8, late=True)
+    lengths = np.random.default_rng(0).lognormal(7.8, 1, 100_000).clip(1, LIMIT).astype(int)
+    requests = requests_of(np.sort(lengths)[::-1])
+    placement.policy.coming(requests[:2])
+    began = time.process_time()
+    placement.policy.coming(requests)
+    assert time.process_time() - began < 2, "0.6 s where nothing else runs"
+    bound = [replica for replica, _ in placement.policy._coming.values()]
+    assert len(bound) == 100_000
+    assert sum(replica is not None for replica in bound) <= 8 * 1024
