@@ -354,6 +354,27 @@ class StreamingConfig:
 
 
 @dataclass(frozen=True)
+class WeightsConfig:
+    """Weights by the relay (``checkpoint_engine.backend=relay``), where engines stand at several sites.
+
+    Attributes:
+        site_label: Label of Ray nodes that says which site one is at (``ray start --labels``; KubeRay and the cloud
+            launchers set the default one). Nodes without it are at one site. ``None``: all nodes are.
+        pack: What goes from site to site is packed, and as what differs from the version before where both ends have
+            it; else all bytes go as they are.
+        link_patience: Seconds for which a node waits for one that sends nothing, before it asks another or gives up.
+    """
+
+    site_label: str | None = "ray.io/availability-region"
+    pack: bool = True
+    link_patience: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.link_patience > 0, "weights.link_patience", self.link_patience, "above 0")
+        _require(self.site_label != "", "weights.site_label", self.site_label, "null, or the name of a label")
+
+
+@dataclass(frozen=True)
 class PlacementConfig:
     """Which replica serves a request.
 
@@ -419,6 +440,7 @@ class RhymeConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sorting: SortingConfig = field(default_factory=SortingConfig)
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 

@@ -6,6 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +18,9 @@ from verl_rhyme.workers.weights import folder as folders
 from verl_rhyme.workers.weights import relay as relays
 from verl_rhyme.workers.weights.delivery import Target
 from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
-from verl_rhyme.workers.weights.folder import Folder, Part, WeightsError, claim
+from verl_rhyme.workers.weights.folder import Folder, WeightsError, claim
 from verl_rhyme.workers.weights.relay import Relay
+from verl_rhyme.workers.weights.transfer import identity
 
 OWNER = """
 import sys, time
@@ -39,10 +42,27 @@ def weights(version, tensors=5, size=1000):
 
 
 def write(folder, version, part_bytes=3000):
-    writer = folder.writer(version, part_bytes)
+    writer = folder.writer(version, part_bytes, 1000)
     for name, tensor in weights(version).items():
         writer.add(name, tensor)
     writer.close()
+
+
+def known(version):
+    """The version's identity, as its writer tells it."""
+    with tempfile.TemporaryDirectory() as place:
+        writer = claim(Path(place)).writer(version, 3000)
+        for name, tensor in weights(version).items():
+            writer.add(name, tensor)
+        writer.close()
+        return identity(writer._folder.parts(version))
+
+
+def let_go(folder):
+    """As if the process that claimed it had ended."""
+    for each in Path("/proc/self/fd").iterdir():
+        if os.path.exists(each) and os.path.realpath(each) == f"{folder.path}.lock":
+            os.close(int(each.name))
 
 
 def same(folder, version):
@@ -82,11 +102,38 @@ class TestFolder:
         with pytest.raises(WeightsError, match="is not whole"):
             list(folder.read(1))
 
-    def test_a_part_that_was_damaged_on_its_way_is_not_kept(self, tmp_path):
+    def test_what_lies_there_is_known_chunk_by_chunk(self, tmp_path):
         folder = claim(tmp_path)
-        with pytest.raises(WeightsError, match="damaged on its way"):
-            folder.put(1, 0, b"12345", Part(5, "0" * 16))
-        assert not list(folder.path.rglob("*.safetensors"))
+        write(folder, 1)
+        part = folder.parts(1)[0]
+        assert len(part.digests) > 2
+        assert folder.wrong(1, 0, part) == []
+        file = folder._file(1, 0)
+        data = bytearray(file.read_bytes())
+        data[part.range(1)[0]] ^= 1
+        file.write_bytes(data[:-1])
+        assert folder.wrong(1, 0, part) == [1, len(part.digests) - 1]
+        file.unlink()
+        assert folder.wrong(1, 0, part) == list(range(len(part.digests)))
+
+    def test_what_a_dead_owner_left_is_whole_only_after_it_was_read_again(self, tmp_path):
+        left = claim(tmp_path)
+        for version in (1, 2):
+            write(left, version)
+        told = identity(left.parts(1))
+        assert claim(tmp_path, str(left.path)).path != left.path, "its owner lives"
+        let_go(left)
+        folder = claim(tmp_path, str(left.path))
+        assert folder.path == left.path
+        assert folder.versions() == []
+        assert not folder.revive(1, identity([])), "others were wanted"
+        assert folder.revive(1, told)
+        assert same(folder, 1)
+        file = folder._file(2, 1)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        assert not folder.revive(2, "whatever it was told to be")
+        assert folder.versions() == [1]
+        assert folder.unfinished() == [2]
 
     def test_no_room_says_what_to_do(self, tmp_path):
         folder = claim(tmp_path)
@@ -126,9 +173,9 @@ class Near:
     def __getattr__(self, name):
         async def call(*arguments):
             told = await getattr(self.relay, name)(*arguments)
-            if name == "part":
+            if name == "chunk":
                 self.sent += 1
-                told = told if self._altered is None else self._altered(arguments, told.copy())
+                told = told if self._altered is None else self._altered(arguments[1], told.copy())
             return told
 
         return SimpleNamespace(remote=call)
@@ -174,7 +221,7 @@ async def publish(relay, version):
     engine = RelayCheckpointEngine(3000, is_master=True)
     engine.init_process_group(await relay.folder())
     await engine.send_weights(iter(weights(version).items()), global_steps=version)
-    await relay.written(version)
+    return await relay.written(version)
 
 
 @pytest.fixture
@@ -187,7 +234,7 @@ async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
     near = [Near(node) for node in nodes]
     await publish(nodes[0], 7)
     for place, node in enumerate(nodes[1:]):
-        await node.fetch(7, [near[place // 2]])
+        await node.fetch(7, known(7), [(near[place // 2], False)])
     replicas = [Replica(node) for node in nodes]
     await asyncio.gather(*(node.deliver(replica.target, 7) for node, replica in zip(nodes, replicas, strict=True)))
     parts = len(nodes[0]._folder.parts(7))
@@ -201,7 +248,7 @@ async def test_a_version_reaches_all_nodes_by_a_tree(nodes):
 
 async def test_whoever_is_told_early_waits_for_the_version(nodes):
     near = Near(nodes[0])
-    await nodes[1].fetch(1, [near])
+    await nodes[1].fetch(1, known(1), [(near, False)])
     replica = Replica(nodes[1])
     delivery = asyncio.create_task(nodes[1].deliver(replica.target, 1))
     await asyncio.sleep(0.05)
@@ -214,26 +261,26 @@ async def test_whoever_is_told_early_waits_for_the_version(nodes):
 async def test_a_damaged_part_is_fetched_again_and_never_served(nodes):
     broken = {"times": 2}
 
-    def once(arguments, data):
-        if arguments[1] == 1 and broken["times"]:
+    def once(chunk, data):
+        if chunk.part == 1 and broken["times"]:
             broken["times"] -= 1
-            data[0] ^= 1
+            data[-1] ^= 1
         return data
 
     await publish(nodes[0], 1)
-    await nodes[1].fetch(1, [Near(nodes[0], once)])
+    await nodes[1].fetch(1, known(1), [(Near(nodes[0], once), False)])
     replica = Replica(nodes[1])
     await nodes[1].deliver(replica.target, 1)
     assert broken["times"] == 0
     assert same(nodes[1]._folder, 1)
     broken["times"] = 99
-    await nodes[2].fetch(1, [Near(nodes[0], once)])
+    await nodes[2].fetch(1, known(1), [(Near(nodes[0], once), False)])
     untouched = Replica(nodes[2])
     with pytest.raises(WeightsError, match="damaged"):
         await nodes[2].deliver(untouched.target, 1)
     assert not untouched.told
     broken["times"] = 0  # the next time it is whole
-    await nodes[2].fetch(1, [Near(nodes[0], once)])
+    await nodes[2].fetch(1, known(1), [(Near(nodes[0], once), False)])
     await nodes[2].deliver(untouched.target, 1)
     assert untouched.loaded
 
@@ -250,11 +297,11 @@ class Dead:
 
 async def test_where_the_next_node_is_gone_it_comes_from_the_first(nodes):
     await publish(nodes[0], 1)
-    await nodes[1].fetch(1, [Dead(), Near(nodes[0])])
+    await nodes[1].fetch(1, known(1), [(Dead(), False), (Near(nodes[0]), False)])
     replica = Replica(nodes[1])
     await nodes[1].deliver(replica.target, 1)
     assert replica.loaded
-    await nodes[2].fetch(1, [Dead()])
+    await nodes[2].fetch(1, known(1), [(Dead(), False)])
     with pytest.raises(WeightsError, match="could not be fetched"):
         await nodes[2].deliver(Replica(nodes[2]).target, 1)
 
@@ -275,7 +322,7 @@ async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
 
     near, slow = Near(nodes[0]), Slow(nodes[0])
     await publish(nodes[0], 1)
-    await nodes[1].fetch(1, [slow])
+    await nodes[1].fetch(1, known(1), [(slow, False)])
     replica = Replica(nodes[1])
     first = asyncio.create_task(nodes[1].deliver(replica.target, 1))
     await asyncio.sleep(0.02)
@@ -283,7 +330,7 @@ async def test_what_gave_way_before_it_had_come_is_not_waited_for(nodes):
         await publish(nodes[0], version)
     second = asyncio.create_task(nodes[1].deliver(replica.target, 3))
     gate.set()
-    await nodes[1].fetch(3, [near])
+    await nodes[1].fetch(3, known(3), [(near, False)])
     await asyncio.wait_for(asyncio.gather(first, second), 10)
     assert torch.equal(replica.loaded["layer.1"], weights(3)["layer.1"])
     assert replica.told.count("update_weights") == 1
@@ -374,20 +421,20 @@ async def test_a_hurry_outlives_a_delivery_that_was_under_way(nodes):
 async def test_a_slow_node_holds_no_more_versions_than_others(nodes):
     near, gate = Near(nodes[0]), asyncio.Event()
     await publish(nodes[0], 1)
-    await nodes[1].fetch(1, [near])
+    await nodes[1].fetch(1, known(1), [(near, False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
-    part = nodes[0].part
+    chunk = nodes[0].chunk
 
-    async def slow(version, number):
+    async def slow(version, *asked):
         if version == 2:
             await gate.wait()
-        return await part(version, number)
+        return await chunk(version, *asked)
 
-    nodes[0].part = slow
+    nodes[0].chunk = slow
     most = 0
     for version in (2, 3):
         await publish(nodes[0], version)
-        await nodes[1].fetch(version, [near])
+        await nodes[1].fetch(version, known(version), [(near, False)])
         await asyncio.sleep(0.05)
         most = max(most, len([path for path in nodes[1]._folder.path.iterdir() if path.is_dir()]))
     gate.set()
@@ -406,7 +453,7 @@ async def test_the_end_of_a_run_leaves_nothing(nodes):
 async def test_a_version_that_is_written_anew_is_not_the_old_one(nodes):
     near = Near(nodes[0])
     await publish(nodes[0], 1)
-    await nodes[1].fetch(1, [near])
+    await nodes[1].fetch(1, known(1), [(near, False)])
     await nodes[1].deliver(Replica(nodes[1]).target, 1)
     for node in nodes[:2]:
         await node.expect(1)
@@ -431,3 +478,72 @@ def test_parts_are_as_large_as_buckets_at_most():
     assert RelayCheckpointEngine(1000)._part_bytes == 1000
     assert RelayCheckpointEngine(1 << 40)._part_bytes == folders.PART_BYTES
     assert Folder("x").path.name == "x"
+
+
+async def test_a_relay_in_the_place_of_a_dead_one_goes_on_where_that_stood(nodes):
+    """Half of a version had come, a whole one was there: neither is sent again, and neither is served unread."""
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
+    await nodes[1].deliver(Replica(nodes[1]).target, 1)
+    await publish(nodes[0], 2)
+    answered = []
+
+    def half(chunk, data):
+        answered.append(chunk)
+        if len(answered) > 2:
+            raise RayActorError
+        return data
+
+    await nodes[1].fetch(2, known(2), [(Near(nodes[0], half), False)])
+    with pytest.raises(WeightsError, match="could not be fetched"):
+        await nodes[1].deliver(Replica(nodes[1]).target, 2)
+    path = await nodes[1].folder()
+    let_go(nodes[1]._folder)
+    heir = Relay(None, path)
+    assert await heir.folder() == path
+    assert heir._folder.versions() == [], "nobody has read them again"
+    replica = Replica(heir)
+    with pytest.raises(WeightsError, match="nobody has sent weights 1"):
+        await heir.deliver(replica.target, 1)
+    near = Near(nodes[0])
+    await heir.fetch(1, known(1), [(near, False)])
+    await heir.deliver(replica.target, 1)
+    assert near.sent == 0, "it was here"
+    await heir.fetch(2, known(2), [(near, False)])
+    await heir.deliver(replica.target, 2)
+    assert same(heir._folder, 2)
+
+
+async def test_an_old_version_is_never_served_as_a_new_one_of_its_number(nodes):
+    """A node that was away when a version was written anew has the old one, whole."""
+    await publish(nodes[0], 1)
+    await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
+    await nodes[1].deliver(Replica(nodes[1]).target, 1)
+    writer = nodes[0]._folder.writer(1, 3000)
+    for name, tensor in weights(5).items():
+        writer.add(name, tensor)
+    writer.close()
+    assert await nodes[0].written(1) == known(5)
+    await nodes[2].fetch(1, known(5), [(Near(nodes[1]), False), (Near(nodes[0]), False)])
+    await nodes[1].fetch(1, known(5), [(Near(nodes[0]), False)])
+    for node in nodes[1:3]:
+        replica = Replica(node)
+        await node.deliver(replica.target, 1)
+        assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
+
+
+async def test_what_comes_from_another_site_is_counted_and_little(nodes):
+    near = Near(nodes[0])
+    for version in (1, 2):
+        await publish(nodes[0], version)
+        await nodes[1].fetch(version, known(version), [(near, True)])
+        await nodes[2].fetch(version, known(version), [(Near(nodes[1]), False)])
+        for node in nodes[1:3]:
+            await node.deliver(Replica(node).target, version)
+        sent = sum(part.bytes for part in nodes[0]._folder.parts(version))
+        far, within = await nodes[1].tally(), await nodes[2].tally()
+        assert 0 < far["far_bytes"] < sent
+        assert within["far_bytes"] == 0
+        assert within["bytes"] >= sent
+        assert far["damaged"] == far["lost"] == 0
+    assert await nodes[1].tally() == {}

@@ -1,7 +1,8 @@
 """Versions of a policy's weights in the files of one node.
 
 A version is a folder of safetensors files, its parts, and a manifest that names them. The manifest comes last: what has
-one is whole. Only the user who runs training may read them.
+one is whole. Only the user who runs training may read them. What a process that died has left can be taken over; it is
+not whole then before all of it was read again.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import fcntl
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
+import numpy as np
+
+from verl_rhyme.workers.weights.transfer import CHUNK_BYTES, Chunk, Part, digest, identity
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 #: Where none is named: memory, which all processes of a node share.
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,20 +35,17 @@ PART_BYTES = 256 << 20
 #: Parts that are written at a time.
 _WRITERS = 2
 
+#: Seconds that a process takes to end after Ray says that it has.
+_DYING_S = 5.0
+
 _PREFIX = "verl_rhyme_weights_"
 _MANIFEST = "manifest.json"
+#: The manifest in a folder that was taken over.
+_LEFT = "manifest.left"
 
 
 class WeightsError(RuntimeError):
     """Weights are missing, damaged, or find no room; the message says how to mend it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file: its size, and xxh3 of it, in hexadecimal."""
-
-    bytes: int
-    digest: str
 
 
 class Folder:
@@ -67,34 +69,78 @@ class Folder:
             WeightsError: It is not here.
         """
         try:
-            told = json.loads((self._of(version) / _MANIFEST).read_text())
+            return _parts((self._of(version) / _MANIFEST).read_text())
         except FileNotFoundError:
             raise WeightsError(f"{self.path} has no weights of version {version}, only of {self.versions()}") from None
-        return [Part(**part) for part in told]
 
-    def part(self, version: int, number: int) -> bytes:
-        return self._file(version, number).read_bytes()
+    def chunk(self, version: int, chunk: Chunk, part: Part) -> NDArray[np.uint8] | None:
+        """uint8[N] of a chunk as it lies there, right or not, or ``None``: it does not lie there in full."""
+        begin, size = part.range(chunk.index)
+        try:
+            with self._file(version, chunk.part).open("rb") as file:
+                data = os.pread(file.fileno(), size, begin)
+        except FileNotFoundError:
+            return None
+        return np.frombuffer(data, np.uint8) if len(data) == size else None
 
-    def writer(self, version: int, part_bytes: int = PART_BYTES) -> Writer:
+    def writer(self, version: int, part_bytes: int = PART_BYTES, chunk_bytes: int = CHUNK_BYTES) -> Writer:
         """For tensors."""
         self.remove(version)
-        return Writer(self, version, part_bytes)
+        return Writer(self, version, part_bytes, chunk_bytes)
 
-    def put(self, version: int, number: int, data: memoryview | bytes, told: Part) -> None:
-        """A part that another node told of.
+    def put(self, version: int, chunk: Chunk, part: Part, data: NDArray[np.uint8]) -> None:
+        """A chunk to its place; the caller knows that it is right.
 
         Raises:
-            WeightsError: It is not what was told, or there is no room.
+            WeightsError: There is no room.
         """
-        if len(data) != told.bytes or xxhash.xxh3_64_hexdigest(data) != told.digest:
-            raise WeightsError(f"part {number} of weights {version} was damaged on its way")
         try:
             self._make(version)
-            unfinished = self._file(version, number).with_suffix(".partial")
-            unfinished.write_bytes(data)
-            unfinished.rename(self._file(version, number))  # it may be mapped, from before
+            file = os.open(self._file(version, chunk.part), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                begin, left = part.range(chunk.index)[0], data.data
+                while left:
+                    done = os.pwrite(file, left, begin)
+                    begin, left = begin + done, left[done:]
+            finally:
+                os.close(file)
         except OSError as error:
             raise self._no_room(version, error) from error
+
+    def wrong(self, version: int, number: int, part: Part) -> list[int]:
+        """Chunks of a part that are not what the manifest tells, or are missing, by reading all of it."""
+        wrong = []
+        for index, told in enumerate(part.digests):
+            data = self.chunk(version, Chunk(number, index), part)
+            if data is None or digest(data.data) != told:
+                wrong.append(index)
+        return wrong
+
+    def trim(self, version: int, parts: Sequence[Part]) -> None:
+        """What lies there of a version that is fetched anew, but cannot be of these parts, goes."""
+        for file in self._of(version).glob("*.safetensors"):
+            number = int(file.stem)
+            if number >= len(parts) or file.stat().st_size > parts[number].bytes:
+                file.unlink()
+
+    def revive(self, version: int, wanted: str) -> bool:
+        """A version that was whole when its owner died is whole again, if it is the wanted one and all of it is right.
+
+        Args:
+            version: Its number.
+            wanted: Its :func:`~verl_rhyme.workers.weights.transfer.identity`.
+        """
+        left = self._of(version) / _LEFT
+        if not left.exists() or identity(parts := _parts(left.read_text())) != wanted:
+            return False
+        if any(self.wrong(version, number, part) for number, part in enumerate(parts)):
+            return False
+        left.rename(left.with_name(_MANIFEST))
+        return True
+
+    def unfinished(self) -> list[int]:
+        """Versions of which something is here, but not all."""
+        return sorted({int(each.name) for each in self.path.iterdir() if each.is_dir()} - set(self.versions()))
 
     def complete(self, version: int, parts: Iterable[Part]) -> None:
         """All parts are here."""
@@ -112,7 +158,7 @@ class Folder:
         from safetensors import safe_open
 
         for number, part in enumerate(self.parts(version)):
-            file = self._file(version, number)
+            file = self._file(version, number)  # its bytes were checked when it came
             if not file.exists() or file.stat().st_size != part.bytes:
                 raise WeightsError(f"{file} is not whole: weights {version} cannot be served from it")
             with safe_open(file, framework="pt") as tensors:
@@ -147,8 +193,9 @@ class Folder:
 class Writer:
     """Tensors into parts, which are written while further tensors come; ``close`` makes the version whole."""
 
-    def __init__(self, folder: Folder, version: int, part_bytes: int) -> None:
-        self._folder, self._version, self._part_bytes = folder, version, part_bytes
+    def __init__(self, folder: Folder, version: int, part_bytes: int, chunk_bytes: int) -> None:
+        self._folder, self._version = folder, version
+        self._part_bytes, self._chunk_bytes = part_bytes, chunk_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self._parts: list[Future[Part]] = []
@@ -176,36 +223,44 @@ class Writer:
         for part in self._parts[:-_WRITERS]:  # those in memory are few, and what failed is told early
             part.result()
         number, tensors = len(self._parts), self._tensors
-        self._parts.append(self._threads.submit(_written, self._folder, self._version, number, tensors))
+        self._parts.append(self._threads.submit(self._written, number, tensors))
         self._tensors, self._bytes = {}, 0
 
+    def _written(self, number: int, tensors: dict[str, torch.Tensor]) -> Part:
+        from safetensors.torch import save_file
 
-def _written(folder: Folder, version: int, number: int, tensors: dict[str, torch.Tensor]) -> Part:
-    from safetensors.torch import save_file
-
-    file = folder._file(version, number)
-    try:
-        folder._make(version)
-        save_file(tensors, file)
-    except OSError as error:
-        raise folder._no_room(version, error) from error
-    except Exception as error:  # safetensors has an error of its own for what the system says
-        raise folder._no_room(version, OSError(0, str(error))) from error
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as written:
-        while data := written.read(16 << 20):
-            digest.update(data)
-    return Part(file.stat().st_size, digest.hexdigest())
+        folder, file = self._folder, self._folder._file(self._version, number)
+        try:
+            folder._make(self._version)
+            save_file(tensors, file)
+        except OSError as error:
+            raise folder._no_room(self._version, error) from error
+        except Exception as error:  # safetensors has an error of its own for what the system says
+            raise folder._no_room(self._version, OSError(0, str(error))) from error
+        with file.open("rb") as written:
+            digests = tuple(digest(data) for data in iter(lambda: written.read(self._chunk_bytes), b""))
+        return Part(file.stat().st_size, self._chunk_bytes, digests)
 
 
-def claim(root: Path = SHARED_MEMORY) -> Folder:
+def _parts(manifest: str) -> list[Part]:
+    return [Part(part["bytes"], part["chunk_bytes"], tuple(part["digests"])) for part in json.loads(manifest)]
+
+
+def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
     """A folder of this process's own; what processes that are dead have left is removed here.
+
+    Args:
+        root: Where it is made.
+        heir_of: The folder of a process that died, which is taken over if it is still there; its versions are not whole
+            before :meth:`Folder.revive`.
 
     Raises:
         WeightsError: It cannot be made.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if heir_of is not None and _inherit(left := Path(heir_of)):
+            return Folder(left)
         while True:
             lock = root / f"{_PREFIX}{uuid.uuid4().hex}.lock"
             if _try_lock(lock, os.O_CREAT) >= 0 and lock.exists():  # until this process ends
@@ -219,6 +274,18 @@ def claim(root: Path = SHARED_MEMORY) -> Folder:
             "(actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.relay.folder)"
         ) from error
     return Folder(folder)
+
+
+def _inherit(left: Path) -> bool:
+    """Take over a folder whose owner died, or is about to; whether it is there."""
+    until = time.monotonic() + _DYING_S
+    while _try_lock(left.with_suffix(".lock")) < 0:
+        if not left.is_dir() or time.monotonic() > until:
+            return False
+        time.sleep(_DYING_S / 50)
+    for manifest in left.glob(f"*/{_MANIFEST}"):
+        manifest.rename(manifest.with_name(_LEFT))
+    return left.is_dir()
 
 
 def _try_lock(file: Path, flags: int = 0) -> int:

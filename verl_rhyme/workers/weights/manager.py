@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -11,14 +12,17 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
+from verl_rhyme.config import WeightsConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.weights import BACKEND, relay
 from verl_rhyme.workers.weights.delivery import Target
 from verl_rhyme.workers.weights.folder import WeightsError
+from verl_rhyme.workers.weights.sites import tree
 
 #: Seconds that relays have to remove what they hold when the run ends.
 _CLOSE_S = 20.0
+_DEFAULT = WeightsConfig()
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +31,23 @@ class RelayManager(CheckpointEngineManager):
     """As verl's, but that the actor takes part in no replica's transfer: it writes a version once, to its own node's
     relay (:meth:`publish`). From there each replica gets it for itself (:meth:`deliver`): while others generate, and
     the actor trains.
+
+    Args:
+        config: verl's, of the checkpoint engine.
+        actor_wg: The actor's workers.
+        replicas: Those that take weights.
+        options: How they go between sites.
     """
 
-    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any], options: WeightsConfig = _DEFAULT) -> None:
         super().__init__(config, actor_wg, replicas)
+        self._options = options
         self._root = (config.engine_kwargs.get(BACKEND) or {}).get("folder")
         self._relays: dict[str, Any] = {}  # by node
+        self._folders: dict[str, str] = {}  # theirs, also of those that died
+        self._sites: dict[str, str | None] = {}
         self._nodes: dict[Any, list[str]] = {}  # of each replica's workers
-        self._published: tuple[Any, int] | None = None  # the relay of the actor's node; the newest version
+        self._published: tuple[str, int, str] | None = None  # the actor's node; the newest version; its identity
         self._under_way: dict[Any, Any] = {}  # deliveries that nobody waits for, by replica
         #: The trainer waits until all replicas have a version, rather than to go on while they take it.
         self.waits = True
@@ -57,9 +70,9 @@ class RelayManager(CheckpointEngineManager):
         self.publish(global_steps)
         if self.waits:
             self.deliver(self.replicas)
-            return {}
+            return self._told()
         self._under_way |= {replica: self._deliver(replica, self.patient) for replica in self.replicas}
-        return {names.REPLICAS_BEHIND: float(behind)}
+        return {names.REPLICAS_BEHIND: float(behind), **self._told()}
 
     def check(self) -> int:
         """How many replicas have not taken the newest version yet; one that failed tries again, or dies. Does not wait.
@@ -111,13 +124,14 @@ class RelayManager(CheckpointEngineManager):
         ranks = self.actor_wg.world_size
         told = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))
         self._part_with_dead(needed=False)
-        source = self._relay(told[0]["node"])
+        node = told[0]["node"]
+        source = self._relay(node)
         ray.get([relay.expect.remote(version) for relay in self._relays.values()])
-        paths = [ray.get(source.folder.remote())] * ranks
+        self._folders[node] = ray.get(source.folder.remote())
+        paths = [self._folders[node]] * ranks
         ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, path=paths))
         ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
-        ray.get(source.written.remote(version))
-        self._published = source, version
+        self._published = node, version, ray.get(source.written.remote(version))
         self._meet(self.replicas)
         self._spread()
 
@@ -142,7 +156,9 @@ class RelayManager(CheckpointEngineManager):
 
     def _relay(self, node: str) -> Any:
         if node not in self._relays:
-            self._relays[node] = relay.start(node, self._root)
+            options = self._options
+            heir_of = self._folders.get(node)
+            self._relays[node] = relay.start(node, self._root, heir_of, options.pack, options.link_patience)
         return self._relays[node]
 
     def _meet(self, replicas: list[Any]) -> bool:
@@ -152,22 +168,25 @@ class RelayManager(CheckpointEngineManager):
         new = [replica for replica in replicas if replica not in self._nodes]
         workers = [worker for replica in new for worker in replica.workers]
         told = ray.get([worker.execute_checkpoint_engine.remote("prepare") for worker in workers])
-        asked = [self._relay(each["node"]).folder.remote() for each in told]  # which starts those that are missing
-        places = zip(workers, ray.get(asked), strict=True)
+        asked = {each["node"]: self._relay(each["node"]) for each in told}  # which starts those that are missing
+        self._folders |= dict(zip(asked, ray.get([each.folder.remote() for each in asked.values()]), strict=True))
+        places = [(worker, self._folders[each["node"]]) for worker, each in zip(workers, told, strict=True)]
         ray.get([worker.execute_checkpoint_engine.remote("init_process_group", path=at) for worker, at in places])
         nodes = iter(told)
         self._nodes |= {replica: [next(nodes)["node"] for _ in replica.workers] for replica in new}
         return bool(new)
 
     def _spread(self) -> None:
-        """Each node passes the version on to two others."""
+        """Each node passes the version on to others; to other sites it goes once each."""
         assert self._published is not None
-        source, version = self._published
-        needed = {node: self._relay(node) for nodes in self._nodes.values() for node in nodes}
-        chain = [source, *(needed[node] for node in sorted(needed) if needed[node] is not source)]
+        source, version, identity = self._published
+        needed = {node for nodes in self._nodes.values() for node in nodes}
+        if not {source, *needed} <= self._sites.keys():
+            self._sites = sites_of({source, *needed}, self._options.site_label)
+        asked = tree(source, needed, self._sites)
         fetches = [
-            node.fetch.remote(version, [chain[place // 2], source] if place > 1 else [source])
-            for place, node in enumerate(chain[1:])
+            self._relay(node).fetch.remote(version, identity, [(self._relay(hop.node), hop.far) for hop in hops])
+            for node, hops in asked.items()
         ]
         for fetch in fetches:
             try:
@@ -191,17 +210,46 @@ class RelayManager(CheckpointEngineManager):
             except ActorUnavailableError:  # the network between: it may come back
                 continue
             except RayActorError as error:
-                dead = self._relays.pop(node)
+                del self._relays[node]
                 self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}
-                if needed and self._published is not None and self._published[0] is dead:
+                if needed and self._published is not None and self._published[0] == node and not self._revived():
                     raise WeightsError(
                         f"the actor's node lost its weights before all replicas had them: {last_line(error)}\nThe "
                         "same command goes on from the last checkpoint."
                     ) from error
 
+    def _revived(self) -> bool:
+        """Whether what the dead relay of the actor's node has left is there, and all right."""
+        assert self._published is not None
+        node, version, identity = self._published
+        try:
+            return ray.get(self._relay(node).revive.remote(version, identity))
+        except (RayActorError, WeightsError):
+            return False
 
-def relayed(manager: CheckpointEngineManager) -> CheckpointEngineManager:
+    def _told(self) -> dict[str, float]:
+        """What went over slow links since the last update, if there are several sites."""
+        if len(set(self._sites.values())) < 2:
+            return {}
+        tallies: Counter[str] = Counter()
+        for answer in [each.tally.remote() for each in self._relays.values()]:
+            with suppress(RayActorError):  # of one that died the next look finds out
+                tallies.update(ray.get(answer))
+        return {
+            names.SLOW_LINK_MB: tallies["far_bytes"] / 1e6,
+            names.DAMAGED_CHUNKS: float(tallies["damaged"]),
+            names.LOST_CHUNKS: float(tallies["lost"]),
+        }
+
+
+def sites_of(nodes: Iterable[str], label: str | None) -> dict[str, str | None]:
+    """Each Ray node's site, as its label says; ``None`` where it has none."""
+    labels = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes()} if label else {}
+    return {node: labels.get(node, {}).get(label) for node in nodes}
+
+
+def relayed(manager: CheckpointEngineManager, options: WeightsConfig = _DEFAULT) -> CheckpointEngineManager:
     """Ours in the place of verl's, where the relay is what carries weights."""
     if manager.backend != BACKEND:
         return manager
-    return RelayManager(manager.config, manager.actor_wg, manager.replicas)
+    return RelayManager(manager.config, manager.actor_wg, manager.replicas, options)

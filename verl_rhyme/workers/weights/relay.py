@@ -1,7 +1,8 @@
 """The relay: one copy of each version of the weights on each node, which the node's replicas take when told to.
 
-Nodes pass a version on in a tree, part by part: no node sends it more than twice, and those that are far from the actor
-begin before those that are near have all of it.
+Nodes pass a version on in a tree, chunk by chunk: those that are far from the actor begin before those that are near
+have all of it (:mod:`~verl_rhyme.workers.weights.sites`: who asks whom). What is missing and what is right is
+:mod:`~verl_rhyme.workers.weights.transfer`'s to know; here questions and answers go by Ray calls.
 """
 
 from __future__ import annotations
@@ -11,27 +12,49 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.weights.delivery import Delivery, Target
-from verl_rhyme.workers.weights.folder import SHARED_MEMORY, Folder, Part, WeightsError, claim
+from verl_rhyme.workers.weights.folder import SHARED_MEMORY, Folder, WeightsError, claim
+from verl_rhyme.workers.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
+from verl_rhyme.workers.weights.sending import Base, Sender
+from verl_rhyme.workers.weights.transfer import Chunk, Part, all_chunks, identity
 
 logger = logging.getLogger(__name__)
 
-#: Versions that a node keeps: the newest, and the one that some may still be taking.
+#: Versions that a node keeps: the newest, and the one that some may still be taking; the next is sent against it.
 KEPT = 2
-#: Parts that are on their way to a node at a time, and how often one is asked for that came damaged.
-_AT_A_TIME, _TRIES = 2, 3
-#: Calls at a time: of nodes that wait for parts, and of replicas that wait for a version.
+#: Calls at a time: of nodes that wait for chunks, and of replicas that wait for a version.
 _CALLS = 1024
+
+
+class RaySource:
+    """:class:`~verl_rhyme.workers.weights.receiving.Source` by calls of another node's relay."""
+
+    def __init__(self, relay: Any) -> None:
+        self._relay = relay
+
+    async def parts(self, version: int) -> list[Part]:
+        return await _answered(self._relay.parts.remote(version))
+
+    async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> np.ndarray:
+        return await _answered(self._relay.chunk.remote(version, chunk, base, pack))
+
+
+async def _answered(call: Any) -> Any:
+    try:
+        return await call
+    except (ActorUnavailableError, ObjectLostError) as error:  # the network between: it may come back
+        raise LinkError(last_line(error)) from error
 
 
 class Relay:
@@ -39,15 +62,23 @@ class Relay:
 
     Args:
         root: Where its folder is made; ``None``: in shared memory.
+        heir_of: The folder of the relay in whose place it is started.
+        pack: What goes between sites is packed, and against the version before.
+        silence: Seconds for which a source is waited for that sends nothing.
     """
 
-    def __init__(self, root: str | None = None) -> None:
+    def __init__(
+        self, root: str | None = None, heir_of: str | None = None, pack: bool = True, silence: float = 600.0
+    ) -> None:
         keep_audible()
-        self._folder: Folder = claim(SHARED_MEMORY if root is None else Path(root))
+        self._folder: Folder = claim(SHARED_MEMORY if root is None else Path(root), heir_of)
+        self._sender = Sender(self._folder)
+        self._pack, self._patience = pack, Patience(min(60.0, silence), silence)
+        self._tally: Counter[str] = Counter()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._told: dict[int, list[Part]] = {}  # of versions that are here, or come
         self._changed = asyncio.Condition()
-        self._here: dict[int, set[int]] = {}  # parts that came
+        self._here: dict[int, set[Chunk]] = {}  # chunks that came
         self._gone: set[int] = set()  # versions that made room for others
         self._taking: Counter[int] = Counter()  # replicas that take a version
         self._deliveries: dict[int, Delivery] = {}  # by the replica's rank
@@ -68,17 +99,32 @@ class Relay:
         """The run ends: what is here goes."""
         self._folder.close()
 
+    async def tally(self) -> dict[str, int]:
+        """What was fetched since the last call: :class:`~verl_rhyme.workers.weights.transfer.Counts`, and ``far_bytes``
+        from other sites.
+        """
+        told, self._tally = self._tally, Counter()
+        return dict(told)
+
     # ---- the actor's node ----
 
-    async def written(self, version: int) -> None:
-        """The actor has written it.
+    async def written(self, version: int) -> str:
+        """The actor has written it; its identity.
 
         Raises:
             WeightsError: It has not.
         """
         parts = self._folder.parts(version)
-        self._here[version], self._told[version] = set(range(len(parts))), parts
+        self._here[version], self._told[version] = set(all_chunks(parts)), parts
         await self._tell()
+        return identity(parts)
+
+    async def revive(self, version: int, wanted: str) -> bool:
+        """Whether a relay that died has left that version whole here."""
+        if not await asyncio.to_thread(self._folder.revive, version, wanted):
+            return False
+        await self.written(version)
+        return True
 
     # ---- between nodes ----
 
@@ -91,65 +137,89 @@ class Relay:
         await self._until(version, lambda: version in self._told)
         return self._told[version]
 
-    async def part(self, version: int, number: int) -> np.ndarray:
-        """uint8[N], as soon as it is here. Raises as :meth:`parts`."""
-        await self._until(version, lambda: number in self._here.get(version, ()))
-        return np.frombuffer(await asyncio.to_thread(self._folder.part, version, number), np.uint8)
+    async def chunk(self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False) -> np.ndarray:
+        """uint8[M], coded, as soon as it is here. Raises as :meth:`parts`."""
+        await self._until(version, lambda: chunk in self._here.get(version, ()))
+        parts = self._told[version]
+        return await asyncio.to_thread(self._sender.answer, version, chunk, parts, base, pack)
 
-    async def fetch(self, version: int, sources: list[Any]) -> None:
+    async def fetch(self, version: int, wanted: str, sources: list[tuple[Any, bool]]) -> None:
         """Begin to fetch a version from another node's relay, where that cannot give it from the next one; who takes it
         here learns what went wrong. Once for a version, unless that failed.
+
+        Args:
+            version: Its number.
+            wanted: Its identity: what has another one is not it, whatever its number.
+            sources: Relays, each with whether it is at another site.
         """
         known = self._fetches.get(version)
-        if version in self._folder.versions() or (known is not None and not known.done()):
+        if version in self._folder.versions():
+            if identity(self._folder.parts(version)) == wanted:
+                return
+            self._remove(version)
+            for delivery in self._deliveries.values():
+                delivery.forget(version)
+        elif known is not None and not known.done():
             return
         before = [fetch for fetch in self._fetches.values() if not fetch.done()]
-        self._fetches[version] = asyncio.create_task(self._fetch_from(version, sources, before))
+        self._fetches[version] = asyncio.create_task(self._fetch_from(version, wanted, sources, before))
 
-    async def _fetch_from(self, version: int, sources: list[Any], before: list[asyncio.Task[None]]) -> None:
+    async def _fetch_from(
+        self, version: int, wanted: str, sources: list[tuple[Any, bool]], before: list[asyncio.Task[None]]
+    ) -> None:
         if before:  # there is room for one at a time
             await asyncio.wait(before)
+        for other in self._folder.unfinished():
+            if other != version:
+                self._remove(other)
         self._forget(version)
+        self._gone.discard(version)
         await self._tell()
-        for left, source in zip(reversed(range(len(sources))), sources, strict=True):
+        if await self.revive(version, wanted):
+            return
+        receiver: Receiver | None = None
+        for left, (relay, far) in zip(reversed(range(len(sources))), sources, strict=True):
+            source = RaySource(relay)
             try:
-                await self._fetch(version, source)
+                parts = await ask_parts(source, version, self._patience)
+                if identity(parts) != wanted:
+                    raise WeightsError(f"what a node has as weights {version} are others")
+                if receiver is None:
+                    receiver = await self._receiver(version, parts)
+                await self._receive(receiver, source, version, far)
                 return
-            except (RayError, WeightsError) as error:
-                self._folder.remove(version)
+            except (RayError, LinkError, WeightsError) as error:
                 if not left:
+                    self._told.pop(version, None)
+                    self._here.pop(version, None)  # what came stays in the folder, and is not sent again
+                    self._gone.add(version)
+                    await self._tell()
                     raise
                 logger.warning("weights %d are fetched from another node: %s", version, last_line(error))
 
-    async def _fetch(self, version: int, source: Any) -> None:
-        parts = await source.parts.remote(version)
-        self._folder.remove(version)
-        self._here[version], self._told[version] = set(), parts
+    async def _receiver(self, version: int, parts: list[Part]) -> Receiver:
+        transfer = await begin(self._folder, version, parts)
+        here = set(all_chunks(parts)) - set(transfer.missing)
+        if here:
+            logger.warning("weights %d: the transfer goes on, %d chunks are here", version, len(here))
+        self._here[version], self._told[version] = here, parts
         await self._tell()
-        at_a_time = asyncio.Semaphore(_AT_A_TIME)
 
-        async def one(number: int, part: Part) -> None:
-            async with at_a_time:
-                for left in reversed(range(_TRIES)):
-                    data = memoryview(await source.part.remote(version, number))
-                    try:
-                        await asyncio.to_thread(self._folder.put, version, number, data, part)
-                        break
-                    except WeightsError as error:
-                        if not left:
-                            raise
-                        logger.warning("%s; it is fetched again", error)
-            self._here[version].add(number)
+        async def kept(chunk: Chunk) -> None:
+            self._here[version].add(chunk)
             await self._tell()
 
-        fetches = [asyncio.create_task(one(number, part)) for number, part in enumerate(parts)]
+        return Receiver(self._folder, version, transfer, kept, self._patience)
+
+    async def _receive(self, receiver: Receiver, source: RaySource, version: int, far: bool) -> None:
+        before = Counter(asdict(receiver.counts))
         try:
-            await asyncio.gather(*fetches)
-        finally:  # none goes on beside another try
-            for fetch in fetches:
-                fetch.cancel()
-            await asyncio.gather(*fetches, return_exceptions=True)
-        self._folder.complete(version, parts)
+            await receiver.fetch(source, base_of(self._folder, version), far and self._pack)
+        finally:
+            came = Counter(asdict(receiver.counts))
+            came.subtract(before)
+            self._tally.update(came)
+            self._tally["far_bytes"] += came["bytes"] * far
 
     # ---- replicas ----
 
@@ -176,7 +246,7 @@ class Relay:
             raise WeightsError(f"nobody has sent weights {version} to this node; it has {self._folder.versions()}")
         try:
             await asyncio.shield(fetch)
-        except RayError as error:
+        except (RayError, LinkError) as error:
             raise WeightsError(f"weights {version} could not be fetched from another node: {error}") from error
 
     async def _tell(self) -> None:
@@ -203,8 +273,8 @@ class Relay:
             known.pop(version, None)
 
 
-def start(node: str, root: str | None) -> Any:
-    """The relay of a Ray node. It ends with the process that starts it."""
+def start(node: str, root: str | None, *options: Any) -> Any:
+    """The relay of a Ray node, with :class:`Relay`'s further options. It ends with the process that starts it."""
     return (
         ray.remote(Relay)
         .options(
@@ -212,5 +282,5 @@ def start(node: str, root: str | None) -> Any:
             max_concurrency=_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
         )
-        .remote(root)
+        .remote(root, *options)
     )

@@ -1,0 +1,273 @@
+"""A link between two sites, on one machine: two network namespaces, and what a long way does to what passes.
+
+The product's nodes talk by Ray calls; here the same questions and answers (``weights/receiving.py``, ``sending.py``) go
+over TCP. Bandwidth is the kernel's token bucket (``tc``'s tbf) on a pair of virtual interfaces. Delay, cuts, torn and
+flipped bytes are made by :class:`Wire`, a relay of TCP streams in this process, because the kernel may lack netem;
+answers overtake each other on connections of their own. What it cannot do: lose, reorder or duplicate single packets
+below TCP.
+
+    python -m benchmarks.far_link FOLDER HOST PORT   # a sender, in the namespace that it is started in
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl_rhyme.workers.weights.folder import Folder
+from verl_rhyme.workers.weights.receiving import LinkError
+from verl_rhyme.workers.weights.sending import Base, Sender
+from verl_rhyme.workers.weights.transfer import Chunk, Part
+
+_LENGTH = struct.Struct("<Q")
+_MOST = 1 << 30
+_numbers = itertools.count()
+
+
+# ---- questions and answers over TCP ----
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    [size] = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > _MOST:
+        raise ConnectionError("a damaged length")
+    return await reader.readexactly(size)
+
+
+async def serve(folder: Folder, host: str, port: int) -> None:
+    """Answer, until the process is ended."""
+    sender = Sender(folder)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                version, chunk, base, pack = pickle.loads(await _read(reader))
+                parts = folder.parts(version)
+                if chunk is None:
+                    told = pickle.dumps(parts)
+                else:
+                    told = bytes(await asyncio.to_thread(sender.answer, version, chunk, parts, base, pack))
+                writer.write(_LENGTH.pack(len(told)) + told)
+                await writer.drain()
+        except (OSError, EOFError, pickle.UnpicklingError):  # it is cut, or damaged: who asked asks again
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, host, port)
+    print("ready", flush=True)
+    await server.serve_forever()
+
+
+class TcpSource:
+    """The other end, at an address. Connections are kept for the next question, and given up where one breaks."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._at, self._free = (host, port), list[Any]()
+
+    async def parts(self, version: int) -> list[Part]:
+        try:
+            return pickle.loads(await self._ask(version, None, None, False))
+        except LinkError:
+            raise
+        except Exception as error:  # a pickle of flipped bits may raise anything
+            raise LinkError(f"a damaged answer: {error}") from error
+
+    async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> np.ndarray:
+        return np.frombuffer(await self._ask(version, chunk, base, pack), np.uint8)
+
+    async def _ask(self, *question: Any) -> bytes:
+        writer = None
+        try:
+            reader, writer = self._free.pop() if self._free else await asyncio.open_connection(*self._at)
+            told = pickle.dumps(question)
+            writer.write(_LENGTH.pack(len(told)) + told)
+            await writer.drain()
+            answer = await _read(reader)
+        except (OSError, EOFError) as error:
+            if writer is not None:
+                writer.close()
+            raise LinkError(str(error)) from error
+        except BaseException:  # given up: the answer must not be taken for the next question's
+            if writer is not None:
+                writer.close()
+            raise
+        self._free.append((reader, writer))
+        return answer
+
+
+# ---- what a long way does ----
+
+
+@dataclass
+class Wire:
+    """Passes TCP streams on, later than they came, and not always all of them, or as they were.
+
+    Attributes:
+        host: Of the sender.
+        port: Of the sender.
+        delay_s: One way.
+        flip: Of 64 KiB that come from the sender, the share in which a bit is flipped.
+        tear: The share after which their connection breaks.
+        up: Nothing passes else, and connections are refused: the link is cut.
+        bytes: That came from the sender.
+    """
+
+    host: str
+    port: int
+    delay_s: float = 0.0
+    flip: float = 0.0
+    tear: float = 0.0
+    seed: int = 0
+    up: bool = True
+    bytes: int = 0
+    at: int = 0
+    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Wire]:
+        """At ``127.0.0.1:at``."""
+        self._rng = random.Random(self.seed)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.at = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            self.cut()
+            server.close()
+
+    def cut(self) -> None:
+        self.up = False
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    def mend(self) -> None:
+        self.up = True
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.up:
+            writer.transport.abort()
+            return
+        self._open.add(writer)
+        there = None
+        try:
+            far, there = await asyncio.open_connection(self.host, self.port)
+            self._open.add(there)
+            await asyncio.gather(self._pass(reader, there, False), self._pass(far, writer, True))
+        except OSError:
+            pass
+        finally:
+            for each in (writer, there):
+                if each is not None:
+                    self._open.discard(each)
+                    each.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, back: bool) -> None:
+        loop, late = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]](64)
+
+        async def write() -> None:
+            while True:
+                when, data = await late.get()
+                await asyncio.sleep(when - loop.time())
+                writer.write(data)
+                await writer.drain()
+
+        writing = asyncio.create_task(write())
+        try:
+            while data := await reader.read(1 << 16):
+                if back:
+                    self.bytes += len(data)
+                    data = self._spoilt(data)
+                await late.put((loop.time() + self.delay_s, data))
+            raise ConnectionError("the other side has closed")
+        finally:
+            writing.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await writing
+
+    def _spoilt(self, data: bytes) -> bytes:
+        if self._rng.random() < self.tear:
+            raise ConnectionError("torn")
+        if self._rng.random() < self.flip:
+            spoilt = bytearray(data)
+            spoilt[self._rng.randrange(len(spoilt))] ^= 1 << self._rng.randrange(8)
+            return bytes(spoilt)
+        return data
+
+
+# ---- two sites ----
+
+
+def missing() -> str:
+    """Why there can be no second site on this machine, or nothing."""
+    if not sys.platform.startswith("linux") or not all(map(shutil.which, ("ip", "tc"))):
+        return "needs Linux with ip and tc (iproute2)"
+    if os.geteuid():
+        return "needs root, to make network namespaces"
+    try:
+        with two_sites(1e9):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+@contextmanager
+def two_sites(bits_per_s: float) -> Iterator[tuple[str, str]]:
+    """The name of a second network namespace, and the address of the far end in it; this process's is the other.
+
+    Args:
+        bits_per_s: What passes from there to here, at most.
+    """
+    name = f"far{os.getpid() % 100_000}x{next(_numbers)}"
+    low = 4 * (os.getpid() % 60)
+    net = f"10.213.{(os.getpid() // 60) % 250}"
+    here, there = f"{net}.{low + 1}", f"{net}.{low + 2}"
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        _run("ip", "addr", "add", f"{here}/30", "dev", f"{name}a")
+        _run("ip", "link", "set", f"{name}a", "up")
+        _run("ip", "-n", name, "addr", "add", f"{there}/30", "dev", f"{name}b")
+        _run("ip", "-n", name, "link", "set", f"{name}b", "up")
+        burst = max(32_000, int(bits_per_s / 8 / 250))  # bytes of a kernel's tick
+        limit = ["rate", f"{int(bits_per_s)}bit", "burst", str(burst), "latency", "50ms"]
+        _run("tc", "-n", name, "qdisc", "add", "dev", f"{name}b", "root", "tbf", *limit)
+        yield name, there
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)  # and both interfaces
+        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def sender(name: str, folder: Folder, host: str, port: int) -> Iterator[subprocess.Popen[str]]:
+    """A process in a namespace that answers for a folder."""
+    command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.far_link", str(folder.path), host]
+    process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", "the sender did not start"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Folder(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
