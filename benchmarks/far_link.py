@@ -136,6 +136,7 @@ class Wire:
     bytes: int = 0
     at: int = 0
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    _passing: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Wire]:
@@ -146,8 +147,9 @@ class Wire:
         try:
             yield self
         finally:
-            self.cut()
             server.close()
+            self.cut()
+            await asyncio.gather(*self._passing, return_exceptions=True)
 
     def cut(self) -> None:
         self.up = False
@@ -162,7 +164,9 @@ class Wire:
             writer.transport.abort()
             return
         self._open.add(writer)
-        there = None
+        there, task = None, asyncio.current_task()
+        assert task is not None
+        self._passing.add(task)
         try:
             far, there = await asyncio.open_connection(self.host, self.port)
             self._open.add(there)
@@ -170,6 +174,7 @@ class Wire:
         except OSError:
             pass
         finally:
+            self._passing.discard(task)
             for each in (writer, there):
                 if each is not None:
                     self._open.discard(each)

@@ -6,6 +6,7 @@ The nodes are two names for one machine; each has a relay and a folder of its ow
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from verl_rhyme.workers.weights import manager as managers
 from verl_rhyme.workers.weights import relay
 from verl_rhyme.workers.weights.engine import RelayCheckpointEngine, register
 from verl_rhyme.workers.weights.folder import Folder, WeightsError
@@ -113,7 +115,7 @@ def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = str(tmp_path_factory.mktemp("relay"))
     config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={"relay": {"folder": folder}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relay, "start", lambda node, root: start(here, root))
+        patch.setattr(relay, "start", lambda node, root, *options: start(here, root, *options))
         yield RelayManager(config, ActorGroup([on("near", True)]), [Replica(0, "near"), Replica(1, "far")])
 
 
@@ -128,6 +130,21 @@ def test_each_node_has_one_copy_and_its_replicas_take_it(manager: RelayManager) 
     paths = [ray.get(replica.workers[0].path.remote()) for replica in manager.replicas]
     assert len(set(paths)) == 2, "each worker reads on its own node"
     assert [Folder(path).versions() for path in paths] == [[2, 3]] * 2
+
+
+def test_another_site_gets_what_changed_and_the_update_says_how_much(
+    manager: RelayManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(managers, "sites_of", lambda nodes, label: {node: node for node in nodes})
+    manager._sites = {}
+    for relay in manager._relays.values():
+        ray.get(relay.tally.remote())
+    told = manager.update_weights(4)
+    size = sum(tensor.nbytes for tensor in weights(4).values())
+    assert 0 < told["rollout/weights/slow_link_mb"] * 1e6 < size / 4
+    assert told["rollout/weights/damaged_chunks"] == told["rollout/weights/lost_chunks"] == 0
+    assert served(manager) == [40.0] * 2
+    manager._sites = {}
 
 
 def test_the_trainer_goes_on_while_replicas_take_them(manager: RelayManager) -> None:
@@ -173,7 +190,16 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     manager.update_weights(8)
     manager.settle()
     assert served(manager) == [80.0] * 2
-    ray.kill(manager._relays["near"])  # the actor's
+    ray.kill(manager._relays["near"])  # the actor's, which leaves what it held
+    manager._under_way[far] = manager._deliver(manager.replicas[0])
+    ray.wait([manager._under_way[far]], timeout=30)
+    assert manager.check() == 1
+    manager.settle()
+    late = Replica(3, "far")
+    manager.deliver([late])
+    assert late.serves() == 80.0
+    ray.kill(manager._relays["near"])
+    shutil.rmtree(manager._folders["near"])
     manager._under_way[far] = manager._deliver(manager.replicas[0])
     ray.wait([manager._under_way[far]], timeout=30)
     with pytest.raises(WeightsError, match=r"the actor's node lost its weights.*\n.*from the last checkpoint"):

@@ -279,13 +279,13 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
 def _inherit(left: Path) -> bool:
     """Take over a folder whose owner died, or is about to; whether it is there."""
     until = time.monotonic() + _DYING_S
-    while _try_lock(left.with_suffix(".lock")) < 0:
-        if not left.is_dir() or time.monotonic() > until:
-            return False
+    while left.is_dir() and time.monotonic() < until:
+        if _try_lock(left.with_suffix(".lock")) >= 0:
+            for manifest in left.glob(f"*/{_MANIFEST}"):
+                manifest.rename(manifest.with_name(_LEFT))
+            return True
         time.sleep(_DYING_S / 50)
-    for manifest in left.glob(f"*/{_MANIFEST}"):
-        manifest.rename(manifest.with_name(_LEFT))
-    return left.is_dir()
+    return False
 
 
 def _try_lock(file: Path, flags: int = 0) -> int:

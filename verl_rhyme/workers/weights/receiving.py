@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Seconds before what was lost is asked for again: the first time, and at most, doubled each time nothing came.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 
 
 class LinkError(Exception):

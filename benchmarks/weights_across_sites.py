@@ -1,0 +1,262 @@
+"""Weights over a slow link: what an update takes there, by how it is coded, and what a cut costs.
+
+    python -m benchmarks.weights_across_sites [--json] [--quick] [--megabytes 64]
+
+``coding``: real updates in bf16, of the tiny world's Qwen2 after optimizer steps on its own answers, with what the
+relay sends (``delta``; ``packed`` where there is no version to send against) and with what it does not: positions and
+values (verl's delta engine's form, without and with zstandard), all words' exclusive or, zlib. Seconds are of one core.
+``transfer``: such numbers through the product's two ends, between two network namespaces (``far_link.py``; needs root),
+over a link of so many bits a second, 10 ms long. ``cut``: the link is cut for two seconds in the middle of a version that
+goes as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import typer
+
+from benchmarks import far_link
+from benchmarks.far_link import TcpSource, Wire, sender, two_sites
+from benchmarks.machine import commit, describe
+from benchmarks.sorted_gradients import responses
+from verl_rhyme.workers.weights.coding import decode, encode
+from verl_rhyme.workers.weights.folder import Folder, claim
+from verl_rhyme.workers.weights.receiving import Patience, Receiver, base_of, begin
+from verl_rhyme.workers.weights.transfer import Chunk, identity
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+#: Of AdamW: of the recipes for large models; ten times that; of the tiny world's recipe.
+LEARNING_RATES = (1e-6, 1e-5, 3e-4)
+STEPS, RESPONSES_A_STEP = 8, 4
+MBIT = 1e6
+#: Replicas at the far site, of which each would fetch a copy for itself.
+REPLICAS = 8
+PORT, CHUNK_BYTES, PART_BYTES = 9000, 1 << 20, 16 << 20
+DELAY_S, CUT_S = 0.01, 2.0
+
+
+# ---- real updates ----
+
+
+def updates(steps: int = STEPS) -> dict[float, list[np.ndarray]]:
+    """By learning rate: uint16 [parameters], the policy in bf16 before and after each optimizer step.
+
+    The float32 parameters that the optimizer has start anywhere within what rounds to their bf16 numbers, as after many
+    steps; from the bf16 numbers themselves, as in a run's first steps, hardly any would change.
+    """
+    model, prompts, texts, advantages = responses(4, 0)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    versions = {}
+    for rate in LEARNING_RATES:
+        model.load_state_dict(start)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spacing = (parameter.abs().clamp_min(1e-30).log2().floor() - 7).exp2()
+                parameter.add_((torch.rand(parameter.shape, generator=generator) - 0.5) * spacing)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        versions[rate] = [words(model)]
+        for step in range(steps):
+            optimizer.zero_grad()
+            for n in range(RESPONSES_A_STEP):
+                row = (step * RESPONSES_A_STEP + n) % len(prompts)
+                log_probs = model(torch.tensor([prompts[row] + texts[row]])).logits[0, len(prompts[row]) - 1 : -1]
+                chosen = log_probs.log_softmax(-1).gather(1, torch.tensor(texts[row])[:, None])
+                weight = advantages[row] if abs(advantages[row]) > 1e-3 else 0.3  # of a group that is all alike
+                (-weight * chosen.mean()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            versions[rate].append(words(model))
+    return versions
+
+
+def words(model: Any) -> np.ndarray:
+    parts = [p.detach().to(torch.bfloat16).view(torch.int16).numpy().ravel() for p in model.parameters()]
+    return np.concatenate(parts).view(np.uint16)
+
+
+# ---- coding ----
+
+
+def raw(words: np.ndarray) -> np.ndarray:
+    return words.view(np.uint8)
+
+
+def positions(old: np.ndarray, new: np.ndarray) -> bytes:
+    places = np.flatnonzero(old != new).astype("<u4")
+    return places.tobytes() + new[places].tobytes()
+
+
+_ZSTD = pa.Codec("zstd", compression_level=1)
+WAYS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "packed": lambda old, new: encode(raw(new)),
+    "delta": lambda old, new: encode(raw(new), raw(old)),
+    "positions_and_values": positions,
+    "positions_and_values, zstd": lambda old, new: _ZSTD.compress(positions(old, new), asbytes=True),
+    "exclusive_or, zstd": lambda old, new: _ZSTD.compress((old ^ new).tobytes(), asbytes=True),
+    "exclusive_or, zlib": lambda old, new: zlib.compress((old ^ new).tobytes(), 1),
+}
+
+
+def coding(versions: dict[float, list[np.ndarray]], repeats: int) -> Iterator[dict[str, Any]]:
+    for rate, seen in versions.items():
+        old, new = seen[-2:]
+        for way, code in WAYS.items():
+            coded, seconds = timed(partial(code, old, new), repeats)
+            row: dict[str, Any] = {
+                "part": "coding",
+                "learning_rate": rate,
+                "changed": round(float((old != new).mean()), 4),
+                "way": way,
+                "ratio": round(new.nbytes / len(coded), 1),
+                "code_s_per_gb": round(seconds / new.nbytes * 1e9, 2),
+            }
+            if way in ("packed", "delta"):
+                made, seconds = timed(partial(decode, coded, new.nbytes, raw(old)), repeats)
+                assert np.array_equal(made.view(np.uint16), new)
+                row["decode_s_per_gb"] = round(seconds / new.nbytes * 1e9, 2)
+            yield row
+
+
+def timed(work: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """What it returns, and the processor's seconds, the least of several times."""
+    least = float("inf")
+    for _ in range(repeats):
+        began = time.process_time()
+        made = work()
+        least = min(least, time.process_time() - began)
+    return made, least
+
+
+# ---- over a link ----
+
+
+def tiled(versions: list[np.ndarray], megabytes: float) -> list[dict[str, torch.Tensor]]:
+    """The last two versions, as large as asked: the same numbers over and over, each time in another order, so that no
+    packer finds them again.
+    """
+    count = max(1, round(megabytes * 1e6 / versions[0].nbytes))
+    orders = [np.random.default_rng(n).permutation(len(versions[0])) for n in range(count)]
+    return [
+        {f"tile.{n}": torch.from_numpy(raw(each[order])).view(torch.bfloat16) for n, order in enumerate(orders)}
+        for each in versions[-2:]
+    ]
+
+
+def write(folder: Folder, version: int, weights: dict[str, torch.Tensor]) -> int:
+    """Bytes of it."""
+    writer = folder.writer(version, PART_BYTES, CHUNK_BYTES)
+    for name, tensor in weights.items():
+        writer.add(name, tensor)
+    writer.close()
+    return sum(part.bytes for part in folder.parts(version))
+
+
+async def transfers(models: list[dict[str, torch.Tensor]], mbit: float, root: Path) -> list[dict[str, Any]]:
+    there, rows = claim(root / f"there{mbit}"), []
+    sizes = [write(there, version, weights) for version, weights in enumerate(models, 1)]
+    with two_sites(mbit * MBIT) as (name, host), sender(name, there, host, PORT):
+        wire = Wire(host, PORT, delay_s=DELAY_S)
+        async with wire.running():
+            for way, version in (("plain", 1), ("packed", 1), ("delta", 2)):
+                here = claim(root / f"{way}{mbit}")
+                if way == "delta":
+                    write(here, 1, models[0])
+                wire.bytes, began = 0, time.perf_counter()
+                await fetch(here, there, version, wire, way != "plain")
+                rows.append(
+                    {
+                        "part": "transfer",
+                        "way": way,
+                        "link_mbit_per_s": mbit,
+                        "megabytes": round(sizes[version - 1] / 1e6, 1),
+                        "slow_link_megabytes": round(wire.bytes / 1e6, 3),
+                        "of_a_copy_for_each_replica": round(wire.bytes / sizes[version - 1] / REPLICAS, 5),
+                        "replicas": REPLICAS,
+                        "seconds": round(time.perf_counter() - began, 2),
+                    }
+                )
+    return rows
+
+
+async def cut(models: list[dict[str, torch.Tensor]], mbit: float, root: Path) -> dict[str, Any]:
+    there, here = claim(root / "cut_there"), claim(root / "cut_here")
+    size = write(there, 1, models[0])
+    came: list[float] = []
+    with two_sites(mbit * MBIT) as (name, host), sender(name, there, host, PORT):
+        wire = Wire(host, PORT, delay_s=DELAY_S)
+        async with wire.running():
+            fetching = asyncio.create_task(fetch(here, there, 1, wire, False, came))
+            while wire.bytes < size / 2:
+                await asyncio.sleep(0.01)
+            wire.cut()
+            await asyncio.sleep(CUT_S)
+            wire.mend()
+            mended = time.perf_counter()
+            await fetching
+    assert identity(here.parts(1)) == identity(there.parts(1))
+    return {
+        "part": "cut",
+        "link_mbit_per_s": mbit,
+        "megabytes": round(size / 1e6, 1),
+        "cut_s": CUT_S,
+        "first_chunk_after_s": round(min(when for when in came if when > mended) - mended, 2),
+        "sent_again_megabytes": round((wire.bytes - size) / 1e6, 2),
+    }
+
+
+async def fetch(
+    here: Folder, there: Folder, version: int, wire: Wire, pack: bool, came: list[float] | None = None
+) -> None:
+    async def kept(chunk: Chunk) -> None:
+        if came is not None:
+            came.append(time.perf_counter())
+
+    source, parts = TcpSource("127.0.0.1", wire.at), there.parts(version)
+    receiver = Receiver(here, version, await begin(here, version, parts), kept, Patience(60.0, 600.0))
+    await receiver.fetch(source, base_of(here, version), pack)
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="few megabytes, one link")] = False,
+    megabytes: Annotated[float, typer.Option(help="that cross the link")] = 64.0,
+) -> None:
+    """Measure each part."""
+
+    def show(row: dict[str, Any]) -> None:
+        told = {"benchmark": "weights_across_sites", **row}
+        if as_json:
+            print(json.dumps({**told, "machine": describe(), "commit": commit()}), flush=True)
+        else:
+            print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+    versions = updates(3 if quick else STEPS)
+    for row in coding(versions, 3 if quick else 15):
+        show(row)
+    if why := far_link.missing():
+        raise typer.Exit(typer.echo(f"no link is measured: it {why}", err=True))
+    models = tiled(versions[LEARNING_RATES[0]], 8 if quick else megabytes)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        for mbit in (400,) if quick else (100, 1000):
+            for row in asyncio.run(transfers(models, mbit, Path(root))):
+                show(row)
+        show(asyncio.run(cut(models, 100, Path(root))))
+
+
+if __name__ == "__main__":
+    app()
