@@ -6,8 +6,8 @@
 relay sends (``delta``; ``packed`` where there is no version to send against) and with what it does not: positions and
 values (verl's delta engine's form, without and with zstandard), all words' exclusive or, zlib. Seconds are of one core.
 ``transfer``: such numbers through the product's two ends, between two network namespaces (``far_link.py``; needs root),
-over a link of so many bits a second, 10 ms long. ``cut``: the link is cut for two seconds in the middle of a version that
-goes as it is.
+over a link of so many bits a second, 10 ms long. ``cut``: the link is cut for two seconds in the middle of a version
+that goes as it is.
 """
 
 from __future__ import annotations

@@ -137,8 +137,7 @@ def test_another_site_gets_what_changed_and_the_update_says_how_much(
 ) -> None:
     monkeypatch.setattr(managers, "sites_of", lambda nodes, label: {node: node for node in nodes})
     manager._sites = {}
-    for relay in manager._relays.values():
-        ray.get(relay.tally.remote())
+    ray.get([each.tally.remote() for each in manager._relays.values()])
     told = manager.update_weights(4)
     size = sum(tensor.nbytes for tensor in weights(4).values())
     assert 0 < told["rollout/weights/slow_link_mb"] * 1e6 < size / 4
