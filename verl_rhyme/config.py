@@ -358,14 +358,14 @@ class WeightsConfig:
     """Weights by the relay (``checkpoint_engine.backend=relay``), where engines stand at several sites.
 
     Attributes:
-        site_label: Label of Ray nodes that says which site one is at (``ray start --labels``; KubeRay and the cloud
-            launchers set the default one). Nodes without it are at one site. ``None``: all nodes are.
+        site_label: Label of Ray nodes that says which site one is at (``ray start --labels="rhyme-site=north"``).
+            Nodes without it are at one site. ``None``: all nodes are.
         pack: What goes from site to site is packed, and as what differs from the version before where both ends have
             it; else all bytes go as they are.
         link_patience: Seconds for which a node waits for one that sends nothing, before it asks another or gives up.
     """
 
-    site_label: str | None = "ray.io/availability-region"
+    site_label: str | None = "rhyme-site"
     pack: bool = True
     link_patience: float = 600.0
 
