@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_rhyme import __version__
+from verl_rhyme.plan_command import plan
 
 if TYPE_CHECKING:
     from verl_rhyme.doctor import Check
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from verl_rhyme.simulation.run import Simulation
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
+app.command()(plan)
 
 _Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")

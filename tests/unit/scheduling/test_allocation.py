@@ -1,0 +1,309 @@
+"""Splits of GPUs between generation and training: Algorithm 1 as published, and ours over sites, kinds and prices."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.allocation import published
+from verl_rhyme.scheduling.allocation.planner import NoSplit, Problem, colocated, plan, split
+from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
+from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, generation, step
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+
+LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
+WORK = Work(LENGTHS, samples=512, group=8, prompt_tokens=200)
+FAST = ReplicaCost(StepCost(base=8e-3, row=3e-5, cached=2e-8), prefill=3e-5, slots=64, gpus=2)
+SLOW = ReplicaCost(StepCost(base=8e-3, row=3e-4, cached=2e-8), prefill=3e-4, slots=64, gpus=2)
+TRAINING = Training(token=1e-3, update=2.0, copy_gpus=2, reserve=10e9)
+MODEL = Model(7e9)
+OVERLAP = Overlap()
+
+
+def pool(site="here", kind="h800", gpus=32, price=2.85, cost=FAST, training=TRAINING, **other):
+    replicas = {} if cost is None else {cost.gpus: cost}
+    return Pool(
+        site, kind, gpus, **{"node": 8, "memory": 80e9, "price": price, **other}, replicas=replicas, training=training
+    )
+
+
+def problem(*pools, overlap=OVERLAP, work=WORK, links=None, **other):
+    return Problem(pools or (pool(),), MODEL, work, overlap, 1.0, Links(links or {}), **other)
+
+
+# ---- as published ----
+
+
+def test_within_a_data_centre_the_slower_stage_is_as_fast_as_may_be():
+    assert published.within(lambda x: 60 / x, lambda y: 30 / y, 9) == (6, 3)
+    # where generation has a floor, what it cannot use is left
+    assert published.within(lambda x: max(10, 20 / x), lambda y: 30 / y, 20) == (2, 3)
+    with pytest.raises(ValueError, match="two GPUs"):
+        published.within(lambda x: 1, lambda y: 1, 1)
+
+
+@settings(deadline=None)
+@given(st.floats(1, 1e3), st.floats(1, 1e3), st.floats(0, 20), st.integers(2, 40))
+def test_no_split_is_better(a, b, floor, gpus):
+    def p_gen(x):
+        return floor + a / x
+
+    def p_train(y):
+        return b / y
+
+    x, y = published.within(p_gen, p_train, gpus)
+    assert x + y <= gpus
+    best = min(max(p_gen(i), p_train(j)) for i in range(1, gpus) for j in range(1, gpus - i + 1))
+    assert max(p_gen(x), p_train(y)) == best
+
+
+def test_across_data_centres_the_faster_stage_is_cut_down():
+    assert published.across(lambda x: 10 / x, lambda y: 40 / y, 8, 8) == (2, 8)
+    assert published.across(lambda x: 40 / x, lambda y: 10 / y, 8, 8) == (8, 2)
+    with pytest.raises(ValueError, match="need a GPU"):
+        published.across(lambda x: 1, lambda y: 1, 0, 8)
+
+
+# ---- times ----
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 64),
+    st.sampled_from([Overlap(0), Overlap(1), Overlap(2), Overlap(1, drains=True)]),
+    st.floats(0, 500),
+)
+def test_generation_is_no_slower_with_a_replica_more_and_no_faster_beside_longer_training(count, overlap, between):
+    seconds = generation([(FAST, np.array([count, count + 1.0]))], WORK, overlap, between)
+    assert seconds[1] <= seconds[0] * (1 + 1e-9)
+    assert (generation([(FAST, np.array([count, count + 1.0]))], WORK, overlap, between + 10) >= seconds - 1e-9).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_a_mixed_fleet_of_one_kind_is_that_kind(some, more):
+    for overlap in (Overlap(0), Overlap(1), Overlap(1, drains=True)):
+        mixed = generation([(FAST, np.array([some])), (FAST, np.array([more]))], WORK, overlap, 30.0)
+        alone = generation([(FAST, np.array([some + more]))], WORK, overlap, 30.0)
+        np.testing.assert_allclose(mixed, alone, rtol=0.02)
+
+
+def test_a_mixed_fleet_lies_between_its_kinds():
+    for overlap in (Overlap(0), Overlap(1)):
+        slow, fast = (float(generation([(cost, np.array([8]))], WORK, overlap)[0]) for cost in (SLOW, FAST))
+        mixed = float(generation([(SLOW, np.array([4])), (FAST, np.array([4]))], WORK, overlap)[0])
+        assert fast < mixed < slow
+
+
+def test_nobody_generates_never_ends():
+    assert np.isinf(generation([(FAST, np.array([0]))], WORK, Overlap())).all()
+
+
+def test_a_small_cache_makes_generation_slower():
+    full = ReplicaCost(FAST.step, FAST.prefill, FAST.slots, room=9000)
+    for overlap in (Overlap(0), Overlap(1)):
+        assert generation([(full, np.array([4]))], WORK, overlap) > 1.2 * generation(
+            [(FAST, np.array([4]))], WORK, overlap
+        )
+
+
+def test_what_overlaps_counts_once():
+    generated, trained = np.array([50.0]), np.array([30.0])
+    assert step(generated, trained, 5, 7, Overlap(0)) == 92
+    assert step(generated, trained, 5, 7, Overlap(1)) == 50
+    assert step(generated, trained, 5, 70, Overlap(1)) == 70
+    assert step(np.array([10.0]), trained, 5, 7, Overlap(1)) == 35
+
+
+def test_without_training_beside_it_a_batch_has_two_steps():
+    """The window's equation at its ends: ``T = busy + floor / 2`` with nothing between, and with ``floor`` 0 all of
+    it."""
+    seconds = float(generation([(FAST, np.array([1000.0]))], Work(np.full(10, 1000.0), 1000), Overlap(1))[0])
+    one = FAST.step.row * 1000 + FAST.step.cached * 1000 * 500
+    assert seconds == pytest.approx(one + FAST.step.base * 1000 / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [(-1, False), (0, True), (2, True)])
+def test_what_is_not_reckoned_is_refused(overlap):
+    with pytest.raises(ValueError, match="staleness"):
+        Overlap(*overlap)
+
+
+# ---- plans ----
+
+
+def exhaustive(given, objective):
+    """All splits over one pool to generate and one to train."""
+    found = []
+    for train, roll in itertools.product(given.pools, repeat=2):
+        for tp in roll.replicas:
+            for y, x in itertools.product(train.shares(train.training.copy_gpus), roll.shares(tp)):
+                if train is not roll or train.fits(x, y):
+                    try:
+                        found.append(split(given, (train, y), [(roll, x)], tp, ""))
+                    except NoSplit:
+                        continue
+    return min(each.step if objective == "time" else each.cost for each in found)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.floats(0.2, 5),
+    st.sampled_from([Overlap(0), Overlap(1), Overlap(1, True)]),
+    st.sampled_from(["time", "cost"]),
+    st.floats(1e-4, 1e-2),
+)
+def test_no_split_is_better_by_more_than_it_is_worth(here, there, price, overlap, objective, token):
+    training = Training(token, 2.0, 2, 10e9)
+    pools = [pool(gpus=8 * here, training=training), pool("there", "h20", 8 * there, price, SLOW, training)]
+    given = problem(*pools, overlap=overlap, links={frozenset(("here", "there")): 1e9})
+    best = plan(given, objective).best
+    assert best.train_gpus + best.rollout_gpus == best.gpus
+    least = exhaustive(given, objective)
+    # between the points at which generation is looked at it is taken to be straight
+    assert (best.step if objective == "time" else best.cost) <= least * 1.015
+    again = split(given, (best.train, best.train_gpus), best.rollout, best.tp, "")
+    assert again.step == pytest.approx(best.step, rel=5e-3)
+
+
+def test_a_split_fits_its_pool():
+    for gpus in (4, 8, 16, 24, 64):
+        given = problem(pool(gpus=gpus))
+        best = plan(given).best
+        assert best.gpus <= gpus
+        (rolled, x), y = best.rollout[0], best.train_gpus
+        assert rolled.fits(x, y)
+        assert all(share % 8 == 0 or share < 8 for share in (x, y))
+
+
+def test_shares_are_replicas_in_a_node_or_whole_nodes():
+    assert pool(gpus=32).shares(4) == [4, 8, 16, 24, 32]
+    assert pool(gpus=32).shares(16) == [16, 32]
+    assert pool(gpus=4).shares(1) == [1, 2, 3, 4]
+    assert pool(gpus=16).fits(4, 4)
+    assert pool(gpus=16).fits(12, 4) is False  # a node and a half, and a half: no two roles share one then
+    assert pool(gpus=8).fits(4, 4)
+    assert not pool(gpus=8).fits(6, 4)
+
+
+def test_two_sites_use_the_cheap_one_to_generate():
+    links = {frozenset(("here", "there")): 10e9}
+    cheap = pool("there", "h20", 32, 1.0, FAST, Training(7e-3, 2.0, 2, 10e9))
+    found = plan(problem(pool(), cheap, links=links), "cost", slowest=120)
+    assert found.best.train.name == "here/h800"
+    assert [each.name for each, _ in found.best.rollout] == ["there/h20"]
+    assert found.best.transfer == pytest.approx(MODEL.bytes / 10e9)
+    assert found.best.step <= 120
+    assert all(found.best.cost <= other.cost for other in found.others if not other.colocated and other.step <= 120)
+
+
+def test_a_slow_link_bounds_the_step():
+    links = {frozenset(("here", "there")): MODEL.bytes / 300}
+    apart = problem(pool(cost=None), pool("there", training=None), links=links)
+    assert plan(apart).best.step >= 300
+    assert plan(problem(pool(), pool("there", training=None), links=links)).best.rollout[0][0].site == "here"
+
+
+def test_several_pools_generate_together():
+    links = {frozenset(("here", "there")): 10e9}
+    heavy = Training(1e-4, 2.0, 2, 10e9)
+    best = plan(problem(pool(training=heavy), pool("there", training=None), links=links)).best
+    assert {each.site for each, _ in best.rollout} == {"here", "there"}
+    alone = plan(problem(pool(training=heavy))).best
+    assert best.step < alone.step
+
+
+def test_without_a_link_nothing_goes_between_sites():
+    found = plan(problem(pool(), pool("there")))
+    assert {found.best.train.site} == {each.site for each, _ in found.best.rollout}
+    assert any("no link" in why for why in found.refused)
+    with pytest.raises(NoSplit, match="no link"):
+        plan(problem(pool(cost=None), pool("there", training=None)))
+
+
+def test_what_cannot_hold_the_model_is_refused_with_the_reason():
+    with pytest.raises(NoSplit, match=r"14 GB of weights, and 80% of 2 GPUs are 13 GB"):
+        plan(problem(pool(memory=8e9)))
+    with pytest.raises(NoSplit, match=r"training on 8 GPUs of here/h800: \d+ GB on each .* of 40 GB"):
+        plan(problem(pool(gpus=8, memory=40e9, training=Training(1e-3, 2.0, 2, 30e9))))
+    little = ReplicaCost(FAST.step, room=4000, gpus=2)
+    with pytest.raises(NoSplit, match=r"may have \d+ tokens, and the cache has room for 4000"):
+        plan(problem(pool(cost=little)))
+    with pytest.raises(NoSplit, match="no share of its 8 GPUs, 8 in a node, is made of copies over 16"):
+        plan(problem(pool(gpus=8, training=Training(1e-3, 0.0, 16))))
+    with pytest.raises(NoSplit, match="no GPUs may train"):
+        plan(problem(pool(training=None)))
+    with pytest.raises(NoSplit, match="no step takes 1 s or less"):
+        plan(problem(pool()), slowest=1)
+
+
+def test_memory_lets_only_larger_shares_train():
+    tight = Training(1e-5, 2.0, 8, 50e9)  # 5.25 GB of weights and gradients, 84 GB over all
+    best = plan(problem(pool(gpus=64, memory=60e9, training=tight)), "cost").best
+    assert best.train_gpus >= 24
+
+
+def test_prices_are_needed_for_costs_alone():
+    assert plan(problem(pool(price=None))).best.cost is None
+    with pytest.raises(ValueError, match="here/h800 has none"):
+        plan(problem(pool(price=None)), "cost")
+
+
+def test_it_is_compared_with_half_each_and_with_turns():
+    found = plan(problem())
+    told = [other.what for other in found.others]
+    assert told == sorted(told, key=lambda what: next(o.step for o in found.others if o.what == what))
+    assert {"half each of here/h800", "in turns on here/h800"} <= set(told)
+    half = next(other for other in found.others if other.what.startswith("half"))
+    assert half.train_gpus == half.rollout_gpus == 16
+    assert found.best.step <= half.step * 1.01
+    turns = colocated(problem(), found.best.train, 32, 2)
+    assert turns.gpus == 32
+    assert turns.step == pytest.approx(turns.generated + turns.trained + 1.0)
+
+
+def test_gpus_that_gain_nothing_are_left():
+    """Generation has a floor, and training waits for it."""
+    light = Training(1e-6, 1.0, 2, 10e9)
+    found = plan(problem(pool(gpus=512, training=light), work=Work(LENGTHS, 64, 8)))
+    assert found.best.gpus < 256
+
+
+def test_4096_gpus_at_two_sites_are_planned_in_seconds():
+    links = {frozenset(("here", "there")): 10e9}
+    eight = {4: FAST, 8: FAST, 2: FAST}
+    pools = [
+        Pool(site, kind, 2048, 8, 80e9, price, 0.8, eight, TRAINING)
+        for site, kind, price in (("here", "h800", 2.85), ("there", "h20", 1.0))
+    ]
+    began = time.process_time()
+    found = plan(problem(*pools, work=Work(LENGTHS, 65536, 16, 300), links=links))
+    assert time.process_time() - began < 20  # three, on one core
+    assert found.looked_at > 100_000
+    assert found.best.gpus > 2048
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Work(np.array([]), 1),
+        lambda: Work(np.array([0.0]), 1),
+        lambda: Model(0),
+        lambda: Training(0),
+        lambda: Training(1, copy_gpus=0),
+        lambda: pool(gpus=0),
+        lambda: pool(gpus=12),
+        lambda: pool(utilization=1.5),
+        lambda: pool(price=-1.0),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError):  # noqa: PT011
+        wrong()

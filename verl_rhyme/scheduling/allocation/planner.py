@@ -1,0 +1,329 @@
+"""Which GPUs generate and which train: Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2) for sites, kinds and
+prices.
+
+Published: of all ``x + y <= n`` that with the least ``max(P_gen(x), P_train(y))``, and between two data centres the
+faster stage cut down to the pace of the other (:mod:`~verl_rhyme.scheduling.allocation.published`). Here training has a
+share of one pool of GPUs (it waits for its slowest), generation a share of one pool and further pools as a whole, with
+one tensor parallel size; memory and links bound what may be; and what is least is the time of a step as it overlaps
+(:mod:`~verl_rhyme.scheduling.allocation.times`), or the price of a trained sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
+from verl_rhyme.scheduling.allocation.times import Floats, Overlap, Work, generation, step
+
+Objective = Literal["time", "cost"]
+
+#: A split that is slower (or dearer) than the best by less is as good: of such the one with the fewest GPUs is taken.
+WORTH = 0.01
+#: Points at which generation's seconds are looked at beside training of another length.
+_BETWEEN = 24
+
+
+class NoSplit(ValueError):
+    """Nothing fits; the message says why, line by line."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be allocated.
+
+    Attributes:
+        pools: GPUs.
+        model: What is trained.
+        work: An update batch.
+        overlap: What goes on at once.
+        weights: Seconds until new weights are handed out at the site that trains.
+        links: Between sites.
+    """
+
+    pools: Sequence[Pool]
+    model: Model
+    work: Work
+    overlap: Overlap = field(default_factory=Overlap)
+    weights: float = 0.0
+    links: Links = field(default_factory=Links)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to use GPUs, and what comes of it.
+
+    Attributes:
+        what: It is, in a table.
+        train, train_gpus: Where it trains.
+        rollout: Pools and GPUs that generate; the same as those that train where they take turns.
+        tp: GPUs of a replica.
+        colocated: Both take turns on the same GPUs.
+        generated: Seconds of generation when nothing else holds it up.
+        trained: Of training.
+        transfer: Of weights over a link.
+        step: Of the whole.
+        hourly: Price of all its GPUs; ``None``: one is not known.
+        cost: Of a trained sample.
+    """
+
+    what: str
+    train: Pool
+    train_gpus: int
+    rollout: tuple[tuple[Pool, int], ...]
+    tp: int
+    generated: float
+    trained: float
+    transfer: float
+    step: float
+    hourly: float | None
+    cost: float | None
+    colocated: bool = False
+
+    @property
+    def rollout_gpus(self) -> int:
+        return sum(gpus for _, gpus in self.rollout)
+
+    @property
+    def gpus(self) -> int:
+        """Of both."""
+        return self.train_gpus + (0 if self.colocated else self.rollout_gpus)
+
+    @property
+    def rollout_idle(self) -> float:
+        """Share of a step in which generation waits for training or weights."""
+        return max(0.0, 1 - self.generated / self.step)
+
+    @property
+    def train_idle(self) -> float:
+        """Share of a step in which training waits for samples or weights."""
+        return max(0.0, 1 - self.trained / self.step)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        best: The split.
+        others: What it was compared with, from the best on: the best of each other arrangement, half of the GPUs for
+            each role, and both roles in turns on the same GPUs, which overlaps nothing, where these are possible.
+        refused: Why arrangements are not possible.
+        looked_at: Splits that were.
+    """
+
+    best: Split
+    others: list[Split]
+    refused: list[str]
+    looked_at: int
+
+
+def plan(problem: Problem, objective: Objective = "time", slowest: float = np.inf) -> Plan:
+    """The best split.
+
+    Args:
+        problem: What there is.
+        objective: ``time``: seconds of a step; ``cost``: price of a trained sample, of the GPUs that are used.
+        slowest: Seconds that a step may take.
+
+    Raises:
+        NoSplit: There is none, and why.
+        ValueError: No prices for ``objective="cost"``.
+    """
+    if objective == "cost" and (unknown := [pool.name for pool in problem.pools if pool.price is None]):
+        raise ValueError(f"objective=cost needs the price of a GPU and hour, and {', '.join(unknown)} has none")
+    refused: list[str] = []
+    found: list[Split] = []
+    looked_at = 0
+    for arrangement in _arrangements(problem, refused):
+        best, count = _search(problem, objective, slowest, *arrangement)
+        looked_at += count
+        found += [] if best is None else [best]
+    if not found:
+        if slowest < np.inf and not refused:
+            refused.append(f"no step takes {slowest:.0f} s or less: allow more, or add GPUs")
+        raise NoSplit("no split is possible:\n" + "\n".join(f"- {why}" for why in dict.fromkeys(refused)))
+    found.sort(key=lambda split: _value(split, objective))
+    best = min(
+        (split for split in found if _value(split, objective) <= (1 + WORTH) * _value(found[0], objective)),
+        key=lambda split: (split.gpus, _value(split, objective)),
+    )
+    others = [split for split in found if split is not best]
+    others = sorted([*others, *_baselines(problem, best)], key=lambda split: _value(split, objective))
+    return Plan(best, others, list(dict.fromkeys(refused)), looked_at)
+
+
+def split(problem: Problem, train: tuple[Pool, int], rollout: Sequence[tuple[Pool, int]], tp: int, what: str) -> Split:
+    """What comes of a given split; ``rollout`` and ``train`` on their own GPUs.
+
+    Raises:
+        NoSplit: It does not fit.
+    """
+    pool, gpus = train
+    assert pool.training is not None
+    transfer = problem.links.seconds(pool.site, {each.site for each, _ in rollout}, problem.model.bytes)
+    whys = [each.why_no_replica(problem.model, problem.work, tp) for each, _ in rollout]
+    whys.append(pool.why_no_training(problem.model, gpus))
+    whys += ["no link between the sites"] if transfer is None else []
+    if why := "; ".join(filter(None, whys)):
+        raise NoSplit(why)
+    trained = float(pool.training.seconds(gpus, problem.work.trained_tokens))
+    between = trained + problem.weights + (transfer or 0.0)
+    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout]
+    generated = generation(fleet, problem.work, problem.overlap, between)
+    seconds = step(generated, np.asarray(trained), problem.weights, transfer or 0.0, problem.overlap)
+    return _told(problem, train, rollout, tp, what, float(seconds[0]))
+
+
+def _told(
+    problem: Problem, train: tuple[Pool, int], rollout: Sequence[tuple[Pool, int]], tp: int, what: str, seconds: float
+) -> Split:
+    pool, gpus = train
+    assert pool.training is not None
+    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout]
+    used = [*rollout, train]
+    known = all(each.price is not None for each, _ in used)
+    hourly = sum((each.price or 0.0) * share for each, share in used) if known else None
+    return Split(
+        what,
+        pool,
+        gpus,
+        tuple((each, share) for each, share in rollout if share),
+        tp,
+        generated=float(generation(fleet, problem.work, problem.overlap)[0]),
+        trained=float(pool.training.seconds(gpus, problem.work.trained_tokens)),
+        transfer=problem.links.seconds(pool.site, {each.site for each, _ in rollout}, problem.model.bytes) or 0.0,
+        step=seconds,
+        hourly=hourly,
+        cost=None if hourly is None else hourly * seconds / 3600 / problem.work.samples,
+    )
+
+
+def _value(split: Split, objective: Objective) -> float:
+    return split.step if objective == "time" else float(split.cost or 0.0)
+
+
+#: Where it trains, where it generates with a share of a pool, and which pools generate as a whole beside it; GPUs of a
+#: replica; seconds of weights over a link.
+_Arrangement = tuple[Pool, Pool, tuple[Pool, ...], int, float]
+
+
+def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement]:
+    """What may be; ``refused`` is told why other things may not."""
+    able: dict[int, list[Pool]] = {}
+    for pool in problem.pools:
+        for tp in sorted(pool.replicas):
+            if why := pool.why_no_replica(problem.model, problem.work, tp):
+                refused.append(why)
+            else:
+                able.setdefault(tp, []).append(pool)
+    if not able and not refused:
+        refused.append("no GPUs may generate")
+    if not any(pool.training for pool in problem.pools):
+        refused.append("no GPUs may train")
+    for train in problem.pools:
+        if train.training is None:
+            continue
+        sizes = train.shares(train.training.copy_gpus)
+        if why := train.why_no_training(problem.model, max(sizes, default=0)):
+            refused.append(why)
+            continue
+        for tp, pools in able.items():
+            for share in pools:
+                others = [pool for pool in pools if pool not in (share, train)]
+                for whole in itertools.chain(*(itertools.combinations(others, n) for n in range(len(others) + 1))):
+                    if whole and len({pool.node for pool in (share, *whole)}) > 1:
+                        continue  # verl has one number of GPUs in a node for all that generate
+                    sites = {share.site, *(pool.site for pool in whole)}
+                    transfer = problem.links.seconds(train.site, sites, problem.model.bytes)
+                    if transfer is None:
+                        refused.append(f"training at {train.site}, generation at {', '.join(sorted(sites))}: no link")
+                    else:
+                        yield train, share, whole, tp, transfer
+
+
+def _search(
+    problem: Problem,
+    objective: Objective,
+    slowest: float,
+    train: Pool,
+    share: Pool,
+    whole: tuple[Pool, ...],
+    tp: int,
+    transfer: float,
+) -> tuple[Split | None, int]:
+    """The best split of an arrangement, and how many were looked at."""
+    assert train.training is not None
+    model, work, overlap = problem.model, problem.work, problem.overlap
+    ys = [y for y in train.shares(train.training.copy_gpus) if not train.why_no_training(model, y)]
+    xs = [x for x in share.shares(tp) if not whole or x % share.node == 0]
+    if not ys or not xs:
+        return None, 0
+    trained = train.training.seconds(ys, work.trained_tokens)
+    between = trained + problem.weights + transfer
+    counts = np.array(xs) / tp
+    fleet = [(share.replicas[tp], counts)]
+    fleet += [(pool.replicas[tp], np.full(len(xs), pool.gpus // tp)) for pool in whole]
+    generated = _over_between(fleet, work, overlap, between)
+    seconds = step(generated, trained[:, None], problem.weights, transfer, overlap)  # [ys, xs]
+    if share is train:
+        seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
+    looked_at = int(np.isfinite(seconds).sum())
+    seconds = np.where(seconds <= slowest, seconds, np.inf)
+    gpus = np.add.outer(ys, xs) + sum(pool.gpus for pool in whole)
+    value = seconds
+    if objective == "cost":
+        price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
+        value = seconds * (price + sum(pool.gpus * (pool.price or 0.0) for pool in whole))
+    if not np.isfinite(value).any():
+        return None, looked_at
+    good = value <= (1 + WORTH) * value.min()
+    fewest = np.where(good, gpus, np.inf)
+    at = np.unravel_index(np.argmin(np.where(fewest == fewest.min(), value, np.inf)), value.shape)
+    y, x = ys[int(at[0])], xs[int(at[1])]
+    rollout = [(share, x), *((pool, pool.gpus) for pool in whole)]
+    what = "one pool" if {train, *(pool for pool, _ in rollout)} == {train} else "pools apart"
+    what = "pools together" if whole else what
+    return _told(problem, (train, y), rollout, tp, what, float(seconds[at])), looked_at
+
+
+def _over_between(fleet: list, work: Work, overlap: Overlap, between: Floats) -> Floats:
+    """float64[len(between), counts]: generation beside training of each length."""
+    if not overlap.staleness:
+        return np.broadcast_to(generation(fleet, work, overlap), (len(between), len(fleet[0][1])))
+    points = np.unique(np.geomspace(max(1e-3, between.min()), max(2e-3, between.max()), _BETWEEN))
+    rows = np.stack([generation(fleet, work, overlap, point) for point in points])
+    at = np.clip(np.searchsorted(points, between) - 1, 0, len(points) - 2)
+    part = ((between - points[at]) / (points[at + 1] - points[at])).clip(0, 1)[:, None]
+    return np.where(part > 0, (1 - part) * rows[at] + part * rows[at + 1], rows[at])
+
+
+def _baselines(problem: Problem, best: Split) -> Iterator[Split]:
+    """What needs no planner: half of the GPUs each, and all of them in turns."""
+    pool = best.train
+    if best.tp not in pool.replicas or pool.why_no_replica(problem.model, problem.work, best.tp):
+        return
+    assert pool.training is not None
+    half = max((n for n in pool.shares(pool.training.copy_gpus) if 2 * n <= pool.gpus), default=0)
+    other = max((n for n in pool.shares(best.tp) if pool.fits(n, half)), default=0)
+    if half and other and not pool.why_no_training(problem.model, half):
+        yield split(problem, (pool, half), [(pool, other)], best.tp, f"half each of {pool.name}")
+    gpus = max((n for n in pool.shares(pool.training.copy_gpus) if not n % best.tp), default=0)
+    if gpus and not pool.why_no_training(problem.model, gpus):
+        yield colocated(problem, pool, gpus, best.tp)
+
+
+def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
+    """Generation and training in turns on the same GPUs, nothing at once."""
+    assert pool.training is not None
+    generated = float(generation([(pool.replicas[tp], np.array([gpus / tp]))], problem.work, Overlap(0))[0])
+    trained = float(pool.training.seconds(gpus, problem.work.trained_tokens))
+    seconds = generated + trained + problem.weights
+    hourly = None if pool.price is None else pool.price * gpus
+    cost = None if hourly is None else hourly * seconds / 3600 / problem.work.samples
+    told = f"in turns on {pool.name}"
+    return Split(told, pool, gpus, ((pool, gpus),), tp, generated, trained, 0.0, seconds, hourly, cost, colocated=True)

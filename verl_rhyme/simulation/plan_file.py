@@ -1,0 +1,285 @@
+"""Sites, GPU kinds, a model and what it is trained on, from a YAML file (``verl-rhyme plan``)."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING
+from omegaconf.errors import MissingMandatoryValue
+from scipy.special import ndtri
+
+from verl_rhyme.scheduling.allocation.planner import Objective, Problem
+from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
+from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work
+from verl_rhyme.scheduling.cost import ReplicaCost
+from verl_rhyme.simulation import recorded
+from verl_rhyme.simulation.cluster_keys import LengthsFile
+from verl_rhyme.simulation.profile import profile
+from verl_rhyme.simulation.typed_yaml import ClusterError, from_folder_of, read
+from verl_rhyme.simulation.workload import Lengths
+
+#: Quantiles that stand for a distribution of lengths.
+_QUANTILES = 4096
+
+
+@dataclass
+class ModelFile:
+    """:class:`~verl_rhyme.scheduling.allocation.sites.Model`."""
+
+    parameters: float = MISSING
+    weight_bytes: float = 2.0
+
+
+@dataclass
+class TrainingKindFile:
+    """:class:`~verl_rhyme.scheduling.allocation.times.Training`."""
+
+    token: float = MISSING
+    update: float = 0.0
+    copy_gpus: int = 1
+    reserve: float = 0.0
+
+
+@dataclass
+class KindFile:
+    """A kind of GPU: of :class:`~verl_rhyme.scheduling.allocation.sites.Pool`. ``profiles``: one for each tensor
+    parallel size that it may generate with; ``training``: none where it does not train."""
+
+    name: str = MISSING
+    memory: float = MISSING
+    price: float | None = None
+    gpus_per_node: int = 8
+    utilization: float = 0.8
+    profiles: list[str] = field(default_factory=list)
+    training: TrainingKindFile | None = None
+
+
+@dataclass
+class SiteFile:
+    """GPUs of one kind at one place; a site with two kinds stands there twice."""
+
+    name: str = MISSING
+    kind: str = MISSING
+    gpus: int = MISSING
+    rollout: bool = True
+    training: bool = True
+
+
+@dataclass
+class LinkFile:
+    """``between`` two sites."""
+
+    between: list[str] = field(default_factory=list)
+    gbps: float = MISSING
+
+
+@dataclass
+class BatchFile:
+    """An update batch and its lengths, told by percentiles or by a recorded run's."""
+
+    prompts: int = MISSING
+    samples: int = MISSING
+    prompt_tokens: int = 512
+    response_limit: int | None = None
+    percentiles: dict[Any, float] | None = None
+    lengths: LengthsFile = field(default_factory=LengthsFile)
+
+
+@dataclass
+class OverlapFile:
+    """``sorting.max_staleness`` and ``sorting.keep_running``."""
+
+    max_staleness: int = 1
+    keep_running: bool = False
+
+
+@dataclass
+class PlanFile:
+    """The whole file."""
+
+    kinds: list[KindFile] = MISSING
+    sites: list[SiteFile] = MISSING
+    links: list[LinkFile] = field(default_factory=list)
+    model: ModelFile = field(default_factory=ModelFile)
+    batch: BatchFile = field(default_factory=BatchFile)
+    rules: OverlapFile = field(default_factory=OverlapFile)
+    sync: float = 0.0
+    objective: str = "time"
+    slowest: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadedPlan:
+    """What is to be planned, and by what.
+
+    Attributes:
+        problem, objective, slowest: Of :func:`~verl_rhyme.scheduling.allocation.planner.plan`.
+        sources: Of the profiles' figures, by kind and tensor parallel size.
+    """
+
+    problem: Problem
+    objective: Objective
+    slowest: float
+    sources: dict[str, str]
+
+
+def load(path: Path, overrides: Sequence[str] = (), profiles: Sequence[str] = ()) -> LoadedPlan:
+    """Read it.
+
+    Args:
+        path: Of the YAML.
+        overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
+        profiles: ``FILE`` or ``KIND=FILE``: in place of the profile that a kind has for that tensor parallel size.
+
+    Raises:
+        ClusterError: It cannot be read, or says what cannot be.
+    """
+    config: PlanFile = read(PlanFile, path, overrides)
+    try:
+        return _loaded(config, path, profiles)
+    except ClusterError:
+        raise
+    except MissingMandatoryValue as error:
+        raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ClusterError(f"{path}: {error}") from error
+
+
+def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan:
+    _check(config, path)
+    kinds = _by_name(config.kinds, path)
+    measured = _measured(profiles, kinds, path)
+    sources: dict[str, str] = {}
+    costs = {}
+    for name, kind in kinds.items():
+        given = {**_profiles(kind.profiles, path), **measured.get(name, {})}
+        costs[name] = {tp: cost for tp, (cost, _) in given.items()}
+        sources |= {f"{name}, tensor parallel size {tp}": source for tp, (_, source) in sorted(given.items())}
+    pools, seen = [], set[tuple[str, str]]()
+    for i, site in enumerate(config.sites):
+        if site.kind not in kinds:
+            raise ClusterError(f"{path}: sites.{i}.kind={site.kind} is no kind: {_meant(site.kind, kinds)}")
+        if (site.name, site.kind) in seen:
+            raise ClusterError(f"{path}: sites.{i}: {site.kind} at {site.name} stands there twice: add up their gpus")
+        seen.add((site.name, site.kind))
+        kind = kinds[site.kind]
+        if site.rollout and not costs[site.kind]:
+            raise ClusterError(
+                f"{path}: {site.kind} is to generate at {site.name} and has no profile: name some in its profiles, "
+                f"give --profile {site.kind}=FILE (verl-rhyme profile makes one), or set sites.{i}.rollout=false"
+            )
+        training = Training(**vars(kind.training)) if kind.training is not None and site.training else None
+        of = kind.gpus_per_node, kind.memory, kind.price, kind.utilization
+        pools.append(Pool(site.name, site.kind, site.gpus, *of, costs[site.kind] if site.rollout else {}, training))
+    problem = Problem(
+        pools,
+        Model(config.model.parameters, config.model.weight_bytes),
+        _work(config.batch, path),
+        Overlap(config.rules.max_staleness, config.rules.keep_running),
+        config.sync,
+        Links(_links(config, {site.name for site in config.sites}, path)),
+    )
+    slowest = math.inf if config.slowest is None else config.slowest
+    return LoadedPlan(problem, config.objective, slowest, sources)  # type: ignore[arg-type]
+
+
+def _check(config: PlanFile, path: Path) -> None:
+    for name, given in (("kinds", config.kinds), ("sites", config.sites)):
+        if not given:
+            raise ClusterError(f"{path}: {name} is empty: name at least one")
+    if config.objective not in ("time", "cost"):
+        raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
+    bounds: list[tuple[str, float | None, float]] = [
+        ("sync", config.sync, 0),
+        ("slowest", config.slowest, 0),
+        ("batch.prompts", config.batch.prompts, 1),
+        ("batch.samples", config.batch.samples, 1),
+        ("batch.prompt_tokens", config.batch.prompt_tokens, 0),
+        ("batch.response_limit", config.batch.response_limit, 1),
+        *((f"sites.{i}.gpus", site.gpus, 1) for i, site in enumerate(config.sites)),
+        *((f"kinds.{i}.gpus_per_node", kind.gpus_per_node, 1) for i, kind in enumerate(config.kinds)),
+    ]
+    for key, value, least in bounds:
+        if value is not None and not least <= value < math.inf:
+            raise ClusterError(f"{path}: {key} must be at least {least} and finite, not {value}")
+
+
+def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
+    named: dict[str, KindFile] = {}
+    for i, kind in enumerate(kinds):
+        if kind.name in named:
+            raise ClusterError(f"{path}: kinds.{i}: there is a {kind.name} already")
+        named[kind.name] = kind
+    return named
+
+
+def _profiles(names: Sequence[str], beside: Path | None) -> dict[int, tuple[ReplicaCost, str]]:
+    found = [profile(name, beside) for name in names]
+    return {cost.gpus: (cost, source) for cost, source in found}
+
+
+def _measured(
+    given: Sequence[str], kinds: Mapping[str, KindFile], path: Path
+) -> dict[str, dict[int, tuple[ReplicaCost, str]]]:
+    """Profiles of the command line, by kind; their paths count from where we are."""
+    found: dict[str, dict[int, tuple[ReplicaCost, str]]] = {}
+    for each in given:
+        name, equals, file = each.partition("=")
+        if not equals:
+            bare = [kind for kind in kinds if not kinds[kind].profiles] or list(kinds)
+            if len(bare) > 1:
+                raise ClusterError(
+                    f"{path}: --profile {each} is of which kind? Say --profile KIND={each}, KIND of {', '.join(kinds)}"
+                )
+            name, file = bare[0], each
+        elif name not in kinds:
+            raise ClusterError(f"{path}: --profile {each}: {name} is no kind: {_meant(name, kinds)}")
+        found.setdefault(name, {}).update(_profiles([file], None))
+    return found
+
+
+def _links(config: PlanFile, sites: set[str], path: Path) -> dict[frozenset[str], float]:
+    speeds = {}
+    for i, link in enumerate(config.links):
+        if len(set(link.between)) != 2 or len(link.between) != 2:
+            raise ClusterError(f"{path}: links.{i}.between must be two sites, such as [east, west], not {link.between}")
+        for name in link.between:
+            if name not in sites:
+                raise ClusterError(f"{path}: links.{i}.between: {name} is no site: {_meant(name, sites)}")
+        if not 0 < link.gbps < math.inf:
+            raise ClusterError(f"{path}: links.{i}.gbps must be above 0 and finite, not {link.gbps}")
+        speeds[frozenset(link.between)] = link.gbps * 1e9 / 8
+    return speeds
+
+
+def _work(batch: BatchFile, path: Path) -> Work:
+    samples = batch.prompts * batch.samples
+    if batch.lengths.run is None:
+        if batch.percentiles is None or batch.response_limit is None:
+            missing = "percentiles" if batch.percentiles is None else "response_limit"
+            raise ClusterError(f"{path}: batch.{missing} is missing (or name a recorded run: batch.lengths.run)")
+        places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
+        told = Lengths({float(p): tokens for p, tokens in batch.percentiles.items()}, batch.response_limit)
+        return Work(told.at(places).astype(float), samples, batch.samples, batch.prompt_tokens)
+    if batch.percentiles is not None or batch.response_limit is not None:
+        raise ClusterError(f"{path}: batch.lengths.run brings its own: drop batch.percentiles and batch.response_limit")
+    folder = from_folder_of(path, batch.lengths.run)
+    try:
+        prompts = recorded.prompts(recorded.read(folder))
+    except recorded.RunError as error:
+        raise ClusterError(f"{path}: batch.lengths.run={batch.lengths.run}: {error}") from error
+    lengths = np.concatenate([prompt.lengths for prompt in prompts]).astype(float)
+    tokens = float(np.mean([prompt.tokens for prompt in prompts]))
+    return Work(np.maximum(1.0, lengths), samples, batch.samples, tokens)
+
+
+def _meant(name: str, known: object) -> str:
+    names = sorted(known)  # type: ignore[call-overload]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
