@@ -113,13 +113,16 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
     return {names.PLACEMENT_MOVED: float(moved), **({names.PLACEMENT_ERRORS: float(errors)} if errors else {})}
 
 
-def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict[str, float]:
+def batch_metrics(
+    batch: Batch, slots: int, bubble: float | None = None, taken: float | None = None
+) -> dict[str, float]:
     """``training/sorted/*`` and the bubble ratio (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
 
     Args:
         batch: As it was taken.
         slots: Q of the bubble ratio.
         bubble: Where it cannot be told from what ended (:class:`SlotAccount`).
+        taken: When it was, where rollout goes on while the actor trains: seconds since the Unix epoch.
     """
     harvest, counts = batch.harvest, batch.counts
     ages = [batch.version - record["policy_version_end"] for record in batch.trained]
@@ -143,6 +146,8 @@ def batch_metrics(batch: Batch, slots: int, bubble: float | None = None) -> dict
     elif batch.ran:
         started, finished = (np.array([r[name] for r in batch.ran]) for name in ("started_at", "finished_at"))
         metrics[names.BUBBLE_RATIO] = names.bubble_ratio(started, np.maximum(started, finished), slots)
+    if taken is not None and batch.trained:
+        metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}
 
 

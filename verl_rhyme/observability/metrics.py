@@ -79,6 +79,9 @@ STREAM_EARLY = "training/stream/early_share"
 STREAM_PARTS = "training/stream/parts"
 STREAM_FETCHED = "training/stream/fetched_bytes"
 STREAM_REUSED = "training/stream/reused_bytes"
+STREAM_AHEAD = "training/stream/ahead_s"
+STREAM_BEHIND = "training/stream/behind_s"
+STREAM_ELASTIC = "training/stream/elastic"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 

@@ -51,6 +51,7 @@ class Simulation:
         cluster: Clock and engines.
         expectations: Of lengths.
         predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
+        trained: Tokens of each response of the last update batch.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Simulation:
         self.expectations = Expectations(scenario.response_limit)
         self.steps: list[Step] = []
         self.predicted: dict[str, float] = {}
+        self.trained: list[int] = []
+        self._whole: float | None = None  # since when the next batch is, while the actor trains
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
@@ -294,7 +297,11 @@ class Simulation:
     def _look(self) -> None:
         """Harvest if that may be."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
-        if self._training or not scheduler.ready():
+        if self._training:
+            if self._whole is None and scheduler.ready():
+                self._whole = self.cluster.now
+            return
+        if not scheduler.ready():
             return
         if self._stops and not self._stopped:
             self._stopped = True
@@ -304,6 +311,8 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
+        whole, self._whole, self.trained = self._whole, None, batch.harvest.lengths
+        ahead = 0.0 if whole is None else self.cluster.now - whole
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
@@ -321,6 +330,7 @@ class Simulation:
                 Step(
                     *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
                     *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
+                    ahead=ahead,
                 )
             )
             self._told(self.steps[-1])

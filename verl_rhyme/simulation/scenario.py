@@ -86,6 +86,7 @@ class Step:
         bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
         staleness: The greatest of a trained token.
         lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
+        ahead: Seconds for which the batch was whole before the trainer was free for it.
     """
 
     version: int
@@ -98,6 +99,7 @@ class Step:
     bubble: float
     staleness: int
     lengths: dict[str, float]
+    ahead: float = 0.0
 
     @property
     def seconds(self) -> float:

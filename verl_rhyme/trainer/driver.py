@@ -45,6 +45,8 @@ class Driver:
         self._generation = 0
         #: How often the coordinator had to be opened again.
         self.reopened = 0
+        #: Seconds for which the trainer had nothing to do before the last batch.
+        self.waited = 0.0
 
     def open(self, workers: list[Any], state: dict[str, Any] | None, version: int) -> None:
         """Begin; ``state`` is a checkpoint's, ``None`` without one."""
@@ -71,9 +73,10 @@ class Driver:
                 coordinator was started anew. ``None``: nobody wants them.
         """
         stops, rewarded = topology.stops(self._setting.rules), False
+        self.waited = 0.0
         samples = None if parts is None else self._setting.part_samples
         while True:
-            while (wants := self._ask("enough", rewarded, stops, samples)) is not None:
+            while (wants := self._waited_for("enough", rewarded, stops, samples)) is not None:
                 if parts is not None and wants.part is not None:
                     parts(wants.part)
                 self._supply(wants)
@@ -114,6 +117,13 @@ class Driver:
             prompts = self._load(wants.prompts)
             self._handed += prompts
             self._ask("hand", prompts)
+
+    def _waited_for(self, method: str, *arguments: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return self._ask(method, *arguments)
+        finally:
+            self.waited += time.monotonic() - began
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         for _ in range(_REOPENINGS):

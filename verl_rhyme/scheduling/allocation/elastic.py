@@ -5,15 +5,16 @@ Published (StreamRL, arXiv:2504.15930, section 4.2): as responses grow, generati
 Generation is then still no faster than training, so that the rule alone never adds what it would want to take away
 again.
 
-Beside it here: the same rule backwards (one less, when generation stays ahead of training all the same), patience (it
-has to hold for some steps in a row, for steps differ by chance), a rest after each change until steps of the new size
-were seen, and a bound from below: where the long tail is the floor a unit saves next to nothing, and any delta is "at
-least" that.
+Beside it here: the same rule backwards (one less, when generation stays ahead of training all the same); medians over
+some steps, for steps differ by chance, and where two batches are under way they may come in pairs, one long and one
+short; a rest after each change until steps of the new size are seen; and a bound from below: where the long tail is the
+floor a unit saves next to nothing, and any delta is "at least" that.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -25,7 +26,7 @@ class Advice(NamedTuple):
 
     Attributes:
         change: Units to add (1) or take away (-1); 0: leave it.
-        delta: Seconds by which generation is behind training; the median over the steps that counted.
+        delta: Seconds by which generation is behind training, over the steps that counted.
         saving: Those that one unit more would save a step, or one less would cost where training is behind.
         why: In words.
     """
@@ -42,7 +43,7 @@ class Limits:
 
     Attributes:
         least, most: Units of generation.
-        patience: Steps in a row for which a change has to be wanted.
+        window: Steps whose medians count; an even number, for steps that come in pairs.
         rest: Steps after a change that do not count.
         margin: Share of a step by which the rule has to be exceeded, and which a unit has to save.
 
@@ -52,13 +53,13 @@ class Limits:
 
     least: int = 1
     most: int = 1 << 20
-    patience: int = 3
+    window: int = 4
     rest: int = 2
     margin: float = 0.02
 
     def __post_init__(self) -> None:
-        if not (1 <= self.least <= self.most and self.patience >= 1 and self.rest >= 0 and 0 <= self.margin < 1):
-            raise ValueError(f"least must be at least 1 and at most most, patience at least 1, margin a share: {self}")
+        if not (1 <= self.least <= self.most and self.window >= 1 and self.rest >= 0 and 0 <= self.margin < 1):
+            raise ValueError(f"least must be at least 1 and at most most, window at least 1, margin a share: {self}")
 
 
 class Elastic:
@@ -81,14 +82,13 @@ class Elastic:
         self._predict = predict
         self.units = units
         self._resting = 0
-        self._wanted = 0  # the change that the last steps wanted
-        self._seen: list[float] = []  # their deltas
+        self._seen: deque[tuple[float, float]] = deque(maxlen=self.limits.window)
 
     def changed(self, units: int) -> None:
         """Generation has so many units from now on, by this advice or by itself (one that died)."""
         if units != self.units:
             self.units, self._resting = units, self.limits.rest
-            self._wanted, self._seen = 0, []
+            self._seen.clear()
 
     def observe(self, generated: float, trained: float) -> Advice:
         """A step ended, of so many seconds of generation and of training; ``change`` is advice until :meth:`changed`.
@@ -98,21 +98,15 @@ class Elastic:
         """
         if not (math.isfinite(generated) and math.isfinite(trained) and generated >= 0 and trained >= 0):
             raise ValueError(f"seconds of generation and training must be at least 0: {generated}, {trained}")
-        delta = generated - trained
         if self._resting:
             self._resting -= 1
-            return Advice(0, delta, 0.0, "the last change is new")
-        wanted, saving, why = self._wants(generated, trained)
-        if wanted != self._wanted:
-            self._wanted, self._seen = wanted, []
-        self._seen.append(delta)
-        if not wanted:
-            self._seen = []
-            return Advice(0, delta, saving, why)
-        if len(self._seen) < self.limits.patience:
-            return Advice(0, delta, saving, f"{why}; {len(self._seen)} of {self.limits.patience} steps in a row")
-        self._seen = self._seen[-self.limits.patience :]
-        return Advice(wanted, median(self._seen), saving, why)
+            return Advice(0, generated - trained, 0.0, "the last change is new")
+        self._seen.append((generated, trained))
+        generated, trained = (median(times) for times in zip(*self._seen, strict=True))
+        change, saving, why = self._wants(generated, trained)
+        if len(self._seen) < self.limits.window:
+            change, why = 0, f"{len(self._seen)} of {self.limits.window} steps seen: {why}"
+        return Advice(change, generated - trained, saving, why)
 
     def _wants(self, generated: float, trained: float) -> tuple[int, float, str]:
         limits, delta = self.limits, generated - trained

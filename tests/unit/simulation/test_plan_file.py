@@ -1,0 +1,186 @@
+"""Plan files, right and wrong, and ``verl-rhyme plan`` over them."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_rhyme.cli import app
+from verl_rhyme.preflight.compose import compose
+from verl_rhyme.scheduling.allocation.planner import plan
+from verl_rhyme.simulation.plan_file import PlanFile, load
+from verl_rhyme.simulation.profile import PROFILES
+from verl_rhyme.simulation.typed_yaml import ClusterError
+
+ROOT = Path(__file__).parents[3]
+ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site", "two_sites"))
+
+
+def run(*arguments: str, file: Path = ONE):
+    return CliRunner().invoke(app, ["plan", str(file), *arguments])
+
+
+def test_every_key_stands_in_the_document():
+    document = (ROOT / "docs" / "planning.md").read_text()
+    table = {cell for line in document.splitlines() if line.startswith("| `") for cell in re.findall("`([^`]*)`", line)}
+
+    def keys(kind: type, prefix: str) -> Iterator[str]:
+        for name, of in get_type_hints(kind).items():
+            inner = of if is_dataclass(of) else next(filter(is_dataclass, get_args(of)), None)
+            own = f"{prefix}{name}" + (".N" if get_origin(of) is list else "")
+            if inner is None:
+                yield f"{prefix}{name}"
+            else:
+                yield from keys(inner, f"{own}.")
+
+    assert [key for key in keys(PlanFile, "") if key not in table] == []
+
+
+def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
+    told = run("--json")
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    best = found["best"]
+    assert best["gpus"] == best["train"]["gpus"] + sum(share["gpus"] for share in best["rollout"]) <= 128
+    assert best["step_s"] == min([best["step_s"], *(other["step_s"] for other in found["compared"])])
+    assert 0 <= best["generation_idle"] < 1
+    assert 0 <= best["training_idle"] < 1
+    assert {"half each of here/h800", "in turns on here/h800"} <= {other["what"] for other in found["compared"]}
+    config = compose(found["overrides"])
+    assert config.trainer.nnodes * config.trainer.n_gpus_per_node == best["train"]["gpus"]
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.nnodes * rollout.n_gpus_per_node == best["rollout"][0]["gpus"]
+    assert rollout.tensor_model_parallel_size == best["tensor_parallel"]
+    assert config.trainer.v1.trainer_mode == "separate_async"
+    assert rollout.custom.rhyme.sorting.max_staleness == 1
+
+
+def test_a_node_that_two_roles_share_is_said_so():
+    found = json.loads(run("sites.0.gpus=8", "kinds.0.training.copy_gpus=4", "kinds.0.memory=400e9", "--json").stdout)
+    assert "trainer.nnodes=1" in found["overrides"]
+    assert "trainer.n_gpus_per_node=4" in found["overrides"]
+    assert "actor_rollout_ref.rollout.n_gpus_per_node=4" in found["overrides"]
+
+
+def test_two_sites_generate_at_the_cheap_one():
+    found = json.loads(run("--json", file=TWO).stdout)
+    assert found["best"]["train"]["pool"] == "east/h800"
+    assert [share["pool"] for share in found["best"]["rollout"]] == ["west/h20"]
+    assert found["best"]["transfer_s"] == pytest.approx(6.56)
+    assert found["best"]["step_s"] <= 900
+    assert sum(other["train"]["pool"] == "west/h20" for other in found["compared"]) == 0, "too slow at any size"
+
+
+def test_it_is_told_in_words():
+    told = run(file=TWO)
+    assert told.exit_code == 0, told.output
+    for part in ("best of", "GPUs of west/h20", "the same, in turns", "overrides:", "trainer.nnodes=", "roofline"):
+        assert part in told.stdout
+    assert "a version is 7 s on its way" in told.stdout
+    assert "cost" in run("kinds.0.price=null").stdout.splitlines()[3]
+    assert "cost: of 1000" not in run("kinds.0.price=null").stdout
+
+
+def test_where_nothing_overlaps_turns_are_recommended():
+    assert "in turns on the same 128 GPUs a step takes" in run("rules.max_staleness=0").stdout
+    assert "in turns on the same" not in run().stdout
+
+
+def test_4096_gpus_at_two_sites_in_seconds():
+    sizes = ["sites.0.gpus=2048", "sites.1.gpus=2048", "batch.prompts=8192", "objective=time"]
+    loaded = load(TWO, sizes)
+    began = time.process_time()
+    found = plan(loaded.problem, loaded.objective, loaded.slowest)
+    assert time.process_time() - began < 20  # two, on one core
+    assert 2048 < found.best.gpus <= 4096
+
+
+def test_a_measured_profile_takes_the_place_of_a_kinds_own(tmp_path, monkeypatch):
+    mine = tmp_path / "mine.yaml"
+    slower = (PROFILES / "qwen2.5-32b-h800-tp8.yaml").read_text().replace("base: 7.8e-3", "base: 78.0e-3")
+    mine.write_text(slower.replace('source: "', 'source: "mine; '))
+    plain, with_mine = (json.loads(run("--json", *more).stdout) for more in ([], ["--profile", str(mine)]))
+    assert with_mine["sources"]["h800, tensor parallel size 8"].startswith("mine")
+    assert with_mine["best"]["tensor_parallel"] == 4
+    assert plain["best"]["tensor_parallel"] == 8
+    monkeypatch.chdir(tmp_path)  # as the shell has it
+    named = json.loads(run("--json", "--profile", "h20=mine.yaml", file=TWO).stdout)
+    assert "mine" in named["sources"]["h20, tensor parallel size 8"]
+    bare = json.loads(run("--json", "--profile", "mine.yaml", "kinds.1.profiles=[]", file=TWO).stdout)
+    assert "mine" in bare["sources"]["h20, tensor parallel size 8"], "of the kind that has none"
+    assert "of which kind?" in run("--profile", "mine.yaml", file=TWO).stderr
+    assert "h21 is no kind: did you mean h20?" in run("--profile", "h21=mine.yaml", file=TWO).stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("kinds.0.memry=1", "unknown key kinds.0.memry: did you mean memory?"),
+        ("objective=speed", "objective must be time or cost, not 'speed'"),
+        ("kinds=[]", "kinds is empty"),
+        ("sites=[]", "sites is empty"),
+        ("sites.0.kind=h900", "sites.0.kind=h900 is no kind: did you mean h800?"),
+        ("sites.0.gpus=0", "sites.0.gpus must be at least 1"),
+        ("sites.0.gpus=100", "here/h800: 100 GPUs are no whole nodes of 8"),
+        ("kinds.0.profiles=[]", "h800 is to generate at here and has no profile: name some in its profiles, give"),
+        ("kinds.0.profiles=[qwen2.5-32b-h900-tp4]", "no profile qwen2.5-32b-h900-tp4: did you mean"),
+        ("kinds.0.gpus_per_node=0", "kinds.0.gpus_per_node must be at least 1"),
+        ("kinds.0.utilization=2", "utilization at most 1"),
+        ("kinds.0.price=-1", "a price of -1"),
+        ("kinds.0.training.token=0", "training needs seconds above 0 a token"),
+        ("model.parameters=0", "a model has parameters"),
+        ("batch.prompts=0", "batch.prompts must be at least 1"),
+        ("batch.percentiles=null", "batch.percentiles is missing"),
+        ("batch.response_limit=null", "batch.response_limit is missing"),
+        ("batch.percentiles={50: 900, 90: 100}", "rising tokens"),
+        ("batch.lengths.run=nowhere", "batch.lengths.run brings its own: drop batch.percentiles"),
+        ("rules.max_staleness=-1", "staleness must be at least 0"),
+        ("rules.max_staleness=2 rules.keep_running=true", "1 where replicas drain"),
+        ("sync=-1", "sync must be at least 0"),
+        ("links=[{between: [here], gbps: 1}]", "links.0.between must be two sites"),
+        ("links=[{between: [here, there], gbps: 1}]", "there is no site: did you mean here?"),
+        ("sites.0.name=a/b sites.1=3", "cannot set sites.1=3"),
+        (
+            "objective=cost kinds.0.price=null",
+            "objective=cost needs the price of a GPU and hour, and here/h800 has none",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(overrides, told):
+    result = run(*overrides.split(" ") if "{" not in overrides and "[" not in overrides else [overrides])
+    assert result.exit_code == 1
+    [line] = result.stderr.strip().splitlines()
+    assert told in line
+    assert line.startswith("verl-rhyme plan: ")
+
+
+def test_what_does_not_fit_is_refused_with_each_reason():
+    result = run("kinds.0.memory=10e9")
+    assert result.exit_code == 1
+    assert "66 GB of weights, and 80% of 4 GPUs are 32 GB" in result.stderr
+    assert "GB on each" in result.stderr
+    result = run("sites.0.gpus=8", "kinds.0.training.copy_gpus=16")
+    assert "no share of its 8 GPUs, 8 in a node, is made of copies over 16" in result.stderr
+
+
+def test_kinds_and_sites_stand_there_once(tmp_path):
+    text = TWO.read_text()
+    twice = tmp_path / "twice.yaml"
+    for old, new, told in (
+        ("  - name: h20\n", "  - name: h800\n", "there is a h800 already"),
+        ("{name: west, kind: h20, ", "{name: east, kind: h800, ", "h800 at east stands there twice"),
+        ("gbps: 80", "gbps: 0", "links.0.gbps must be above 0"),
+        ("token: 5.07e-3, ", "", "kinds.*training.token is missing"),
+        ("    memory: 80.0e9\n", "", "kinds.*memory is missing"),
+    ):
+        twice.write_text(text.replace(old, new))
+        with pytest.raises(ClusterError, match=told):
+            load(twice)

@@ -1,0 +1,70 @@
+"""Advice on the number of replicas, from what a step shows."""
+
+import pytest
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.observability.batches import batch_metrics
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.scheduling.ledger import Harvest, StepCounts
+from verl_rhyme.scheduling.remembered import Batch
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.trainer import balance as module
+from verl_rhyme.trainer.balance import Balance
+from verl_rhyme.workers.messages import Reply, Setting
+
+RULES = named("stream", batch_prompts=8, batch_samples=64, max_staleness=1, through_training=True)
+
+
+def setting():
+    cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
+    return Setting(rules=RULES, filters=False, limit=128, lot=1, slots=128, lost_after=60.0, cost=cost)
+
+
+def reply(ahead, tokens=400):
+    tags = [{"response_len": tokens, "seq_len": tokens + 50}] * 64
+    tags += [{"response_len": 1, "seq_len": 2, "is_padding": True}]
+    told = {} if ahead is None else {names.STREAM_AHEAD: ahead}
+    return Reply([], tags, told, {}, 0, [], {})
+
+
+def test_a_trainer_that_waits_is_told_of_a_replica_more(monkeypatch):
+    balance, told = Balance(setting()), []
+    monkeypatch.setattr(module.logger, "info", lambda line, *values: told.append(line % values))
+    seen = [balance.observe(4, step=20.0, waited=12.0, reply=reply(0.0)) for _ in range(5)]
+    assert [found[names.STREAM_ELASTIC] for found in seen] == [0, 0, 0, 1, 1]
+    assert seen[-1][names.STREAM_BEHIND] == pytest.approx(12.0)
+    assert len(told) == 1
+    assert told[0].startswith("4 replicas: one more would do better (generation +12.0 s against training")
+
+
+def test_a_batch_that_is_whole_long_before_is_a_replica_too_many():
+    balance = Balance(setting())
+    seen = [balance.observe(4, step=20.0, waited=0.0, reply=reply(14.0)) for _ in range(4)]
+    assert seen[-1] == {names.STREAM_BEHIND: pytest.approx(-14.0), names.STREAM_ELASTIC: -1}
+
+
+def test_replicas_that_came_or_went_begin_it_anew():
+    balance = Balance(setting())
+    for _ in range(4):
+        told = balance.observe(4, 20.0, 12.0, reply(0.0))
+    assert told[names.STREAM_ELASTIC] == 1
+    assert balance.observe(5, 18.0, 10.0, reply(0.0))[names.STREAM_ELASTIC] == 0
+
+
+def test_without_overlap_nothing_is_told_and_errors_stop_nothing():
+    balance = Balance(setting())
+    assert balance.observe(4, 20.0, 12.0, reply(None)) == {}
+    broken = reply(0.0)
+    broken.tags = [{}]
+    assert balance.observe(4, 20.0, 12.0, broken) == {}
+    assert balance.observe(4, 20.0, 12.0, broken) == {}
+
+
+def test_how_long_a_batch_was_whole_before_it_was_taken():
+    record = {"policy_version_end": 0, "response_tokens": 5, "started_at": 100.0, "finished_at": 110.0}
+    later = {**record, "finished_at": 114.0}
+    harvest = Harvest(samples=[("a", 0)], lengths=[5], waited=[0], staleness=[0])
+    batch = Batch(harvest, ["a_0"], 0, [record, later], [], [], StepCounts(), 0, 0, {})
+    assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
+    assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines
+    assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)

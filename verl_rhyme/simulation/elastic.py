@@ -1,0 +1,108 @@
+"""Replicas that come and go in a simulated run, by the elastic rule."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl_rhyme.scheduling.allocation.elastic import Advice, Elastic, Limits
+from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.scheduling.cost import ReplicaCost
+from verl_rhyme.scheduling.placement import Request as Asked
+from verl_rhyme.simulation.engine import Engine
+from verl_rhyme.simulation.run import Simulation
+from verl_rhyme.simulation.scenario import Step
+
+
+def add(simulation: Simulation, name: str, cost: ReplicaCost) -> None:
+    """A replica more, with the newest weights."""
+    simulation._versions[name] = simulation._version
+    simulation.cluster.add(name, Engine(cost))
+    simulation.placement.add(name)
+    if math.isfinite(cost.room):
+        simulation.placement.report(name, int(cost.room))
+
+
+def remove(simulation: Simulation, name: str) -> int:
+    """A replica less; what ran or waited there goes on at others, with the tokens it had.
+
+    Returns:
+        How many samples that were.
+
+    Raises:
+        ValueError: Samples are placed by a plan, or it is the last replica.
+    """
+    if simulation.dispatch.placement is not None:
+        raise ValueError(f"placement {simulation.scenario.placement} plans: what it placed cannot be taken elsewhere")
+    if len(simulation.cluster.engines) < 2:
+        raise ValueError("the last replica cannot go")
+    now, engines = simulation.cluster.now, simulation.cluster.engines
+    waiting = simulation._gates.pop(name, {})
+    taken = [(0, request, had) for request, had in engines[name].withdraw_all(now)]
+    taken += [(version, request, request.emitted) for version, request in waiting.values()]
+    simulation.placement.remove(name)
+    simulation.cluster.remove(name)
+    del simulation._versions[name]
+    for version, request, had in taken:
+        sample = simulation._under_way[str(request.name)]
+        if had and sample.first_version is None:
+            sample.first_version = sample.started
+        attempt, prompt = sample.attempt, sample.prompt
+        of = simulation._name(attempt), prompt.key, attempt.number, attempt.attempt, len(prompt.lengths), prompt.tokens
+        sample.replica, sample.kept = simulation.placement.acquire(Asked(*of)), had
+        sample.started = max(simulation._versions[sample.replica], version)
+        simulation._submit(sample.replica, version, request._replace(emitted=had))
+        simulation._renew(sample.replica)
+        simulation.cluster.touch(sample.replica)
+    return len(taken)
+
+
+class ElasticFleet:
+    """The rule beside a run: give :meth:`ended` to :meth:`Simulation.run`.
+
+    Args:
+        simulation: A run whose engines go on while the actor trains.
+        spares: Replicas that may be added, in this order; what was added last goes first.
+        limits: Of the rule; those of units are set here.
+
+    Attributes:
+        units: Replicas that generated, by step.
+        advice: What was advised after each.
+        moved: Samples that went on elsewhere.
+    """
+
+    def __init__(self, simulation: Simulation, spares: Sequence[ReplicaCost], limits: Limits | None = None) -> None:
+        self._simulation = simulation
+        self._all = [*simulation.scenario.replicas, *spares]
+        given = Limits() if limits is None else limits
+        bounds = Limits(1, len(self._all), given.window, given.rest, given.margin)
+        self._elastic = Elastic(self._predict, len(simulation.scenario.replicas), bounds)
+        self.units: list[int] = []
+        self.advice: list[Advice] = []
+        self.moved = 0
+
+    def ended(self, step: Step) -> None:
+        """A step did."""
+        self.units.append(self._elastic.units)
+        self._training = step.ended - step.harvested
+        advice = self._elastic.observe(step.seconds - step.ahead, self._training)
+        self.advice.append(advice)
+        units = self._elastic.units
+        if advice.change > 0:
+            add(self._simulation, f"replica-{units}", self._all[units])
+        elif advice.change < 0:
+            self.moved += remove(self._simulation, f"replica-{units - 1}")
+        self._elastic.changed(units + advice.change)
+
+    def _predict(self, units: int) -> float:
+        scenario = self._simulation.scenario
+        lengths = np.array(self._simulation.trained, dtype=float)
+        group = max(1, len(lengths) // scenario.rules.batch_prompts)
+        work = Work(np.maximum(lengths, 1.0), len(lengths), group)
+        fleet = [(cost, np.array([count])) for cost, count in Counter(self._all[:units]).items()]
+        drains = scenario.rules.runs_on and scenario.rules.max_staleness == 1
+        overlap = Overlap(max(1, scenario.rules.max_staleness), drains)
+        return float(generation(fleet, work, overlap, self._training)[0])

@@ -1,0 +1,88 @@
+"""Is generation behind training, and would a replica more or less mend it? Advice in the metrics and in the log.
+
+Where rollout goes on while the actor trains, a step shows one of two things. Either the trainer waited for its batch:
+by so much generation is slower. Or the batch was whole before the trainer came for it: by so much it is faster. With
+both known, ``T_train = step - waited`` and ``T_gen = step - ahead`` go into the elastic rule
+(:class:`~verl_rhyme.scheduling.allocation.elastic.Elastic`).
+
+Nothing is started or stopped by it: docs/planning.md says what that would take.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from verl_rhyme.observability import metrics as names
+from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
+from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.workers.messages import Reply, Setting
+
+logger = logging.getLogger(__name__)
+
+
+class Balance:
+    """One for a run.
+
+    Args:
+        setting: What the coordinator goes by: rules, what a replica costs.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._elastic: Elastic | None = None
+        self._work: Work | None = None
+        self._trained = 0.0
+        self._told = 0
+        self._failed = False
+
+    def observe(self, replicas: int, step: float, waited: float, reply: Reply) -> dict[str, float]:
+        """A step ended.
+
+        Args:
+            replicas: That generate.
+            step: Seconds of it.
+            waited: Of these the trainer had nothing to do.
+            reply: The update batch.
+
+        Returns:
+            Metrics; none where rollout stands still while the actor trains.
+        """
+        ahead = reply.metrics.get(names.STREAM_AHEAD)
+        if ahead is None or not (step > 0 and replicas):
+            return {}
+        try:
+            return self._observe(replicas, step, min(waited, step), min(ahead, step), reply)
+        except Exception:  # advice alone
+            if not self._failed:
+                logger.warning("generation and training could not be compared (told once)", exc_info=True)
+            self._failed = True
+            return {}
+
+    def _observe(self, replicas: int, step: float, waited: float, ahead: float, reply: Reply) -> dict[str, float]:
+        real = [tag for tag in reply.tags if not tag.get("is_padding", False)]
+        lengths = np.array([tag["response_len"] for tag in real], dtype=float)
+        prompts = np.mean([tag["seq_len"] for tag in real]) - np.mean(lengths)
+        rules = self._setting.rules
+        group = max(1, rules.batch_samples // rules.batch_prompts)
+        self._work = Work(np.maximum(lengths, 1.0), len(real), group, max(0.0, float(prompts)))
+        self._trained = step - waited
+        if self._elastic is None:
+            self._elastic = Elastic(self._predict, replicas, Limits())
+        self._elastic.changed(replicas)
+        advice = self._elastic.observe(step - ahead, step - waited)
+        if advice.change and advice.change != self._told:
+            logger.info(
+                "%d replicas: %s would do better (generation %+.1f s against training, %.1f s a replica): %s",
+                *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
+            )
+        self._told = advice.change
+        return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}
+
+    def _predict(self, replicas: int) -> float:
+        assert self._work is not None
+        rules = self._setting.rules
+        overlap = Overlap(max(1, rules.max_staleness), drains=rules.runs_on and rules.max_staleness == 1)
+        fleet = [(self._setting.cost, np.array([replicas]))]
+        return float(generation(fleet, self._work, overlap, self._trained)[0])
