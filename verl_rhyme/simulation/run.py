@@ -66,7 +66,6 @@ class Simulation:
         self.steps: list[Step] = []
         self.predicted: dict[str, float] = {}
         self.trained: list[int] = []
-        self._whole: float | None = None  # since when the next batch is, while the actor trains
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
@@ -75,6 +74,7 @@ class Simulation:
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._open: dict[str, int] = {}  # samples of each prompt that have not ended
+        self._latest: dict[str, float] = {}  # when the latest of them ended that did
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
@@ -274,6 +274,7 @@ class Simulation:
         self.expectations.prompted(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         self._open[uid] -= 1
+        self._latest[uid] = self.cluster.now
         if not self._open[uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
         if self.scenario.training.reward:
@@ -297,11 +298,7 @@ class Simulation:
     def _look(self) -> None:
         """Harvest if that may be."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
-        if self._training:
-            if self._whole is None and scheduler.ready():
-                self._whole = self.cluster.now
-            return
-        if not scheduler.ready():
+        if self._training or not scheduler.ready():
             return
         if self._stops and not self._stopped:
             self._stopped = True
@@ -311,8 +308,8 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
-        whole, self._whole, self.trained = self._whole, None, batch.harvest.lengths
-        ahead = 0.0 if whole is None else self.cluster.now - whole
+        self.trained = batch.harvest.lengths
+        ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
@@ -323,6 +320,7 @@ class Simulation:
         for uid in {uid for uid, _ in batch.harvest.samples}:
             if uid not in scheduler.ledger:
                 del self._loaded[uid], self._open[uid]
+                self._latest.pop(uid, None)
 
         def ended() -> None:
             self._began = self.cluster.now

@@ -86,7 +86,7 @@ class Step:
         bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
         staleness: The greatest of a trained token.
         lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
-        ahead: Seconds for which the batch was whole before the trainer was free for it.
+        ahead: Seconds from the end of its last response to the harvest.
     """
 
     version: int
