@@ -121,14 +121,19 @@ class TrainingCost:
 
     Attributes:
         token: Seconds of a token of prompt and response, log-probs and update together.
+        logprobs: Share of that which is log-probs (old and reference): two of eight operations a weight and token.
         update: Seconds of an update beside that.
+        part: Seconds of each part but the last, beside its tokens, where an update's samples come in parts (StreamRL,
+            arXiv:2504.15930, section 4.1).
         sync: Seconds until a new version's weights are in the engines.
         reward: Seconds from a response's end to its reward.
         start: Seconds from the new weights until the first requests are in the engines' slots.
     """
 
     token: float = 0.0
+    logprobs: float = 0.25
     update: float = 0.0
+    part: float = 0.0
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
@@ -138,7 +143,18 @@ class TrainingCost:
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
+        if self.logprobs > 1:
+            raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
 
-    def seconds(self, tokens: float) -> float:
-        """Of an update of so many tokens."""
-        return self.update + self.token * tokens
+    def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
+        """Of an update of so many tokens once all are there, of which ``early`` had gone through in parts, with their
+        gradients or without."""
+        return self.update + self.token * (tokens - early * self._ahead(gradients))
+
+    def part_seconds(self, tokens: float, gradients: bool = True) -> float:
+        """Of a part."""
+        return self.part + self.token * tokens * self._ahead(gradients)
+
+    def _ahead(self, gradients: bool) -> float:
+        """Share of a token's seconds that need not wait for the whole batch."""
+        return 1.0 if gradients else self.logprobs

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from omegaconf.errors import MissingMandatoryValue
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
+from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig, StreamingConfig
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import ClusterFile, DraftsFile, PlacementFile, RulesFile, WorkloadFile
 from verl_rhyme.simulation.profile import profile
-from verl_rhyme.simulation.scenario import Drafts, Scenario
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
 from verl_rhyme.simulation.typed_yaml import ClusterError, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
@@ -47,6 +47,7 @@ _LEAST = {
 _LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
 #: Of these a mode has its own.
 _FIXED = {"sync": _LEFT_OPEN, "on_policy": ("max_staleness",), "histopipe": _LEFT_OPEN, "partial": ()}
+_FIXED |= {"stream": ("load", "group_batches", "harvest")}
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,12 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
         )
     updates = updates if config.updates is None else min(updates, config.updates)
     _check_placement(config.placement, path)
+    rules = _rules(config.rules, work.samples, config.topology == "separate", path)
     scenario = Scenario(
         replicas=tuple(costs),
-        rules=_rules(config.rules, work.samples, config.topology == "separate", path),
+        rules=rules,
         training=TrainingCost(**vars(config.training)),
+        streaming=_streaming(config, rules, path),
         colocated=config.topology == "colocated",
         placement=config.placement.policy,
         options=dict(config.placement.options),
@@ -240,21 +243,42 @@ def _check_placement(config: PlacementFile, path: Path) -> None:
         raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
 
 
+def _streaming(config: ClusterFile, rules: Rules, path: Path) -> Streaming | None:
+    of, mode = config.streaming, config.rules.mode
+    if not (mode == "stream" if of.enable is None else of.enable):
+        return None
+    if mode not in ("stream", "histopipe") or config.topology != "separate":
+        raise ClusterError(
+            f"{path}: streaming.enable needs updates as they were loaded, and engines of their own: set "
+            "topology=separate and rules.mode=stream or histopipe, or drop it"
+        )
+    try:
+        StreamingConfig(True, of.update, of.part)
+    except ConfigError as error:
+        raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
+    return Streaming(max(1, int(of.part * rules.batch_samples)), of.update)  # training's
+
+
 def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
     rules = _mode(config, samples, separate, path)
+    if config.mode == "stream":  # weights come by the relay
+        rules = replace(rules, one_by_one=True)
     if not config.keep_running:
         return rules
-    if config.mode not in ("partial", "histopipe") or not (separate and rules.max_staleness):
+    if config.mode not in ("partial", "histopipe", "stream") or not (separate and rules.max_staleness):
         raise ClusterError(
             f"{path}: rules.keep_running needs engines of their own and tokens of earlier policies: set "
-            "topology=separate and rules.mode=histopipe, or partial with rules.max_staleness at least 1; or drop it"
+            "topology=separate and rules.mode=histopipe, or partial or stream with rules.max_staleness at least 1; or "
+            "drop it"
         )
     return replace(rules, one_by_one=True, on_interrupt="keep_running")
 
 
 def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
     if config.mode not in _FIXED:
-        raise ClusterError(f"{path}: rules.mode must be sync, on_policy, partial or histopipe, not {config.mode!r}")
+        raise ClusterError(f"{path}: rules.mode must be one of {', '.join(_FIXED)}, not {config.mode!r}")
+    if config.mode == "stream" and not separate:
+        raise ClusterError(f"{path}: rules.mode=stream needs engines of their own: set topology=separate")
     if config.mode == "partial" and config.max_staleness == 0:
         raise ClusterError(
             f"{path}: rules.max_staleness must be at least 1 with rules.mode=partial, which mixes versions: set "
@@ -265,7 +289,7 @@ def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
             f"{path}: rules.draft_ahead=true needs topology=separate and rules.mode=on_policy: set these, or drop it"
         )
     given = {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
-    left: dict[str, Any] = {"max_staleness": 1} if config.mode == "partial" else {}  # training's default
+    left: dict[str, Any] = {"max_staleness": 1} if config.mode in ("partial", "stream") else {}  # training's default
     left |= {
         **{name: value for name, value in given.items() if name not in _FIXED[config.mode]},
         "batch_prompts": config.batch_prompts,

@@ -23,7 +23,9 @@ class TrainingFile:
     """:class:`~verl_rhyme.scheduling.cost.TrainingCost`."""
 
     token: float = 0.0
+    logprobs: float = 0.25
     update: float = 0.0
+    part: float = 0.0
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
@@ -74,6 +76,15 @@ class RulesFile:
 
 
 @dataclass
+class StreamingFile:
+    """:class:`~verl_rhyme.config.StreamingConfig`; ``enable`` is the mode's where it is left open."""
+
+    enable: bool | None = None
+    update: bool = True
+    part: float = 0.125
+
+
+@dataclass
 class PlacementFile:
     """A policy of ``placement.policy`` and its options."""
 
@@ -98,6 +109,7 @@ class ClusterFile:
     replicas: list[ReplicasFile] = MISSING
     workload: WorkloadFile = field(default_factory=WorkloadFile)
     rules: RulesFile = field(default_factory=RulesFile)
+    streaming: StreamingFile = field(default_factory=StreamingFile)
     training: TrainingFile = field(default_factory=TrainingFile)
     topology: str = "colocated"
     placement: PlacementFile = field(default_factory=PlacementFile)

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,27 @@ def stages(steps: Sequence[Step], scenario: Scenario, epochs: Sequence[int]) -> 
     rows: list[tuple[int, int, str, float, float]] = []
     for step, epoch in zip(steps, epochs, strict=True):
         number, synced = step.version + 1, max(step.harvested, step.ended - scenario.training.sync)
-        rows += [
-            (number, epoch, "gen", step.began, step.harvested - step.began),
-            (number, epoch, "update_actor", step.harvested, synced - step.harvested),
-            (number, epoch, "update_weights", synced, step.ended - synced),
-            (number, epoch, "step", step.began, step.seconds),
-        ]
+        spans = [("gen", step.began, step.harvested), ("step", step.began, step.ended)]
+        spans += [*_trained(step, synced, scenario), ("update_weights", synced, step.ended)]
+        rows += [(number, epoch, stage, began, ended - began) for stage, began, ended in spans]
     names = ("step", "epoch", "stage", "started_at", "duration_s")
     return {name: np.array(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _trained(step: Step, synced: float, scenario: Scenario) -> Iterator[tuple[str, float, float]]:
+    """Stages of training, with when they began and ended; log-probabilities apart where they may come first."""
+    cost, streaming = scenario.training, scenario.streaming
+    if streaming is None:
+        yield "update_actor", step.harvested, synced
+        return
+    for part in step.parts:
+        known = part.began + cost.token * cost.logprobs * part.tokens if streaming.update else part.ended
+        yield "old_log_prob", part.began, known
+        if streaming.update:
+            yield "update_actor", known, part.ended
+    known = min(synced, step.harvested + cost.token * cost.logprobs * step.rest)
+    yield "old_log_prob", step.harvested, known
+    yield "update_actor", known, synced
 
 
 def columns(
@@ -142,7 +155,7 @@ def write(
         folder.resolve().name,
         engine=about,
         slots=scenario.slots,
-        rollout="gen" if scenario.colocated else "step",
+        rollout="gen" if scenario.rests else "step",
         replica={"slots": first.slots, "room": int(first.room) if math.isfinite(first.room) else 0, "gpus": first.gpus},
     )
     ran, timed = columns(scenario, segments, steps, epoch_prompts, predicted)
@@ -163,7 +176,7 @@ def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
     return {
         metrics.EPOCH: epoch,
         metrics.GEN_S: step.rollout,
-        metrics.ROLLOUT_S: step.rollout if scenario.colocated else step.seconds,
+        metrics.ROLLOUT_S: step.rollout if scenario.rests else step.seconds,
         metrics.TIMING + "update_actor": step.ended - step.harvested - sync,
         metrics.TIMING + "update_weights": sync,
         metrics.STEP_S: step.seconds,
@@ -175,7 +188,14 @@ def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
         metrics.STALENESS_MAX: step.staleness,
         metrics.SORTED_DISCARDED: step.wasted,
         **{metrics.LENGTHS + name: value for name, value in step.lengths.items()},
+        **_streamed(step, scenario),
     }
+
+
+def _streamed(step: Step, scenario: Scenario) -> dict[str, float]:
+    if scenario.streaming is None:
+        return {}
+    return {metrics.STREAM_EARLY: step.early, metrics.STREAM_PARTS: len(step.parts) + (step.rest > 0)}
 
 
 def _key(prompt: object) -> bytes:

@@ -18,11 +18,14 @@ from verl_rhyme.scheduling.cost_fit import FitError, StepFit, fit_steps
 from verl_rhyme.scheduling.rules import MODES
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.recorded import Run, RunError
+from verl_rhyme.simulation.recorded_training import Training
+from verl_rhyme.simulation.recorded_training import training as fit_training
 from verl_rhyme.simulation.scenario import Drafts
 
 _UNITS = {"base": "a step", "row": "a request in it", "cached": "a token in its KV caches", "draft": "a draft token"}
 _UNITS |= {"drafting": "drafting at all", "prefill": "a prompt token"}
-_TRAINING = {"token": "a token trained", "update": "an update", "sync": "new weights", "reward": "a reward"}
+_TRAINING = {"token": "a token trained", "logprobs": "that, the share that is log-probs", "update": "an update"}
+_TRAINING |= {"part": "a part that came before its batch was whole", "sync": "new weights", "reward": "a reward"}
 _TRAINING |= {"start": "new weights to the first request"}
 
 
@@ -34,6 +37,7 @@ class Fitted:
     cost: The same, with sizes: a replica's slots, the room of its KV cache, its GPUs.
     training: Its trainer.
     training_error: Median relative error of its updates.
+    gradients: Of parts were taken before their batch was whole; ``None``: its log has no parts.
     drafts: Its acceptance lengths.
     notes: What the log does not tell.
     date: Of its latest request.
@@ -44,6 +48,7 @@ class Fitted:
     cost: ReplicaCost
     training: TrainingCost
     training_error: float
+    gradients: bool | None
     drafts: Drafts
     notes: list[str]
     date: str
@@ -62,9 +67,9 @@ def fit(run: Run) -> Fitted:
         raise RunError(f"{run.folder}: {error}") from error
     notes = list(run.unread)
     try:
-        training, training_error = recorded.training(run)
+        training = fit_training(run)
     except RunError as error:
-        training, training_error = TrainingCost(), math.nan
+        training = Training(TrainingCost(), math.nan, None)
         notes.append(f"nothing is known of the trainer: {error}")
     told = run.info.get("replica")
     sizes = dict(told) if isinstance(told, dict) else {}
@@ -84,7 +89,7 @@ def fit(run: Run) -> Fitted:
     )
     latest = float(np.nanmax(run.requests["finished_at"]))
     date = time.strftime("%Y-%m-%d", time.gmtime(latest))
-    return Fitted(run, steps, cost, training, training_error, recorded.acceptance(run), notes, date)
+    return Fitted(run, steps, cost, *training, recorded.acceptance(run), notes, date)
 
 
 def rows(fitted: Fitted) -> list[tuple[str, str, str, str]]:
@@ -166,15 +171,19 @@ def cluster(fitted: Fitted, profile: Path) -> str:
     arms = run.info.get("arms")
     arm = str(arms[-1][-1]) if isinstance(arms, list) and arms else ""
     mode = next((mode for mode in MODES if mode in arm), "sync")
-    if mode == "stream":  # its rollout is as theirs; that training begins with parts is not simulated
-        mode = "sync" if "sync" in arm and "async" not in arm else "histopipe"
-    told = {
+    separate = mode == "stream" or run.info.get("rollout") == "step"
+    rules: dict[str, Any] = {"mode": mode, "batch_prompts": int(np.median(by_step)) if len(by_step) else 1}
+    if mode == "stream":
+        rules["max_staleness"] = 0 if "sync" in arm and "async" not in arm else 1
+    told: dict[str, Any] = {
         "replicas": [{"count": len(np.unique(run.requests["replica"])), "profile": profile.name}],
         "workload": {"lengths": {"run": os.path.relpath(run.folder, profile.parent)}},
-        "topology": "separate" if run.info.get("rollout") == "step" else "colocated",
-        "rules": {"mode": mode, "batch_prompts": int(np.median(by_step)) if len(by_step) else 1},
+        "topology": "separate" if separate else "colocated",
+        "rules": rules,
         "training": {name: _digits(value) for name, value in asdict(fitted.training).items()},
     }
+    if fitted.gradients is not None:
+        told["streaming"] = {"enable": True, "update": fitted.gradients}
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in told.items())
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_rhyme.observability import events
-from verl_rhyme.scheduling.cost import TrainingCost
-from verl_rhyme.scheduling.cost_fit import Requests, fit_line
+from verl_rhyme.scheduling.cost_fit import Requests
 from verl_rhyme.simulation.scenario import Drafts
 from verl_rhyme.simulation.workload import Prompt
 
@@ -236,64 +235,6 @@ def _first_of_its_prompt(columns: Columns, prompt: npt.NDArray[np.int64]) -> npt
         first[row] = which not in seen
         seen.add(which)
     return first
-
-
-def training(run: Run) -> tuple[TrainingCost, float]:
-    """What the trainer took between the rollouts, and the median relative error of its updates.
-
-    The first step of the log, in which everything is warmed up, counts only where there is no other. Checkpoints and
-    validation are no part of it.
-
-    Raises:
-        RunError: The log tells no stage.
-    """
-    seconds: dict[int, dict[str, float]] = {}
-    ended: dict[tuple[int, str], float] = {}
-    columns = run.stages
-    for step, stage, began, lasted in zip(
-        *(columns[name] for name in ("step", "stage", "started_at", "duration_s")), strict=True
-    ):
-        of_step = seconds.setdefault(int(step), {})
-        of_step[str(stage)] = of_step.get(str(stage), 0.0) + float(lasted)
-        ended[int(step), str(stage)] = max(ended.get((int(step), str(stage)), 0.0), float(began + lasted))
-    whole = sorted(step for step, stages in seconds.items() if {"gen", "step"} <= stages.keys())
-    whole = whole[1:] or whole
-    if not whole:
-        raise RunError(f"{run.folder}: no step tells how long its stages took")
-    request = run.requests
-    trained = request["trained"] & ~request["validate"]
-    tokens, update, late, start = [], [], [], []
-    started = np.sort(request["started_at"][np.isfinite(request["started_at"])])
-    for step in whole:
-        of_step = trained & (request["step"] == step)
-        stages = seconds[step]
-        tokens.append(float((request["prompt_tokens"] + request["response_tokens"])[of_step].sum()))
-        update.append(stages["step"] - sum(stages.get(name, 0.0) for name in _NO_UPDATE))
-        last = float(np.nanmax(request["finished_at"][of_step], initial=-np.inf))
-        if last >= ended[step, "gen"] - stages["gen"]:  # else the batch was there before the trainer asked for it
-            late.append(ended[step, "gen"] - last)
-        if (synced := ended.get((step, "update_weights"))) is not None:
-            after = started[np.searchsorted(started, synced) :]
-            if len(after) and step + 1 in seconds:
-                start.append(float(after[0]) - synced)
-    line = fit_line(np.array(tokens), np.maximum(np.array(update), 0.0))
-    sync = [seconds[step]["update_weights"] for step in whole if "update_weights" in seconds[step]]
-    cost = TrainingCost(
-        token=line.slope,
-        update=line.at_zero,
-        sync=_median(sync),
-        reward=max(0.0, _median(late)),
-        start=_median(start),
-    )
-    return cost, line.error
-
-
-#: Stages that are within a step and not in an update.
-_NO_UPDATE = ("gen", "update_weights", "save_checkpoint", "testing")
-
-
-def _median(values: list[float]) -> float:
-    return float(np.median(values)) if values else 0.0
 
 
 def acceptance(run: Run) -> Drafts:

@@ -22,6 +22,7 @@ from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
 from verl_rhyme.simulation.scenario import Scenario, Step
+from verl_rhyme.simulation.trainer import Trainer
 from verl_rhyme.simulation.workload import Prompt
 
 
@@ -71,6 +72,7 @@ class Simulation:
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
         planned = self.placement if scenario.placement in PLANNED else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
+        self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._open: dict[str, int] = {}  # samples of each prompt that have not ended
@@ -209,12 +211,18 @@ class Simulation:
     def _renew(self, replica: str) -> None:
         """Where nothing runs any more a replica takes the newest version, and what waited for it begins."""
         engine = self.cluster.engines[replica]
-        if self._versions[replica] == self._version or engine.running or engine.waiting:
-            return
+        if not (self._versions[replica] == self._version or engine.running or engine.waiting):
+            self._serve(replica)
+
+    def _serve(self, replica: str) -> None:
+        """A replica has the newest version."""
         self._versions[replica] = self._version
-        engine.forget()
-        for version, request in self._gates.pop(replica, {}).values():
+        self.cluster.engines[replica].forget()
+        waited = self._gates.pop(replica, {})
+        for version, request in waited.values():
             self._submit(replica, version, request)
+        if waited:
+            self.cluster.touch(replica)
 
     def _route(self, start: Start, attempt: Attempt, prompt: Prompt) -> str:
         """As the router does."""
@@ -296,14 +304,18 @@ class Simulation:
     # ---- updates ----
 
     def _look(self) -> None:
-        """Harvest if that may be."""
+        """Harvest if that may be, or else begin a part."""
         scheduler, rules = self.rollout.scheduler, self.scenario.rules
-        if self._training or not scheduler.ready():
+        if self._training or self._trainer.busy:
+            return
+        if not scheduler.ready():
+            if not scheduler.enough():  # else it waits for rewards of what it is about to take
+                self._stream()
             return
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
-        if not self._stopped:  # else the span ends with the last request, as in training
+        if not self.scenario.rests:  # else the span ends with the last request, as in training
             self._settle()
         bubble = self._occupancy.take()
         batch = self.rollout.take()
@@ -314,9 +326,8 @@ class Simulation:
         self.dispatch.keep(self.rollout.needs_prompt)
         tokens = sum(batch.harvest.lengths)
         harvested, began = self.cluster.now, self._began
-        training = self.scenario.training
         prompts = sum(self._loaded[uid].tokens for uid, _ in batch.harvest.samples)
-        seconds = training.seconds(tokens + prompts)
+        seconds, parts, rest = self._trainer.update(tokens + prompts)
         for uid in {uid for uid, _ in batch.harvest.samples}:
             if uid not in scheduler.ledger:
                 del self._loaded[uid], self._open[uid]
@@ -328,6 +339,8 @@ class Simulation:
                 Step(
                     *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
                     *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
+                    parts=parts,
+                    rest=rest,
                     ahead=ahead,
                 )
             )
@@ -335,9 +348,23 @@ class Simulation:
             self._version += 1
             self._publish()
 
-        self.cluster.call(seconds + training.sync, ended)
+        self.cluster.call(seconds + self.scenario.training.sync, ended)
         if rules.starts_through_training:
             self._dispatch()
+
+    def _stream(self) -> None:
+        """Train what of the next batch is finished, if it is enough."""
+        if (samples := self._trainer.wants) is None or not (names := self.rollout.part(samples)):
+            return
+        attempts = [Attempt.named(name) for name in names]
+        ledger = self.rollout.scheduler.ledger
+        tokens = sum(ledger.prompt(a.uid).samples[a.number].tokens + self._loaded[a.uid].tokens for a in attempts)
+
+        def through() -> None:
+            self._trainer.through()
+            self._look()
+
+        self.cluster.call(self._trainer.begin(len(names), tokens, self.cluster.now), through)
 
     @property
     def _stops(self) -> bool:
@@ -367,9 +394,8 @@ class Simulation:
                 self._renew(replica)
                 self.cluster.touch(replica)
         else:
-            for replica, engine in self.cluster.engines.items():
-                self._versions[replica] = self._version
-                engine.forget()
+            for replica in self.cluster.engines:
+                self._serve(replica)
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
         self.placement.forget()
@@ -382,7 +408,7 @@ class Simulation:
 
     def _begin(self) -> None:
         """The first requests of a version reach the engines."""
-        if self.scenario.colocated:
+        if self.scenario.rests:
             self._settle()
             self._occupancy.take()
         self._dispatch()

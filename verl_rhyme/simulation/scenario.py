@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
@@ -38,6 +38,18 @@ class Drafts:
         return pace, (pace - 1) * self.overhead, more, more * self.overhead
 
 
+class Streaming(NamedTuple):
+    """Training beside the rollout, as :class:`~verl_rhyme.config.StreamingConfig` has it.
+
+    Attributes:
+        samples: A part has at least so many.
+        update: Gradients do not wait for the whole batch.
+    """
+
+    samples: int
+    update: bool = True
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A cluster and what it runs.
@@ -46,6 +58,7 @@ class Scenario:
         replicas: Their costs, one each.
         rules: The scheduler's.
         training: What an update costs.
+        streaming: Updates come in parts; ``None``: each as a whole.
         colocated: Engines stand still while the actor trains; else they have GPUs of their own.
         placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
         drafts: What drafting gains.
@@ -59,6 +72,7 @@ class Scenario:
     replicas: tuple[ReplicaCost, ...]
     rules: Rules
     training: TrainingCost = field(default_factory=TrainingCost)
+    streaming: Streaming | None = None
     colocated: bool = True
     placement: str = "least_loaded"
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +86,26 @@ class Scenario:
     def slots(self) -> int:
         """Q of the bubble ratio."""
         return sum(cost.slots for cost in self.replicas)
+
+    @property
+    def rests(self) -> bool:
+        """Engines have nothing to do while the actor trains: the bubble ratio is of rollouts alone, as in training."""
+        return self.colocated or not self.rules.starts_through_training
+
+
+class Part(NamedTuple):
+    """Of an update batch, what went through training before the batch was whole.
+
+    Attributes:
+        began, ended: Seconds.
+        samples: How many.
+        tokens: Of their prompts and responses.
+    """
+
+    began: float
+    ended: float
+    samples: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +121,8 @@ class Step:
         staleness: The greatest of a trained token.
         lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
         ahead: Seconds from the end of its last response to the harvest.
+        parts: That came before the batch was whole, in their order.
+        rest: Tokens, of prompts and responses, of what was in none of them.
     """
 
     version: int
@@ -100,10 +136,27 @@ class Step:
     staleness: int
     lengths: dict[str, float]
     ahead: float = 0.0
+    parts: tuple[Part, ...] = ()
+    rest: int = 0
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+    @property
+    def in_parts(self) -> float:
+        """Seconds of the rollout for which the trainer worked on parts."""
+        return sum(part.ended - part.began for part in self.parts)
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which it waited for the batch, with nothing to do."""
+        return self.rollout - self.in_parts
+
+    @property
+    def early(self) -> float:
+        """Share of the samples that came in parts."""
+        return sum(part.samples for part in self.parts) / max(1, self.samples)
 
     @property
     def rollout(self) -> float:

@@ -11,25 +11,28 @@ from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Step
 
 #: Of a step's row in the table, after its number: seconds that the trainer waited for the batch (the rollout, where
-#: engines stand still meanwhile), and those of the whole step, over which the trained tokens are.
-COLUMNS = ("waited s", "step s", "tokens/s", "bubble", "wasted", "staleness", "rank corr.")
+#: engines stand still meanwhile), those of the whole step, over which the trained tokens are, and the share of the
+#: batch that was trained before all of it was there.
+COLUMNS = ("waited s", "step s", "tokens/s", "early", "bubble", "wasted", "staleness", "rank corr.")
 
 
 def row(step: Step) -> dict[str, Any]:
-    """A step as one flat object; forecasts under ``lengths/``."""
+    """A step as one flat object; forecasts under ``lengths/``, ``parts`` as a number."""
     flat = asdict(step)
     lengths = flat.pop("lengths")
-    times = {"rollout": step.rollout, "seconds": step.seconds, "tokens_per_s": _rate(step)}
-    return {**flat, **times, **{f"lengths/{name}": value for name, value in lengths.items()}}
+    times = {"rollout": step.rollout, "waited": step.waited, "seconds": step.seconds, "tokens_per_s": _rate(step)}
+    parts = {"parts": len(step.parts), "in_parts": step.in_parts, "early": step.early}
+    return {**flat, **times, **parts, **{f"lengths/{name}": value for name, value in lengths.items()}}
 
 
 def cells(step: Step) -> list[str]:
     """Those of :data:`COLUMNS`."""
     correlation = step.lengths.get("rank_correlation")
     return [
-        f"{step.rollout:.1f}",
+        f"{step.waited:.1f}",
         f"{step.seconds:.1f}",
         f"{_rate(step):.0f}",
+        f"{step.early:.0%}" if step.parts else "",
         f"{step.bubble:.3f}",
         f"{step.wasted / max(1, step.tokens + step.wasted):.0%}",
         str(step.staleness),
@@ -43,14 +46,19 @@ def _rate(step: Step) -> float:
 
 
 def whole(simulation: Simulation) -> dict[str, Any]:
-    """Of all steps. ``useful_tokens_per_s`` are trained ones, over rollout and update; ``wasted`` is a share of all."""
+    """Of all steps. ``useful_tokens_per_s`` are trained ones, over rollout and update; ``wasted`` is a share of all;
+    ``trainer_*`` are shares of the trainer's time."""
     steps, engines = simulation.steps, simulation.cluster.engines.values()
     tokens, wasted = (sum(getattr(step, name) for step in steps) for name in ("tokens", "wasted"))
     seconds = [step.seconds for step in steps]
     span = steps[-1].ended - steps[0].began
     weights = np.array([step.rollout for step in steps])
-    if not simulation.scenario.colocated:  # a step's ratio is of all time since the harvest before
+    if not simulation.scenario.rests:  # a step's ratio is of all time since the harvest before
         weights = np.diff([steps[0].began, *(step.harvested for step in steps)])
+    sync = simulation.scenario.training.sync
+    parts, waited = (sum(getattr(step, name) for step in steps) for name in ("in_parts", "waited"))
+    synced = sum(min(sync, step.ended - step.harvested) for step in steps)
+    times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
         "updates": len(steps),
         "samples": sum(step.samples for step in steps),
@@ -61,6 +69,8 @@ def whole(simulation: Simulation) -> dict[str, Any]:
         "bubble_ratio": float(np.dot(weights, [step.bubble for step in steps]) / max(weights.sum(), 1e-12)),
         "wasted": wasted / max(1, tokens + wasted),
         "staleness_max": max(step.staleness for step in steps),
+        "early": float(np.mean([step.early for step in steps])),
+        **{f"trainer_{name}": spent / span if span else 0.0 for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
         "recomputed_tokens": round(sum(engine.recomputed for engine in engines)),
         "replicas": len(simulation.scenario.replicas),
@@ -71,10 +81,14 @@ def whole(simulation: Simulation) -> dict[str, Any]:
 def lines(simulation: Simulation) -> list[str]:
     """The same in words."""
     found = whole(simulation)
+    names = {"waiting": "waits", "parts": "on parts", "training": "on whole batches", "weights": "on weights"}
+    trainer = ", ".join(f"{words} {found[f'trainer_{name}']:.0%}" for name, words in names.items())
+    waited = found["trainer_waiting"] * found["step_s"]
     return [
-        f"{found['updates']} updates of {found['step_s']:.1f} s (waited for batches: {found['rollout_s']:.1f} s), "
+        f"{found['updates']} updates of {found['step_s']:.1f} s (waited for batches: {waited:.1f} s), "
         f"{found['useful_tokens_per_s']:.0f} useful tokens/s on {found['gpus']} GPUs of {found['replicas']} replicas"
         + ("" if simulation.scenario.colocated else ", and the trainer's own"),
         f"bubble ratio {found['bubble_ratio']:.3f}, wasted tokens {found['wasted']:.1%}, staleness at most "
         f"{found['staleness_max']}, {found['preempted']} preemptions",
-    ]
+        f"the trainer {trainer}; {found['early']:.0%} of the samples came in parts, before their batch was whole",
+    ][: 3 if simulation.scenario.streaming else 2]

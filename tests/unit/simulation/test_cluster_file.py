@@ -20,6 +20,7 @@ from verl_rhyme.config import SortingConfig
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.cluster_keys import ClusterFile
 from verl_rhyme.simulation.profile import PROFILES, StepFile, profile
+from verl_rhyme.simulation.scenario import Streaming
 from verl_rhyme.simulation.typed_yaml import ClusterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
@@ -93,6 +94,25 @@ def test_what_a_mode_has_may_be_said():
         ["rules.mode=histopipe", "rules.harvest=loaded", "topology=separate", "rules.load=rolling"],
     ):
         assert load(EXAMPLE, said).updates
+
+
+def test_stream_is_training_s():
+    """Sync and async, with weights by the relay; histopipe may stream, too."""
+    separate = ["topology=separate", "rules.mode=stream"]
+    ahead = load(EXAMPLE, separate).scenario
+    batch = 512 * 16
+    assert (ahead.streaming, ahead.rules.max_staleness) == (Streaming(batch // 8, update=True), 1)
+    sync = load(EXAMPLE, [*separate, "rules.max_staleness=0", "streaming.update=false"]).scenario
+    assert (sync.streaming, sync.rules.runs_on, sync.rules.load) == (Streaming(batch // 8, update=False), True, "group")
+    assert (ahead.rules.one_by_one, ahead.rules.on_interrupt, sync.rules.one_by_one) == (True, "continue", True)
+    assert load(EXAMPLE, [*separate, "rules.keep_running=true"]).scenario.rules.runs_on
+    assert load(EXAMPLE, [*separate, "streaming.enable=false"]).scenario.streaming is None
+    histopipe = ["topology=separate", "rules.mode=histopipe"]
+    assert load(EXAMPLE, [*histopipe, "streaming.enable=true"]).scenario.streaming == ahead.streaming
+    assert load(EXAMPLE, histopipe).scenario.streaming is None
+    for part in (0, 1.5):
+        with pytest.raises(ClusterError, match=r"streaming.part must be above 0, and at most 1"):
+            load(EXAMPLE, [*separate, f"streaming.part={part}"])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +214,10 @@ def test_simulate_prints_a_table():
         ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h"),
         ("replicas=[{count: 1}]", "missing"),
         ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
-        ("rules.mode=sorted", "rules.mode must be sync, on_policy, partial or histopipe, not 'sorted'"),
+        ("rules.mode=sorted", "rules.mode must be one of sync, on_policy, histopipe, partial, stream, not 'sorted'"),
+        ("rules.mode=stream", "rules.mode=stream needs engines of their own: set topology=separate"),
+        ("streaming.enable=true", "streaming.enable needs updates as they were loaded, and engines of their own: set"),
+        ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
         ("rules.batch_prompts=many", "rules.batch_prompts"),
         ("rules={batch_prompts: 4, mode: histopipe, keep_running: true}", "rules.keep_running needs engines of their"),
         ("rules.max_staleness=-1", "rules.max_staleness must be at least 0"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from verl_rhyme.cli import app
 from verl_rhyme.observability import metrics, slot_time, steps, trace
 from verl_rhyme.observability.batches import SlotAccount
+from verl_rhyme.observability.page import lanes
 from verl_rhyme.observability.slot_time import BUSY
 from verl_rhyme.observability.summary import read
 from verl_rhyme.scheduling.attempts import Start
@@ -66,6 +67,35 @@ def test_engines_that_run_on(tmp_path) -> None:
     logged = steps.from_events(tmp_path / "run" / "events", run.slot_time.slots, "step")
     windows = {window.step: window.bubble(run.slot_time.slots) for window in run.slot_time.windows}
     assert {step: logged[step][metrics.BUBBLE_RATIO] for step in windows} == pytest.approx(windows)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_in_parts_is_seen(tmp_path, staleness) -> None:
+    """Its stages lie within the rollout, and the page has a lane for them."""
+    overrides = ["rules.mode=stream", f"rules.max_staleness={staleness}", "topology=separate", "training.token=1e-4"]
+    *rows, whole = simulate(tmp_path / "run", *overrides)
+    run = read(tmp_path / "run")
+    assert run.slot_time is not None
+    assert run.problems == []
+    assert run.runs_on == (staleness > 0)
+    assert whole["early"] > 0.3
+    assert sum(whole[f"trainer_{name}"] for name in ("waiting", "parts", "training", "weights")) == pytest.approx(1.0)
+    stages = run.stages
+    for row in rows:
+        mine = (stages["step"] == row["version"] + 1) & (stages["started_at"] < row["harvested"])
+        trained = mine & np.isin(stages["stage"], ("old_log_prob", "update_actor"))
+        assert stages["duration_s"][trained].sum() == pytest.approx(row["in_parts"])
+        assert trained.sum() == 2 * row["parts"]
+    bubbles = {window.step: window.bubble(48) for window in run.slot_time.windows}
+    assert {row["version"] + 1: row["bubble"] for row in rows} == pytest.approx(bubbles, abs=1e-6)
+    logged = steps.from_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step[metrics.STREAM_EARLY] for step in logged.values()] == [row["early"] for row in rows]
+    seconds = 0.0, run.slot_time.ended
+    page = lanes.overview(run.slot_time, *seconds, "lanes")
+    assert ">trainer</text>" in page
+    simulate(tmp_path / "plain", *overrides[2:], "rules.mode=sync")
+    plain = read(tmp_path / "plain").slot_time
+    assert ">trainer</text>" not in lanes.overview(plain, *seconds, "lanes")
 
 
 @pytest.mark.parametrize("limit", [48, 77])

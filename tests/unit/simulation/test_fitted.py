@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from verl_rhyme.observability.events import EventLog
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
-from verl_rhyme.simulation import fitted, recorded
+from verl_rhyme.simulation import event_log, fitted, recorded
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.engine import Segment
 from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.02, row=5e-4, draft=1e-4), slots=8)
@@ -136,6 +137,40 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     plain = load(cluster, ["drafts.acceptance=[1]"])
     slower = Simulation(plain.scenario, plain.prompts, plain.updates).run()
     assert slower[-1].rollout > 1.5 * again[-1].rollout
+
+
+@pytest.mark.parametrize(("staleness", "update"), [(0, True), (0, False), (1, True)])
+def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
+    """Its parts' costs come back, and what it would have been without parts is another."""
+    prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(48, 4, 1, 20))
+    rules = named("stream", **SIZES, max_staleness=staleness, through_training=True)
+    training = TrainingCost(token=1e-3, logprobs=0.4, update=1.0, part=0.2, sync=0.3)
+    plan = (COST,) * 2, replace(rules, one_by_one=True), training, Streaming(4, update), False
+    segments: list[tuple[str, Segment]] = []
+    simulation = Simulation(Scenario(*plan, response_limit=400), prompts, None, segments)
+    steps = simulation.run()
+    event_log.write(tmp_path / "run", "virtual", simulation.scenario, segments, steps, 48, simulation.predicted)
+    EventLog(tmp_path / "run" / "events").describe(
+        9, arm="stream-" + ("async" if staleness else "sync"), slots=16, rollout="step" if staleness else "gen"
+    )
+    status, output, _ = told("profile", tmp_path / "run")
+    assert status == 0
+    found = fitted.fit(recorded.read(tmp_path / "run"))
+    assert found.gradients is update
+    if not staleness:  # else its log does not tell which update trained a response
+        assert found.training_error < 0.03
+    for name in ("token", "logprobs", "part", "update", "sync") if update and not staleness else ("sync",):
+        assert getattr(found.training, name) == pytest.approx(getattr(training, name), rel=0.1, abs=0.02), name
+    cluster = tmp_path / "run" / "cluster.yaml"
+    cluster.write_text(output.partition("plays this run again:\n")[2])
+    loaded = load(cluster, ["streaming.part=0.125", "rules.batch_prompts=8"])
+    assert loaded.scenario.rules == simulation.scenario.rules
+    assert loaded.scenario.streaming == Streaming(4, update)
+    again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
+    assert sum(s.tokens for s in again) == sum(s.tokens for s in steps)
+    assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05 * (1 + staleness))
+    whole = load(cluster, ["streaming.enable=false"])
+    assert Simulation(whole.scenario, whole.prompts, whole.updates).run()[-1].ended > 1.05 * steps[-1].ended
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ import numpy as np
 
 from verl_rhyme.observability.lanes import pack
 from verl_rhyme.observability.page import svg
-from verl_rhyme.observability.slot_time import REASONS, SlotTime
+from verl_rhyme.observability.slot_time import REASONS, SYNC, TRAINING, TRAINING_STAGES, SlotTime
 
 WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 84, 52, 8, 40
 #: Lanes at most; more replicas than that share them.
 LANES = 64
 #: Stretches of time that all lanes of a figure are divided into, and one of them at most.
 _ALL_BINS, _BINS = 160_000, 24_000
+#: Height of the trainer's lane.
+_TRAINER = 12.0
 #: Rows of bars at most, and bars; else replicas are left out.
 ROWS, BARS = 320, 6000
 
@@ -73,13 +75,17 @@ def overview(
         f'<g transform="translate(0 {svg.number(k * (height + gap))})">{area}</g>'
         for k, (_, area, _) in enumerate(lanes)
     ]
+    trainer = _trainer(measured, begin, end)
+    count = len(lanes) + bool(trainer)
     full = len(lanes) * (height + gap) - gap
     spaces = [
         svg.tag("rect", x=begin, y=k * (height + gap) - gap, width=end - begin, height=gap, class_="gap")
-        for k in range(1, len(lanes))
+        for k in range(1, count)
     ]
     # Areas count in bins: the plot's own unit is seconds.
     plot = _strips(measured, begin, end, full) + "".join(spaces)
+    if trainer:
+        plot += f'<g transform="translate(0 {svg.number(full + gap)})">{trainer}</g>'
     plot += f'<g transform="translate({begin!r} 0) scale({(end - begin) / bins!r} 1)">{"".join(rows)}</g>'
     names = [
         svg.label(_LEFT - 8.0, _TOP + k * (height + gap) + height / 2 + 3.5, name, text_anchor="end")
@@ -87,6 +93,9 @@ def overview(
         for k, (name, _, busy) in enumerate(lanes)
         if height >= 9 or k % 2 == 0
     ]
+    if trainer:
+        names.append(svg.label(_LEFT - 8.0, _TOP + full + gap + _TRAINER - 2.0, "trainer", text_anchor="end"))
+        full += gap + _TRAINER
     return _figure(plot, "".join(names), begin, max(end, begin + (scale or 0.0)), full, title, origin)
 
 
@@ -172,6 +181,23 @@ def _strips(measured: SlotTime, begin: float, end: float, height: float) -> str:
     return "".join(
         f'<rect x="{a:.6g}" y="0" width="{b - a:.4g}" height="{svg.number(height)}" class="{reason_class(why)}"/>'
         for a, b, why in found
+    )
+
+
+def _trainer(measured: SlotTime, begin: float, end: float) -> str:
+    """What the trainer does, where it trains while rollout is on; nothing elsewhere, for the strips tell it all."""
+    stages = measured.stages
+    gen = stages["stage"] == "gen"
+    rollout = dict(zip(stages["step"][gen].tolist(), stages["ended"][gen].tolist(), strict=True))
+    trained = np.isin(stages["stage"], TRAINING_STAGES)
+    whole = np.array([rollout.get(step, -np.inf) for step in stages["step"][trained].tolist()])
+    if not (stages["started"][trained] < whole).any():
+        return ""
+    return "".join(
+        svg.tag("rect", x=a, y=0.0, width=b - a, height=_TRAINER, class_=reason_class(why))
+        for shown, why in ((trained, TRAINING), (stages["stage"] == "update_weights", SYNC))
+        for a, b in zip(stages["started"][shown].clip(begin, end), stages["ended"][shown].clip(begin, end), strict=True)
+        if b > a
     )
 
 

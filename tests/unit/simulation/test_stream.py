@@ -1,0 +1,135 @@
+"""Updates whose samples come in parts, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.simulation.run import Simulation
+from verl_rhyme.simulation.scenario import Scenario, Step, Streaming
+from verl_rhyme.simulation.workload import Lengths, Prompt
+
+COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
+TRAINING = TrainingCost(token=2e-4, update=1.0, part=0.3, sync=0.5)
+BATCH = {"batch_prompts": 8, "batch_samples": 32}
+PARTS = Streaming(samples=4)
+
+
+def stream(staleness: int, **changes: Any) -> Rules:
+    rules = named("stream", **BATCH, max_staleness=staleness, through_training=True)
+    return Rules(**{**vars(rules), "one_by_one": True, **changes})
+
+
+def simulated(
+    prompts: list[Prompt], staleness: int = 0, streaming: Streaming | None = PARTS, **changes: Any
+) -> list[Step]:
+    given = {"replicas": (COST,) * 3, "rules": stream(staleness), "training": TRAINING, "response_limit": 1000}
+    scenario = Scenario(**{**given, "streaming": streaming, "colocated": False, **changes})
+    return Simulation(scenario, prompts).run()
+
+
+def made(seed: int, median: int = 100, spread: float = 9.0, prompts: int = 24) -> list[Prompt]:
+    lengths = Lengths({50: median, 99: median * spread}, limit=1000)
+    return list(lengths.epochs(prompts, 4, 1, 20, seed=seed))
+
+
+workloads = st.builds(made, st.integers(0, 99), st.integers(20, 200), st.floats(1.05, 20.0))
+streamings = st.builds(Streaming, st.integers(1, 40), st.booleans())
+costs = st.builds(TrainingCost, *(st.floats(0, high) for high in (1e-3, 1.0, 3.0, 2.0, 1.0, 0.5, 0.5)))
+
+
+@settings(deadline=None, max_examples=15)
+@given(workloads, st.integers(0, 3), streamings, costs, st.booleans())
+def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, streaming, training, runs_on):
+    rules = stream(staleness, **({"on_interrupt": "keep_running"} if runs_on else {}))
+    steps = simulated(prompts, staleness, streaming, training=training, rules=rules)
+    assert [step.version for step in steps] == list(range(3))
+    assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
+    assert sum(step.wasted for step in steps) == 0 or (staleness and not runs_on)
+    for step in steps:
+        assert 0 <= step.staleness <= staleness
+        assert sum(part.tokens for part in step.parts) + step.rest == step.tokens + 32 * 20
+        assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
+        assert 0 <= step.early <= 1
+        borders = [step.began, *(at for part in step.parts for at in part[:2]), step.harvested, step.ended]
+        assert borders == sorted(borders), "the trainer does one thing at a time, parts before the batch is taken"
+        assert step.waited >= -1e-9
+
+
+@settings(deadline=None, max_examples=15)
+@given(workloads, streamings, costs)
+def test_in_step_it_costs_no_more_than_its_parts(prompts, streaming, training):
+    """Of the same rollouts: what is trained early is not trained later."""
+    plain, parts = (simulated(prompts, 0, each, training=training) for each in (None, streaming))
+    for before, after in zip(plain, parts, strict=True):
+        assert before.tokens == after.tokens
+        assert after.seconds <= before.seconds + len(after.parts) * training.part + 1e-6
+        assert after.seconds >= before.rollout + training.update + training.sync - 1e-6, "the rollout is what it was"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("update", [True, False])
+def test_one_part_is_no_streaming(staleness, update):
+    prompts = made(0)
+    assert simulated(prompts, staleness, Streaming(32, update)) == simulated(prompts, staleness, None)
+
+
+def test_without_seconds_of_their_own_small_parts_are_no_worse():
+    free = TrainingCost(token=1e-3, update=1.0, sync=0.5)
+    prompts = made(3)
+    spans = [simulated(prompts, 0, Streaming(samples), training=free)[-1].ended for samples in (32, 16, 4)]
+    assert spans[2] < 0.9 * spans[0]
+    assert spans == sorted(spans, reverse=True)
+
+
+def test_a_part_and_the_rest_in_closed_form():
+    """One request a replica: the first prompt ends after a second, the second one after three."""
+    cost = ReplicaCost(StepCost(base=0.01), slots=1)
+    rules = Rules(**{**vars(stream(0)), "batch_prompts": 2, "batch_samples": 2})
+    prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
+    for token, update, through, harvested, ended in (
+        (1e-2, True, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
+        (1e-2, False, 1 + 0.5 + 1.1 / 4, 3.0, 3.0 + 3.1 + 3 / 4 * 1.1 + 2.0),
+        (1e-1, True, 1 + 0.5 + 11, 12.5, 12.5 + 31 + 2.0),  # it is longer at the part than the batch takes
+    ):
+        training = TrainingCost(token=token, update=2.0, part=0.5)
+        given = {"replicas": (cost,) * 2, "rules": rules, "training": training}
+        [step] = simulated(prompts, 0, Streaming(1, update), **given)
+        [part] = step.parts
+        assert part[:3] == (pytest.approx(1.0), pytest.approx(through), 1)
+        assert (part.tokens, step.rest, step.early) == (110, 310, 0.5)
+        assert (step.harvested, step.ended) == (pytest.approx(harvested), pytest.approx(ended))
+        assert step.waited == pytest.approx(harvested - (through - 1.0))
+        assert step.bubble == pytest.approx(1 - 400 / 600), "of the rollout, not of the wait for the part"
+
+
+def test_a_heavy_tail_gains_most():
+    """Of the trainer's seconds those that hide behind the rollout: none where all end at once."""
+    training, wide = TrainingCost(token=4e-4, update=0.5), (ReplicaCost(COST.step, slots=32),) * 3
+    hidden = []
+    for spread in (1.0001, 2.0, 9.0):
+        prompts = made(1, 100, spread)
+        given = {"training": training, "replicas": wide}
+        plain, parts = (simulated(prompts, 0, each, **given)[-1].ended for each in (None, Streaming(1)))
+        tokens = sum(int(prompt.lengths.sum()) + 80 for prompt in prompts)
+        hidden.append((plain - parts) / (training.token * tokens))
+    assert hidden[0] < 0.2
+    assert hidden[0] + 0.1 < hidden[1] < hidden[2] - 0.1
+
+
+def test_across_steps_it_gains_too():
+    """And the trainer, asked for less when a batch is whole, waits for less of the time."""
+    spans = {}
+    for staleness, streaming in itertools.product((0, 1, 2), (None, PARTS)):
+        steps = simulated(made(5, prompts=64), staleness, streaming)
+        assert max(step.staleness for step in steps) <= staleness
+        spans[staleness, streaming is None] = steps[-1].ended
+    assert all(spans[k, False] < spans[k, True] for k in (0, 1, 2))
+    assert spans[2, False] < spans[1, False] < spans[0, False]
