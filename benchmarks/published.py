@@ -210,16 +210,16 @@ def fit(seeds: int, quick: bool = False) -> Iterator[dict[str, Any]]:
         slower = H800 / A100 * model.gpus / gpus
         weights = (cost.step.base - model.launch) * slower + model.launch
         told = 1 / (weights + cost.step.cached * slower * (prompt + 1024))
-        yield _held(f"tokens/s of one request, {name}, {gpus} A100, prompt of {prompt}", speed, speed, [told])
-    yield _held("draft tokens accepted", 0.65, 0.79, [1 / OVERHEAD])
+        yield held(f"tokens/s of one request, {name}, {gpus} A100, prompt of {prompt}", speed, speed, [told])
+    yield held("draft tokens accepted", 0.65, 0.79, [1 / OVERHEAD])
     changed = [_regrouped(load("32b", [f"workload.seed={seed}"], quick)) for seed in range(seeds)]
-    yield _held("prompts that change by two of four length groups", 0.02, 0.04, changed)
+    yield held("prompts that change by two of four length groups", 0.02, 0.04, changed)
     runs = [_stock(load("32b", [*PARTS, f"workload.seed={seed}"], quick)) for seed in range(seeds)]
-    yield _held("share of rollout in a step, 32b", 0.84, 0.91, [share for share, _ in runs])
-    yield _held("share of idle replicas, 32b", 0.46, None, [idle for _, idle in runs])
+    yield held("share of rollout in a step, 32b", 0.84, 0.91, [share for share, _ in runs])
+    yield held("share of idle replicas, 32b", 0.46, None, [idle for _, idle in runs])
 
 
-def _held(name: str, low: float, high: float | None, found: list[float]) -> dict[str, Any]:
+def held(name: str, low: float, high: float | None, found: list[float]) -> dict[str, Any]:
     """``error``: how far the mean is outside of what was published, as a share of the nearest bound."""
     mean = statistics.mean(found)
     nearest = low if mean < low else high if high is not None and mean > high else mean
