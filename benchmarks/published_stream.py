@@ -1,6 +1,6 @@
 """StreamRL's settings in the simulator: what its arms gain here, beside what was published.
 
-    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only fit|arms|settings|varied]
+    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART]
 
 Actors of 7B, 32B and 72B with PPO, responses of up to 5k, 10k and 20k tokens (``examples/simulate/streamrl72b.yaml``).
 Of StreamRL (arXiv:2504.15930) are known here its algorithms, ratios, hardware (128 H800s) and the recall of its ranker;
@@ -27,7 +27,11 @@ import typer
 from benchmarks.machine import commit, describe
 from benchmarks.placement_simulated import figures, run
 from benchmarks.published import A100, H800, PARTS, held
-from verl_rhyme.simulation import cluster_file
+from verl_rhyme.observability import slot_time
+from verl_rhyme.observability.slot_time import REASONS
+from verl_rhyme.simulation import cluster_file, event_log, summary
+from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.run import Simulation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -147,6 +151,10 @@ def simulate(
         changes: Further ones to the cluster file; those of streaming and of forecasts only where the arm has these.
         quick: A small workload.
     """
+    return dict(_simulated(model, limit, _changes(model, limit, arm, split, changes), quick))
+
+
+def _changes(model: str, limit: str, arm: Arm, split: float, changes: Sequence[str]) -> tuple[str, ...]:
     kind = MODELS[model]
     ours = [change for change in changes if _concerns(change, arm)]
     if arm.separate:
@@ -159,7 +167,7 @@ def simulate(
             f"replicas=[{given}]",
             f"training.token={token * kind.all_gpus / (kind.all_gpus - rollout * kind.gpus)}",
         ]
-    return dict(_simulated(model, limit, (*arm.changes, *ours), quick))
+    return (*arm.changes, *ours)
 
 
 @cache
@@ -225,6 +233,23 @@ def settings(quick: bool = False) -> Iterator[dict[str, Any]]:
         low, high = min(gains[arm.name]), max(gains[arm.name])
         row = {"ratio": f"{arm.name} / {other.name}", "published": list(published)}
         yield {**row, "simulated": [round(low, 3), round(high, 3)]}
+
+
+def told_apart(quick: bool = False) -> Iterator[dict[str, Any]]:
+    """72B at 20k: why slots stand empty, as the report page has it, and where the trainer's time goes; of the whole run,
+    one seed, a quarter of the GPUs for rollout where it has its own."""
+    for arm in (COLOCATED, SKEWED, APART, STREAM_SKEWED, ASYNC_SKEWED):
+        loaded = load("72b", "20k", _changes("72b", "20k", arm, SPLITS[0], ()), quick)
+        segments: list[tuple[str, Segment]] = []
+        simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+        steps = simulation.run()
+        log = event_log.columns(loaded.scenario, segments, steps, loaded.epoch_prompts, simulation.predicted)
+        measured = slot_time.measure(*log, loaded.scenario.slots, runs_on=not loaded.scenario.rests)
+        assert measured is not None
+        whole = summary.whole(simulation)
+        slots = {name: round(float(share), 3) for name, share in zip(REASONS, measured.shares, strict=True)}
+        trainer = {name: round(share, 3) for name, share in whole.items() if name.startswith(("trainer_", "early"))}
+        yield {"arm": arm.name, "slots": slots, **trainer, "step_s": round(whole["step_s"], 1)}
 
 
 def _means(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -308,13 +333,14 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="few prompts, one seed, two variations")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
-    only: Annotated[str, typer.Option(help="fit, arms, settings or varied")] = "",
+    only: Annotated[str, typer.Option(help="fit, arms, told, settings or varied")] = "",
 ) -> None:
     """Hold the input against what is published of the setting, then the ablation, the ranges, what they depend on."""
     seeds = 1 if quick else seeds
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "fit": lambda: fit(seeds, quick),
         "arms": lambda: ablation(seeds, quick),
+        "told": lambda: told_apart(quick),
         "settings": lambda: settings(quick),
         "varied": lambda: vary(quick),
     }
