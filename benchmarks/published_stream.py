@@ -236,7 +236,7 @@ def settings(quick: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def told_apart(quick: bool = False) -> Iterator[dict[str, Any]]:
-    """72B at 20k: why slots stand empty, as the report page has it, and where the trainer's time goes; of the whole run,
+    """72B at 20k: why slots stand empty, as in the report page, and where the trainer's time goes; of the whole run,
     one seed, a quarter of the GPUs for rollout where it has its own."""
     for arm in (COLOCATED, SKEWED, APART, STREAM_SKEWED, ASYNC_SKEWED):
         loaded = load("72b", "20k", _changes("72b", "20k", arm, SPLITS[0], ()), quick)
