@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_rhyme import __version__
+from verl_rhyme import __version__, ranker_command
 from verl_rhyme.plan_command import plan
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
 app.command()(plan)
+app.add_typer(ranker_command.app, name="ranker")
 
 _Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="-- ARGS...", help="As for python -m verl.trainer.main_ppo.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -67,20 +69,10 @@ def inspect(folder: Path) -> Inspection:
     Raises:
         environment.Damaged: It is not sound.
     """
-    file = folder / environment.DATA_FILE
-    snapshot = not (folder / "lock.mdb").exists()
-    if snapshot:
-        environment.check(folder)
-        namespace = str(json.loads((folder / "meta.json").read_text())["namespace"])
-        env = lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3)
-        prompts = env.open_db(b"prompts", create=False)
-    else:
-        opened = environment.acquire(folder)
-        env, prompts, namespace = opened.env, opened.prompts, opened.namespace()
-    result = Inspection(str(folder), namespace, file.stat().st_size)
-    foreseen = compared = 0
     rewards: dict[int, list[float]] = {}
-    try:
+    foreseen = compared = 0
+    with _opened(folder) as (env, prompts, namespace):
+        result = Inspection(str(folder), namespace, (folder / environment.DATA_FILE).stat().st_size)
         with env.begin(db=prompts, buffers=True) as txn:
             for _, value in txn.cursor():
                 try:
@@ -100,17 +92,45 @@ def inspect(folder: Path) -> Inspection:
                     row["responses"] += 1
                     row["tokens"] += length
                     rewards.setdefault(epoch, []).append(float(reward))
-    finally:
-        if snapshot:
-            env.close()
-        else:
-            environment.release(opened)
     for epoch, values in rewards.items():
         result.epochs[epoch]["reward_mean"] = float(np.mean(values))
     result.epochs = dict(sorted(result.epochs.items()))
     if compared:
         result.reusable = foreseen / compared
     return result
+
+
+def lengths(folder: Path) -> dict[bytes, np.ndarray]:
+    """Of each prompt, by its key, the tokens of its responses, oldest first: int32[m]; damaged ones are left out.
+
+    Raises:
+        environment.Damaged: The environment is not sound.
+    """
+    found: dict[bytes, np.ndarray] = {}
+    with _opened(folder) as (env, prompts, _), env.begin(db=prompts, buffers=True) as txn:
+        for key, value in txn.cursor():
+            with contextlib.suppress(CorruptRecord):
+                found[bytes(key)] = PromptHistory.decode(bytearray(value)).lengths
+    return found
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[tuple[lmdb.Environment, Any, str]]:
+    """A store's or snapshot's environment, its prompts and their namespace."""
+    if (folder / "lock.mdb").exists():
+        opened = environment.acquire(folder)
+        try:
+            yield opened.env, opened.prompts, opened.namespace()
+        finally:
+            environment.release(opened)
+        return
+    environment.check(folder)
+    namespace = str(json.loads((folder / "meta.json").read_text())["namespace"])
+    env = lmdb.open(str(folder), readonly=True, lock=False, max_dbs=3)
+    try:
+        yield env, env.open_db(b"prompts", create=False), namespace
+    finally:
+        env.close()
 
 
 def reusable(history: PromptHistory) -> tuple[int, int]:

@@ -4,7 +4,8 @@ Log lengths of a prompt's responses lie around a location of the prompt's own. F
 locations of all drift together, for policies grow longer or shorter, and each wanders by itself: one Kalman filter a
 prompt, over visits, whose parameters are estimated from what all prompts do. Within a visit the siblings that ended,
 and those that are longer than what they have so far, move the location (:mod:`.location`). A prompt never seen is
-taken for one drawn from among all.
+taken for one drawn from among all; where a ranker has told what it expects of it (:mod:`.ranker`; here a number), for
+one near that, as near as what the ranker told before has turned out to be.
 
 How far lengths then fall from their location is counted, not assumed (:mod:`.residuals`), with one distribution for
 prompts that were seen and one for others, so that quantiles hold whatever the task's tail looks like.
@@ -39,6 +40,8 @@ _LEAST = 1e-4
 #: What is kept of each prompt, and of all together.
 _COLUMNS = ("location", "variance", "squares", "draws", "visits")
 _COMMON = ("typical", "between", "within", "drift", "wander")
+#: Of the ranker's word; states of earlier versions lack them.
+_RANKED = ("bias", "miss")
 
 
 class Learnt(NamedTuple):
@@ -109,6 +112,11 @@ class LengthPredictor:
         self._within = _Average(0.2, 16.0 * memory, 4.0)
         self._drift = _Average(0.0, memory / 4, 8.0)
         self._wander = _Average(0.01, memory, 8.0)
+        # Of prompts that a ranker told of: how much longer they are than that, and the variance around it.
+        self._ranked: dict[int, float] = {}
+        self._ranker = 0
+        self._memory = memory
+        self._bias, self._miss = self._trust()
         self._shapes = (Residuals(), Residuals())  # of prompts never seen, and of others
 
     def __len__(self) -> int:
@@ -116,6 +124,21 @@ class LengthPredictor:
         return len(self._rows)
 
     # ---- what is known ----
+
+    def rank(self, prompt: Hashable, location: float, ranker: int = 0) -> None:
+        """A ranker expects responses of this log length; it counts while nothing is known of the prompt.
+
+        Args:
+            prompt: Of which it told.
+            location: Its word; one that is not finite is no word.
+            ranker: Which one, by number: of another it is not known yet how far off it is.
+        """
+        row = self._row(prompt)
+        if self._visits[row] or not np.isfinite(location):
+            return
+        if ranker != self._ranker:
+            self._ranker, self._bias = ranker, self._trust()[0]
+        self._ranked[row] = float(np.clip(location, 0.0, np.log(self.limit)))
 
     def ended(self, prompt: Hashable, tokens: int, complete: bool = True) -> None:
         """A response ended, and tells about its siblings.
@@ -171,7 +194,9 @@ class LengthPredictor:
         return {
             "prompts": list(self._rows),
             **{name: getattr(self, f"_{name}")[:count].tolist() for name in _COLUMNS},
-            **{name: list(getattr(self, f"_{name}").state) for name in _COMMON},
+            **{name: list(getattr(self, f"_{name}").state) for name in (*_COMMON, *_RANKED)},
+            "ranked": [[row, location] for row, location in self._ranked.items()],
+            "ranker": self._ranker,
             "shapes": [shape.state_dict() for shape in self._shapes],
         }
 
@@ -192,6 +217,12 @@ class LengthPredictor:
             raise ValueError("a torn state of a length predictor: its columns are of unequal length")
         self._rows = {prompt: row for row, prompt in enumerate(prompts)}
         self._open = {}
+        self._ranked = {int(row): float(location) for row, location in state.get("ranked", ())}
+        self._ranker = int(state.get("ranker", 0))
+        self._bias, self._miss = self._trust()
+        for name in _RANKED:
+            if name in state:
+                getattr(self, f"_{name}").state = state[name]
         for name in _COLUMNS:
             column = getattr(self, f"_{name}")
             setattr(self, f"_{name}", np.array(columns[name], dtype=column.dtype))
@@ -201,6 +232,14 @@ class LengthPredictor:
             shape.load_state_dict(kept)
 
     # ---- within ----
+
+    def _trust(self) -> tuple[_Average, _Average]:
+        """Bias and variance of a ranker's word, before anything of it is known."""
+        return _Average(0.0, self._memory / 4, 8.0), _Average(0.2, self._memory, 8.0)
+
+    def _known(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Of which prompts anything is known: history, or a ranker's word."""
+        return (self._visits[rows] > 0) | np.fromiter((row in self._ranked for row in rows.tolist()), bool, len(rows))
 
     def _row(self, prompt: Hashable) -> int:
         row = self._rows.get(prompt)
@@ -217,6 +256,11 @@ class LengthPredictor:
         seen = self._visits[rows] > 0
         location = np.where(seen, self._location[rows] + self._drift.value, self._typical.value)
         variance = np.where(seen, self._variance[rows] + max(self._wander.value, 0.0), self._between.value)
+        if self._ranked:
+            word = np.array([self._ranked.get(row, np.nan) for row in rows.tolist()])
+            told = ~seen & np.isfinite(word)
+            location = np.where(told, word + self._bias.value, location)
+            variance = np.where(told, max(self._miss.value, 0.0), variance)
         noise = (_SPREAD_PRIOR * self._within.value + self._squares[rows]) / (_SPREAD_PRIOR + self._draws[rows])
         return location, np.maximum(variance, _LEAST), np.maximum(noise, _LEAST)
 
@@ -229,7 +273,7 @@ class LengthPredictor:
     ) -> Forecast:
         distinct, of = np.unique(rows, return_inverse=True)
         location, variance, noise = self._prior(distinct)
-        seen = self._visits[distinct] > 0
+        seen = self._known(distinct)
         if siblings:
             logs, done, whose = [np.log(np.maximum(emitted[emitted > 0], 1))], [], [of[emitted > 0]]
             done.append(np.zeros(len(logs[0]), dtype=bool))
@@ -255,8 +299,8 @@ class LengthPredictor:
     def _learn(self, row: int, logs: Floats, ended: npt.NDArray[np.bool_]) -> None:
         at = np.array([row])
         (location,), (variance,), (noise,) = prior = self._prior(at)
-        seen = bool(self._visits[row])
-        self._shapes[seen].add((logs - location) / np.sqrt(variance + noise), ended)
+        seen, ranked = bool(self._visits[row]), self._ranked.pop(row, None) is not None
+        self._shapes[seen or ranked].add((logs - location) / np.sqrt(variance + noise), ended)
         (now,), (left,) = posterior(*prior, logs, ended, np.zeros(len(logs), dtype=np.int64))
         # Each parameter moves by the score of what came, divided by what it tells about the parameter: unlike the
         # plain averages of what ended, this is right for groups that were cut short too.
@@ -265,6 +309,10 @@ class LengthPredictor:
         if seen:
             self._drift.move(moved, gain)
             self._wander.move(surprise, gain**2)
+        elif ranked:
+            self._bias.move(moved, gain)
+            self._miss.move(surprise, gain**2)
+        if seen or ranked:
             self._typical.move(now - self._typical.value, 1.0)
             self._between.move((now - self._typical.value) ** 2 + left - self._between.value, 1.0)
         else:

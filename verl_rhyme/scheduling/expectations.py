@@ -54,6 +54,21 @@ class Expectations:
         """
         return self._try(partial(self._hand, keys), {})
 
+    def rank(self, locations: Mapping[str, float], ranker: int) -> dict[str, float]:
+        """A ranker, by its number, expects these log lengths of responses to prompts, by key.
+
+        Returns:
+            As :meth:`hand`, of those that are here.
+        """
+
+        def ranked() -> dict[str, float]:
+            for key, location in locations.items():
+                self.predictor.rank(key, location, ranker)
+            here = {uid: key for uid, key in self._keys.items() if key in locations}
+            return self._expected(here) if here else {}
+
+        return self._try(ranked, {})
+
     def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Outlook | None:
         """What responses to these prompts that have so many tokens may yet add; ``None`` where that cannot be told."""
 
@@ -132,6 +147,10 @@ class Expectations:
         for uid, key in keys.items():
             self._keys[uid] = key
             self._lengths.setdefault(uid, {})
+        return self._expected(keys)
+
+    def _expected(self, keys: Mapping[str, str]) -> dict[str, float]:
+        """Tokens of a response to each prompt before it begins, by uid."""
         expected = self.predictor.forecast(list(keys.values())).mean()
         return dict(zip(keys, expected.tolist(), strict=True))
 

@@ -15,7 +15,7 @@ from scipy.stats import norm
 from tests.unit.lengths.worlds import World
 from verl_rhyme.lengths.location import posterior
 from verl_rhyme.lengths.predictor import LengthPredictor
-from verl_rhyme.lengths.quality import Quality, measures
+from verl_rhyme.lengths.quality import Quality, measures, rank_correlation
 
 LIMIT = 1 << 20
 
@@ -220,3 +220,58 @@ def test_an_epoch_of_dapo_is_learnt_and_a_large_step_forecast_in_time():
     forecast.mean(), forecast.quantile(0.9)
     forecasting = time.process_time() - began
     assert max(learning / 10, forecasting / 3) < 1, (learning, forecasting)
+
+
+def ranked_world(miss: float, bias: float, prompts: int = 400, word: bool = True) -> tuple[float, LengthPredictor]:
+    """A first epoch in which a ranker tells of each prompt, off by so much: how it then orders the second half."""
+    world, predictor, rng = World(prompts, seed=3), LengthPredictor(20000), np.random.default_rng(4)
+    locations = world.location - bias + miss * rng.standard_normal(prompts)
+    lengths, means = world.visit(8), np.empty(prompts)
+    for prompt in range(prompts):
+        if word:
+            predictor.rank(prompt, locations[prompt])
+        means[prompt] = predictor.forecast([prompt]).mean()[0]
+        for tokens in lengths[prompt]:
+            predictor.ended(prompt, int(tokens))
+        predictor.close(prompt)
+    half = prompts // 2
+    return rank_correlation(means[half:], lengths[half:].mean(axis=1)), predictor
+
+
+def test_a_rankers_word_stands_for_the_history_that_is_not_there():
+    assert ranked_world(0.2, 0.0)[0] > 0.8
+    assert abs(ranked_world(0.2, 0.0, word=False)[0]) < 0.3
+
+
+@pytest.mark.parametrize(("miss", "bias"), [(0.1, 0.0), (0.4, 0.5), (0.3, -0.4)])
+def test_how_far_off_a_ranker_is_is_learnt(miss: float, bias: float):
+    _, predictor = ranked_world(miss, bias)
+    assert predictor._bias.value == pytest.approx(bias, abs=0.1)
+    assert predictor._miss.value == pytest.approx(miss**2, abs=0.06)
+    # of another ranker nothing is known yet
+    predictor.rank("new", 6.0, ranker=1)
+    assert predictor._bias.value == 0
+
+
+def test_a_rankers_word_ends_with_the_first_group_and_moves_nothing_that_is_known():
+    _, predictor = ranked_world(0.2, 0.0)
+    before = predictor.forecast([5]).mean()
+    predictor.rank(5, 1.0)
+    predictor.rank("unfit", float("nan"))
+    assert predictor.forecast([5]).mean() == before
+    assert not predictor._ranked
+
+
+def test_a_rankers_words_survive_a_restart_and_older_states_are_read():
+    _, predictor = ranked_world(0.2, 0.3)
+    predictor.rank("waits", 7.0)
+    state = json.loads(json.dumps(predictor.state_dict()))
+    again = LengthPredictor(20000)
+    again.load_state_dict(state)
+    names = ["waits", 7, "never"]
+    np.testing.assert_allclose(again.forecast(names).mean(), predictor.forecast(names).mean())
+    for name in ("bias", "miss", "ranked", "ranker"):
+        del state[name]
+    older = LengthPredictor(20000)
+    older.load_state_dict(state)
+    assert older.forecast(["waits"]).mean() == older.forecast(["never"]).mean()
