@@ -104,8 +104,11 @@ def _trained(
 
         return Boosting.fit(known, how[-1])
     from rich.progress import Progress
+    from transformers.utils import logging
 
     from verl_rhyme.lengths import ranker as rankers
+
+    logging.disable_progress_bar()  # of files that are read and written in a moment
 
     loss, epochs, batch, rate, seed = how
     training = rankers.Training(loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed)
@@ -126,8 +129,11 @@ def _load(folder: Path) -> LengthRanker | Boosting:
 
     if (folder / boosting.FILE).is_file():
         return boosting.Boosting.load(folder)
+    from transformers.utils import logging
+
     from verl_rhyme.lengths import ranker
 
+    logging.disable_progress_bar()
     return ranker.load(folder)
 
 
