@@ -67,6 +67,10 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 #: Those that go by forecasts of lengths: a coordinator plans with them.
 LENGTH_PLACEMENTS = ("longest_first", "histopipe", "makespan", "skewness_aware")
 
+#: Values of ``lengths.ranker.kind`` and ``lengths.ranker.loss``, as ``lengths/ranker.py`` has these.
+RANKERS = ("boosting", "model")
+RANKER_LOSSES = ("listwise", "margin", "regression")
+
 #: The arm of a run without rhyme.
 STOCK_ARM = "off"
 
@@ -411,6 +415,46 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
+class RankerConfig:
+    """What is expected of prompts never seen: a length ranker, trained beside the run (StreamRL section 5).
+
+    Attributes:
+        enable: For runs that a coordinator drives (``sorting.mode``); what it costs is a process of low priority.
+        kind: ``"boosting"``: gradient boosting over features of a prompt. ``"model"``: a small language model.
+        model: Of ``kind=model``: a folder of transformers weights with the policy's vocabulary to begin with, or a
+            ranker of ``verl-rhyme ranker train``, which serves from the start. ``None``: a tiny one from nothing.
+        loss: Of ``kind=model``: ``"listwise"``, ``"margin"``, or ``"regression"`` as published.
+        rate: Of ``kind=model``: learning rate.
+        refresh: It is trained anew when so many prompts have been answered since.
+        most: Prompts that it is trained on, the latest ones.
+    """
+
+    enable: bool = False
+    kind: str = "boosting"
+    model: str | None = None
+    loss: str = "listwise"
+    rate: float = 1e-3
+    refresh: int = 512
+    most: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.kind in RANKERS, "lengths.ranker.kind", self.kind, " or ".join(RANKERS))
+        _require(self.loss in RANKER_LOSSES, "lengths.ranker.loss", self.loss, f"one of {', '.join(RANKER_LOSSES)}")
+        allowed = "null, or a folder with lengths.ranker.kind=model"
+        _require(self.model is None or self.kind == "model", "lengths.ranker.model", self.model, allowed)
+        _require(self.rate > 0, "lengths.ranker.rate", self.rate, "above 0")
+        _require(self.refresh >= 16, "lengths.ranker.refresh", self.refresh, "at least 16 (prompts)")
+        _require(self.most >= self.refresh, "lengths.ranker.most", self.most, f"at least refresh ({self.refresh})")
+
+
+@dataclass(frozen=True)
+class LengthsConfig:
+    """Forecasts of lengths."""
+
+    ranker: RankerConfig = field(default_factory=RankerConfig)
+
+
+@dataclass(frozen=True)
 class EventsConfig:
     """The event log.
 
@@ -442,12 +486,15 @@ class RhymeConfig:
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    lengths: LengthsConfig = field(default_factory=LengthsConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
 
     def __post_init__(self) -> None:
         _require(
             self.poll_interval is None or self.poll_interval > 0, "poll_interval", self.poll_interval, "null or above 0"
         )
+        allowed = "false without sorting.mode (+rhyme=sorted, histopipe, stream): verl's own order asks no forecast"
+        _require(not self.lengths.ranker.enable or bool(self.sorting.mode), "lengths.ranker.enable", True, allowed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""

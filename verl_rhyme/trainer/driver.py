@@ -55,6 +55,11 @@ class Driver:
         self._lengths = None if state is None else state.get("lengths")
         self._state = self._opened(fresh=True)
 
+    @property
+    def coordinator(self) -> Any:
+        """Its actor, for who tells it something."""
+        return self._actor
+
     def publish(self, version: int, batches_left: int) -> None:
         """The engines run under the policy ``version`` from now on."""
         self._version, self._batches_left = version, batches_left

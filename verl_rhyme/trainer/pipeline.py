@@ -38,6 +38,7 @@ from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers import router_file
@@ -72,6 +73,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     topology: Topology
     _reply: Reply
+    _ranking: Ranking | None = None
 
     # ---- set-up ----
 
@@ -180,10 +182,21 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
         self._balance = Balance(setting)
         self.topology.begin(self.rules)
+        self._ranking = self._ranker()
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         self._publish(self.global_steps - 1)
         return 0
+
+    def _ranker(self) -> Ranking | None:
+        """Beside the run, where it is asked for."""
+        config = self._rhyme.lengths.ranker
+        if not config.enable:
+            return None
+        ranking = Ranking(config, self.tokenizer, self.config.data.get("apply_chat_template_kwargs", None) or {})
+        if self._state is not None:
+            ranking.restore(str(self._checkpoint_folder()))
+        return ranking
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
@@ -214,6 +227,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
         parts = None if self._streaming is None else self._streaming.part
         reply = self._reply = self._driver.next_batch(self.topology, parts)
+        if self._ranking is not None:
+            self._ranking.answered(reply.keys, reply.tags)
         self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
             self.supply()  # they go on while the actor trains
@@ -288,7 +303,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
-        keys = map(messages_key, batch["raw_prompt"]) if "raw_prompt" in columns else [""] * len(uids)
+        keys = list(map(messages_key, batch["raw_prompt"])) if "raw_prompt" in columns else [""] * len(uids)
+        if self._ranking is not None and "raw_prompt" in columns:
+            told = zip(uids, zip(keys, batch["raw_prompt"], strict=True), strict=True)
+            self._ranking.loaded(dict(told), self._driver.coordinator)
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def fit(self, agent_loop_manager: Any) -> None:
@@ -297,6 +315,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         finally:
             if hasattr(self, "_driver"):
                 self._driver.close()
+                if self._ranking is not None:
+                    self._ranking.close()
 
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
@@ -342,6 +362,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         metrics.update(self._reply.metrics)
         replicas = len(self.topology.servers().get_replicas())
         metrics.update(self._balance.observe(replicas, timing_raw["step"], self._driver.waited, self._reply))
+        if self._ranking is not None:
+            metrics.update(self._ranking.metrics())
 
     # ---- checkpoints ----
 
@@ -350,6 +372,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         folder.mkdir(parents=True, exist_ok=True)
         # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
         (folder / STATE_FILE).write_text(json.dumps(self._driver.state()))
+        if self._ranking is not None:
+            self._ranking.save(str(folder.absolute()))
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:

@@ -149,6 +149,10 @@ class Coordinator:
         rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
         self._go()
 
+    async def rank(self, locations: dict[str, float], ranker: int) -> None:
+        """The length ranker, by its number, expects these log lengths of responses to prompts, by key."""
+        self._open[1].expect(self._expectations.rank(locations, ranker))
+
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
         self._clean_after_batch()
