@@ -44,14 +44,14 @@ class Samples(NamedTuple):
 
     Attributes:
         tokens: float64[P], expected of each.
-        count: float64[P], how many.
+        number: float64[P], how many.
         begin: float64[P], tokens that each begins with.
         beyond: float64[P, C], the chance that each goes on so far, by cells of tokens; ``None``: nobody knows.
         width: float64[C], tokens of the cells.
     """
 
     tokens: Floats
-    count: Floats
+    number: Floats
     begin: Floats
     beyond: Floats | None = None
     width: Floats | None = None
@@ -266,7 +266,7 @@ def _between(samples: Samples, cuts: Sequence[int], rounds: bool) -> Floats:
     """float64[C, C, 4], ``pool`` of the samples from a cut (first axis) to a later one."""
     tokens = np.maximum(samples.tokens, 1.0)
     sums = np.stack([np.ones(len(tokens)), tokens, tokens * (samples.begin + tokens / 2)], axis=-1)
-    sums = np.concatenate([np.zeros((1, 3)), np.cumsum(samples.count[:, None] * sums, axis=0)])
+    sums = np.concatenate([np.zeros((1, 3)), np.cumsum(samples.number[:, None] * sums, axis=0)])
     count, total, held = np.moveaxis(sums[None, cuts] - sums[cuts][:, None], -1, 0)
     ordered = np.triu(np.ones((len(cuts), len(cuts)), bool), 1)  # all others are no pools
     if rounds:
@@ -276,7 +276,7 @@ def _between(samples: Samples, cuts: Sequence[int], rounds: bool) -> Floats:
     elif samples.beyond is None or samples.width is None:
         length = np.broadcast_to(tokens[np.minimum(cuts, len(tokens) - 1)][:, None], count.shape)
     else:  # of the longest of them, from the chance that none goes on
-        logs = samples.count[:, None] * np.log1p(-np.minimum(samples.beyond, 1 - 1e-6))
+        logs = samples.number[:, None] * np.log1p(-np.minimum(samples.beyond, 1 - 1e-6))
         none = np.concatenate([np.zeros((1, logs.shape[1])), np.cumsum(logs, axis=0)])[cuts]
         chance = 1 - np.exp(np.minimum(none[None] - none[:, None], 0))
         length = np.maximum(chance @ samples.width, 1.0)

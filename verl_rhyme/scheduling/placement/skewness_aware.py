@@ -160,7 +160,8 @@ class SkewnessAware(PlacementPolicy):
         for i, run in enumerate(runs, len(own)):
             load[run.replica] += tokens[i]
         free = {name: cost.slots - fleet.requests(name) for name, cost in zip(fleet.names, fleet.costs, strict=True)}
-        for place, members in self._places("", samples) or [(None, slice(None))]:
+        places: Sequence[tuple[_Place | None, slice]] = self._places("", samples)
+        for place, members in places or [(None, slice(None))]:
             share = dict.fromkeys(fleet.names, 1.0) if place is None else place.share
             heap = [(load[name] / each, i, name) for i, (name, each) in enumerate(share.items()) if free[name] > 0]
             heapq.heapify(heap)
