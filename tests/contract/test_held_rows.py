@@ -1,32 +1,49 @@
-"""Stages of a part, by a worker group of verl's and real TransferQueue: what they are given, and what they fetch."""
+"""Stages of a part with real TransferQueue, without Ray: what they are given, and what they fetch for it."""
 
+from importlib import resources
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 import transfer_queue as tq
+from omegaconf import OmegaConf
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
-from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
-from verl.trainer.ppo.utils import Role
+from transfer_queue import KVBatchMeta, interface
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.managers import base as storage_manager
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from verl.utils import transferqueue_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.trainer.fetching import Fetching
 from verl_rhyme.workers.actor import streamed
+from verl_rhyme.workers.held_rows import _bytes
 from verl_rhyme.workers.stored_attempts import TRAIN
 
-P, R, RANKS = 100, 800, 2
+P, R = 100, 800
 KEYS = ["a_0_0_0", "a_1_0_0"]
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """Its controller and a storage unit, in threads of this process; they are Ray actors otherwise."""
+    controller, unit = (
+        actor.__ray_metadata__.modified_class(*arguments)
+        for actor, arguments in ((TransferQueueController, ()), (SimpleStorageUnit, ({},)))
+    )
+    nowhere = SimpleNamespace(get_actor_id=lambda: None, get_task_id=lambda: None)
+    monkeypatch.setattr(storage_manager, "ray", SimpleNamespace(get_runtime_context=lambda: nowhere))
+    config = OmegaConf.create(flags={"allow_objects": True})
+    config.merge_with(OmegaConf.load(resources.files("transfer_queue") / "config.yaml"))
+    config.controller.zmq_info = controller.get_zmq_server_info()
+    config.backend.SimpleStorage.zmq_info = {"unit": unit.get_zmq_server_info()}
+    monkeypatch.setattr(interface, "_TQ_CLIENT", None)
+    interface._maybe_create_tq_client(config)
+    monkeypatch.setattr(transferqueue_utils, "TQ_INITIALIZED", True)
+    yield
+    interface._TQ_CLIENT.close()
 
 
 def stored():
@@ -58,88 +75,65 @@ def made(rows=2, **columns):
     return TensorDict(nested, batch_size=rows)
 
 
-def workers():
-    """Actor and reference as verl makes them where engines are apart: two workers in each of the processes."""
+class Theirs(ActorRolloutRefWorker):
+    """What it is given, and what it answers as verl's does: log-probabilities of whole sequences."""
 
-    class Theirs(ActorRolloutRefWorker):
-        def __init__(self, role):
-            Worker.__init__(self)
-            self._register_dispatch_collect_info(role, self.rank, is_collect=True)
-            self.actor, self.given = None, []
+    def query_collect_info(self, mesh):
+        return True
 
-        def _see(self, data):
-            columns = {name: data.get(name) for name in data.keys()}  # noqa: SIM118
-            first = columns["input_ids"].values()[0].item()
-            images = len(columns["multi_modal_inputs"])
-            self.given.append((set(columns), first, columns["response_mask"].values().sum().item(), images))
+    def _see(self, data):
+        self.given.append({name: data.get(name) for name in data.keys()})  # noqa: SIM118
 
-        def compute_log_prob(self, data):
-            self._see(data)
-            return made(len(data), log_probs=torch.ones(P + R), entropy=torch.ones(P + R))
+    def compute_log_prob(self, data):
+        self._see(data)
+        return made(log_probs=torch.ones(P + R), entropy=torch.ones(P + R))
 
-        compute_ref_log_prob = compute_log_prob
+    def compute_ref_log_prob(self, data):
+        self._see(data)
+        return made(log_probs=torch.ones(P + R))
 
-        def update_actor(self, data):
-            self._see(data)
-            return TensorDict({}, batch_size=[])
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def told(self):
-            return self.given
-
-    ours = ray.remote(streamed(Theirs))
-    classes = {role: RayClassWithInitArgs(cls=ours, role=role) for role in ("actor", "ref")}
-    pool = RayResourcePool(process_on_nodes=[RANKS], use_gpu=False, max_colocate_count=1)
-    group = RayWorkerGroup(
-        resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(classes), device_name="cpu"
-    )
-    return group.spawn(prefix_set=classes.keys())
+    def update_actor(self, data):
+        self._see(data)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("holds", [True, False])
-def test_a_part_is_fetched_once(holds):
-    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False)  # the queue takes some
-    try:
-        tq.init()
-        tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=stored(), tags=[{}, {}])
-        made_of = workers()
-        actor, reference = made_of["actor"], made_of["ref"]
-        trainer = SimpleNamespace(
-            actor_rollout_wg=actor,
-            ref_policy_wg=reference,
-            ref_in_actor=False,
-            mapping={Role.Actor: "global_pool", Role.RefPolicy: "global_pool"},
-        )
-        assert actor.why_updates_wait() == [None] * RANKS
-        fetching = Fetching(trainer, holds)
-        fetching.begin()
-        batch = KVBatchMeta(partition_id=TRAIN, keys=KEYS, tags=[{}, {}])
-        with fetching.stage(batch):
-            assert len(actor.compute_log_prob(batch)) == len(KEYS)
-        old = made(old_log_probs=torch.zeros(R), entropy=torch.zeros(R))
-        batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=old)
-        with fetching.reference(batch):
-            assert len(reference.compute_ref_log_prob(batch)) == len(KEYS)
-        ones, masked = torch.ones(R), torch.zeros(R, dtype=torch.int64)
-        late = made(ref_log_prob=ones, advantages=ones, returns=ones, response_mask=masked)
-        batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=late)
-        with fetching.stage(batch, new=True):
-            actor.update_actor(batch)
+def test_a_part_is_fetched_once(queue, holds):
+    tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=stored(), tags=[{}, {}])
+    actor, reference = (object.__new__(streamed(Theirs)) for _ in range(2))  # of one process, as verl makes them
+    actor.given = reference.given = given = []
+    workers = SimpleNamespace(fetched_bytes=lambda: [actor.fetched_bytes()], _dispatch_info={"actor": [0], "ref": [0]})
+    trainer = SimpleNamespace(actor_rollout_wg=workers, ref_policy_wg=workers, ref_in_actor=False, mapping={})
+    fetching = Fetching(trainer, holds)
+    fetching.begin()
+    batch = KVBatchMeta(partition_id=TRAIN, keys=KEYS, tags=[{}, {}])
+    with fetching.stage(batch):
+        assert len(actor.compute_log_prob(batch)) == len(KEYS)
+    old = made(old_log_probs=torch.zeros(R), entropy=torch.zeros(R))
+    batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=old)
+    with fetching.reference(batch):
+        assert len(reference.compute_ref_log_prob(batch)) == len(KEYS)
+    ones, masked = torch.ones(R), torch.zeros(R, dtype=torch.int64)
+    late = made(ref_log_prob=ones, advantages=ones, returns=ones, response_mask=masked)
+    batch = tq.kv_batch_put(keys=KEYS, partition_id=TRAIN, fields=late)
+    with fetching.stage(batch, new=True):
+        actor.update_actor(batch)
 
-        rows = set(stored().keys())
-        for rank, (of_actor, of_reference) in enumerate(zip(actor.told(), reference.told(), strict=True)):
-            (first, update), (ref,) = of_actor, of_reference
-            for fields, token, _, images in (first, ref, update):
-                assert (fields >= rows, token, images) == (True, rank, 1), "each rank has its own rows, whole"
-            assert update[0] >= {"old_log_probs", "ref_log_prob", "advantages", "log_probs"}
-            assert [mask for _, _, mask, _ in (first, ref, update)] == [R, R, 0], "the mask was written anew"
-        if holds:
-            counts = fetching.metrics()
-            fetched, reused = (counts[name] / len(KEYS) for name in (names.STREAM_FETCHED, names.STREAM_REUSED))
-            offsets = 16 * 30  # of nested tensors, two numbers a field
-            assert 28 * P + 80 * R <= fetched <= 28 * P + 80 * R + offsets
-            assert 48 * P + 88 * R <= reused <= 48 * P + 88 * R + offsets
-    finally:
-        tq.close()
-        ray.shutdown()
+    rows = set(stored().keys())
+    for stage in given:
+        assert set(stage) >= rows
+        assert [row[0].item() for row in stage["input_ids"].unbind()] == [0, 1]
+        assert len(stage["multi_modal_inputs"]) == len(KEYS)
+    assert set(given[-1]) >= {"old_log_probs", "ref_log_prob", "advantages", "log_probs"}
+    masks = [stage["response_mask"].values().sum().item() for stage in given]
+    assert masks == [2 * R, 2 * R, 0], "the mask was written anew"
+    # docs/streaming.md, "What a stage fetches"
+    offsets = 24 * 12  # of nested tensors: three numbers a field, for both rows
+    if holds:
+        counts = fetching.metrics()
+        fetched, reused = (counts[name] / len(KEYS) for name in (names.STREAM_FETCHED, names.STREAM_REUSED))
+        assert 0 <= fetched - (28 * P + 80 * R) <= offsets
+        assert 0 <= reused - (48 * P + 88 * R) <= 2 * offsets
+    else:
+        sizes = [sum(map(_bytes, stage.values())) / len(KEYS) for stage in given]
+        for size, expected in zip(sizes, (24 * P + 48 * R, 28 * P + 60 * R, 28 * P + 72 * R), strict=True):
+            assert 0 <= size - expected <= offsets
