@@ -52,6 +52,11 @@ SEAMS: tuple[Seam, ...] = (
         contains=("self.tf_config = tf_config", "self.engine_config.dynamic_context_parallel"),
     ),
     Seam(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
+        "micro-batches that an interleaved pipeline takes in turns",
+        contains=("num_batches_divided_by = self.tf_config.microbatch_group_size_per_vp_stage",),
+    ),
+    Seam(
         f"{_WORKERS}:TrainingWorker.train_batch",
         "what travels beside the data of an update",
         contains=("use_remove_padding=", "max_token_len_per_gpu=", "micro_batch_size_per_gpu=", "use_fused_kernels="),

@@ -129,7 +129,9 @@ class Streaming:
             The batch as it was trained, with verl's padding.
         """
         early = len(self._done)
-        if not self._done <= set(batch.keys):
+        # What waits is padded with its last part (verl would pad with rows that no stage has seen): there is to be one.
+        lacks_last = not self.updates and self._done >= set(batch.keys)
+        if lacks_last or not self._done <= set(batch.keys):
             logger.warning("the update batch is another than its parts told; it is begun anew")
             if self.updates:
                 self._trainer.actor_rollout_wg.drop_update()
@@ -212,7 +214,8 @@ class Streaming:
         ones dealt out alike."""
         trainer = self._trainer
         ranks = trainer.actor_ranks
-        multiple = ranks * math.lcm(*_micro_batches(trainer.config.actor_rollout_ref, trainer.use_reference_policy))
+        config = trainer.config.actor_rollout_ref
+        multiple = ranks * _in_turn(config) * math.lcm(*_micro_batches(config, trainer.use_reference_policy))
         if last and not self.updates:
             before = sum(len(each.keys) for each in self._batches)
             whole = math.lcm(multiple, trainer._get_required_batch_multiple(ranks))
@@ -231,6 +234,15 @@ def _micro_batches(config: Any, reference: bool) -> Iterator[int]:
     for of in (config.rollout, config.ref) if reference else (config.rollout,):
         if not of.log_prob_use_dynamic_bsz:
             yield int(of.log_prob_micro_batch_size_per_gpu)
+
+
+def _in_turn(config: Any) -> int:
+    """Micro-batches that Megatron's interleaved pipeline takes in turns: a call has a multiple of them."""
+    engine = config.actor.get("megatron") or {}
+    if (engine.get("virtual_pipeline_model_parallel_size") or 1) == 1:
+        return 1
+    own = (engine.get("override_transformer_config") or {}).get("microbatch_group_size_per_vp_stage")
+    return int(own or engine["pipeline_model_parallel_size"])
 
 
 def _pads(tag: dict[str, Any]) -> bool:

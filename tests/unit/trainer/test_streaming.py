@@ -147,6 +147,19 @@ def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
     assert asked[-1] == 120, "of ranks, of micro-batches and of mini-batches"
 
 
+@pytest.mark.parametrize(("own", "multiple"), [(None, 2 * 4 * 3), (6, 2 * 6 * 3)])
+def test_parts_fill_the_turns_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
+    asked = []
+    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    trainer.actor_ranks = 2
+    actor = trainer.config.actor_rollout_ref.actor
+    actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu = False, 3
+    engine = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+    actor.megatron = engine | {"override_transformer_config": own and {"microbatch_group_size_per_vp_stage": own}}
+    Streaming(trainer, updates=True).part(part("ab"))
+    assert asked == [multiple]
+
+
 STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 
@@ -184,6 +197,18 @@ def test_a_batch_that_came_in_parts_to_its_end(trainer):
     streaming.part(part("abcd"))
     assert sorted(streaming.rest(batch("abcd"), metrics).keys) == list("abcd")
     assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.told) == (1, ["finish"])
+
+
+def test_what_waits_is_padded_though_all_of_it_came_in_parts(trainer, monkeypatch):
+    """verl's padding of the mini-batches would have no log-probabilities."""
+    asked = []
+    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
+    streaming = Streaming(trainer, updates=False)
+    streaming.part(part("ab"))
+    streaming.part(part("cd"))
+    assert sorted(streaming.rest(batch("abcd"), {}).keys) == list("abcd")
+    assert asked == [1, 1, 6]
 
 
 def test_what_was_done_for_another_batch_is_dropped(trainer, monkeypatch):
