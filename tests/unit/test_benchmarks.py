@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from benchmarks import (
+    allocation,
     eviction,
     lengths,
     placement,
@@ -292,3 +293,19 @@ def test_what_is_wrong_with_a_response_is_found():
     assert "longer than 384 tokens" in found["response_tokens"]
     assert "went on after its end" in found["stop_reason"]
     assert "the engines made" in found["trained"]
+
+
+def test_the_planner_is_near_the_best_simulated_split():
+    rows = list(allocation.splits(quick=True))
+    assert [row["overlap"] for row in rows] == list(allocation.OVERLAPS)
+    for row in rows:
+        assert 1 <= row["near"] <= 1.05
+        assert row["near"] <= row["half"] + 1e-9
+        assert abs(row["estimate"]) < 0.15
+
+
+def test_generation_on_cheaper_gpus_is_worth_something():
+    [row] = allocation.kinds(quick=True)
+    assert row["samples_per_price"] > 1
+    assert row["with_h20"]["step_s"] <= row["alone"]["step_s"]
+    assert row["transfer_share"] < 0.05
