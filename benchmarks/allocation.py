@@ -1,7 +1,7 @@
 """How near the planner's split is to the best one, by simulating all of them; and what two sites of two kinds are
 worth.
 
-    python -m benchmarks.allocation [--json] [--quick]
+    python -m benchmarks.allocation [--json] [--quick] [--only OVERLAP]
 
 ``splits``: on one site of Qwen2.5-32B's profile (tensor parallel 4, reckoned), each split of the nodes is run through
 the simulator, where a batch overlaps with the next, where replicas drain, and where nothing overlaps. ``near`` is the
@@ -80,7 +80,7 @@ def simulated(problem: Problem, train: int, rollout: int, median: float) -> floa
     return (steps[-1].ended - steps[0].began) / len(steps)
 
 
-def splits(quick: bool) -> Iterator[dict[str, Any]]:
+def splits(quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
     """One row for each size and overlap."""
     sizes = [(32, 16, 1000)] if quick else SIZES
     for gpus, prompts, median in sizes:
@@ -91,6 +91,8 @@ def splits(quick: bool) -> Iterator[dict[str, Any]]:
         all_lengths = np.concatenate([prompt.lengths for prompt in made]).astype(float)
         work = Work(all_lengths, prompts * GROUP, GROUP, PROMPT_TOKENS)
         for name, overlap in OVERLAPS.items():
+            if only not in name:
+                continue
             problem = replace(loaded.problem, work=work, overlap=overlap)
             yield _splits(problem, median, name)
 
@@ -190,12 +192,13 @@ def _row(split: Split) -> dict[str, Any]:
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="One object a line.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One small setting of each part.")] = False,
+    only: Annotated[str, typer.Option(help="Splits of one overlap alone: batches, draining or nothing.")] = "",
 ) -> None:
     """All rows."""
     about = {"machine": describe(), "commit": commit()}
     near = []
-    for part in (splits, kinds):
-        for row in part(quick):
+    for rows in (splits(quick, only), [] if only else kinds(quick)):
+        for row in rows:
             near += [row["near"]] if "near" in row else []
             if as_json:
                 print(json.dumps({"benchmark": "allocation", **row, **about}), flush=True)
