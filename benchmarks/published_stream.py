@@ -1,6 +1,6 @@
 """StreamRL's settings in the simulator: what its arms gain here, beside what was published.
 
-    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART]
+    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART] [--model 7b]
 
 Actors of 7B, 32B and 72B with PPO, responses of up to 5k, 10k and 20k tokens (``examples/simulate/streamrl72b.yaml``).
 Of StreamRL (arXiv:2504.15930) are known here its algorithms, ratios, hardware (128 H800s) and the recall of its ranker;
@@ -218,10 +218,10 @@ def ablation(seeds: int, quick: bool = False) -> Iterator[dict[str, Any]]:
     yield {"ratio": "rollout with lengths known / with forecasts", "published": 0.95, **_told(ratios)}
 
 
-def settings(quick: bool = False) -> Iterator[dict[str, Any]]:
+def settings(models: Sequence[str], quick: bool = False) -> Iterator[dict[str, Any]]:
     """The published ranges: every model and limit, one seed, and what the best split gains over an even one."""
     gains: dict[str, list[float]] = {arm.name: [] for arm, _, _ in RANGES}
-    for model in MODELS:
+    for model in models:
         for limit in LIMITS:
             base = simulate(model, limit, COLOCATED, quick=quick)
             row: dict[str, Any] = {"model": model, "limit": limit, "colocated_step_s": round(base["step_s"], 1)}
@@ -339,6 +339,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="few prompts, one seed, two variations")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     only: Annotated[str, typer.Option(help="fit, arms, told, settings or varied")] = "",
+    model: Annotated[str, typer.Option(help="of settings; all of them where none is named")] = "",
 ) -> None:
     """Hold the input against what is published of the setting, then the ablation, the ranges, what they depend on."""
     seeds = 1 if quick else seeds
@@ -346,7 +347,7 @@ def main(
         "fit": lambda: fit(seeds, quick),
         "arms": lambda: ablation(seeds, quick),
         "told": lambda: told_apart(quick),
-        "settings": lambda: settings(quick),
+        "settings": lambda: settings([model] if model else list(MODELS), quick),
         "varied": lambda: vary(quick),
     }
     for part in [only] if only else list(parts):
