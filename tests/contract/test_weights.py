@@ -195,7 +195,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     assert manager.check() == 1
     manager.settle()
     late = Replica(3, "far")
-    manager.deliver([late])
+    manager.deliver([*manager.replicas, late])
     assert late.serves() == 80.0
     ray.kill(manager._relays["near"])
     shutil.rmtree(manager._folders["near"])

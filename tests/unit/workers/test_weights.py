@@ -547,3 +547,36 @@ async def test_what_comes_from_another_site_is_counted_and_little(nodes):
         assert within["bytes"] >= sent
         assert far["damaged"] == far["lost"] == 0
     assert await nodes[1].tally() == {}
+
+
+async def test_a_site_that_is_slower_than_updates_come_gets_them_all_the_same(nodes):
+    gate, asked = asyncio.Event(), []
+    await publish(nodes[0], 1)
+    chunk = nodes[0].chunk
+
+    async def slow(version, chunk_, base, pack):
+        told = await chunk(version, chunk_, base, pack)
+        asked.append((version, base and base.version))
+        if version == 1:
+            await gate.wait()
+        return told
+
+    nodes[0].chunk = slow
+    near, most = Near(nodes[0]), 0
+    await nodes[1].fetch(1, known(1), [(near, True)])
+    await asyncio.sleep(0.2)
+    for version in (2, 3, 4, 5):
+        await nodes[1].expect(version)
+        await publish(nodes[0], version)
+        await nodes[1].fetch(version, known(version), [(near, True)])
+        most = max(most, len(nodes[0]._folder.versions()))
+    gate.set()
+    replica = Replica(nodes[1])
+    await asyncio.wait_for(nodes[1].deliver(replica.target, 5), 20)
+    assert torch.equal(replica.loaded["layer.1"], weights(5)["layer.1"])
+    assert most == 3
+    assert (5, None) not in asked, "it was not sent as what changed"
+    await publish(nodes[0], 6)
+    nodes[0]._asked = dict.fromkeys(nodes[0]._asked, -1e9)  # much later
+    await publish(nodes[0], 7)
+    assert nodes[0]._folder.versions() == [6, 7]

@@ -75,6 +75,7 @@ class Relay:
         self._sender = Sender(self._folder)
         self._pack, self._patience = pack, Patience(min(60.0, silence), silence)
         self._tally: Counter[str] = Counter()
+        self._asked: dict[int, float] = {}  # when another site last asked for a version, or against it
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._told: dict[int, list[Part]] = {}  # of versions that are here, or come
         self._changed = asyncio.Condition()
@@ -141,6 +142,8 @@ class Relay:
         """uint8[M], coded, as soon as it is here. Raises as :meth:`parts`."""
         await self._until(version, lambda: chunk in self._here.get(version, ()))
         parts = self._told[version]
+        if pack:
+            self._asked |= dict.fromkeys((version, *(base or ())[:1]), asyncio.get_running_loop().time())
         return await asyncio.to_thread(self._sender.answer, version, chunk, parts, base, pack)
 
     async def fetch(self, version: int, wanted: str, sources: list[tuple[Any, bool]]) -> None:
@@ -190,6 +193,8 @@ class Relay:
                 return
             except (RayError, LinkError, WeightsError) as error:
                 if not left:
+                    if self._fetches.get(version) is not asyncio.current_task():
+                        raise  # it is written anew meanwhile
                     self._told.pop(version, None)
                     self._here.pop(version, None)  # what came stays in the folder, and is not sent again
                     self._gone.add(version)
@@ -260,16 +265,21 @@ class Relay:
             raise WeightsError(f"weights {version} have made room for newer ones")
 
     def _forget(self, coming: int) -> None:
-        """What no replica takes any more, but for the newest."""
+        """What no replica takes any more, but for the newest, and one that another site is at: if it went, a site that
+        is slower than updates come would never have any.
+        """
         others = [version for version in self._folder.versions() if version != coming]
-        for version in others[: max(0, len(others) - KEPT + 1)]:
-            if not self._taking[version]:
+        old = others[: max(0, len(others) - KEPT + 1)]
+        since = asyncio.get_running_loop().time() - self._patience.answer
+        asked = [version for version in old if self._asked.get(version, since) > since]
+        for version in old:
+            if not self._taking[version] and version not in asked[-1:]:
                 self._remove(version)
 
     def _remove(self, version: int) -> None:
         self._folder.remove(version)
         self._gone.add(version)
-        for known in (self._told, self._here, self._fetches):
+        for known in (self._told, self._here, self._fetches, self._asked):
             known.pop(version, None)
 
 
