@@ -117,7 +117,7 @@ def test_the_engines_that_cannot_send_to_one_replica_alone():
     assert not obstacle(SimpleNamespace(backend="mooncake", engine_kwargs={}), 1)
 
 
-@pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None))])
+@pytest.mark.parametrize("rhyme", [None, SimpleNamespace(placement=SimpleNamespace(policy=None), weights=None)])
 def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
     names = ("checkpoint_manager", "standalone_checkpoint_manager")
     managers = {name: SimpleNamespace(replicas=[], backend="nccl") for name in names}
