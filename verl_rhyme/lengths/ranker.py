@@ -42,6 +42,10 @@ _FORMAT = 1
 #: Of a ranker that is made from nothing: for vocabularies and tasks of a test's size.
 _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SCORED_AT_ONCE = 64
+#: Tokens of a prompt that is neither short nor long; how much the number of tokens counts at first.
+_TYPICAL, _SIZE = 128.0, 8.0
+#: Learning rate of the head, at least: it begins at nothing, also on a large model that is to change little.
+_HEAD_RATE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class LengthRanker(nn.Module):
         super().__init__()
         self.body, self.most = body, most
         self.vocabulary = int(body.get_input_embeddings().num_embeddings)
-        self.head = nn.Linear(2 * int(body.config.hidden_size), 1)
+        self.head = nn.Linear(2 * int(body.config.hidden_size) + 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         #: How it was trained, and its rank correlation on what was held out then.
@@ -96,7 +100,7 @@ class LengthRanker(nn.Module):
         self.trained: frozenset[int] = frozenset()
 
     def forward(self, prompts: Sequence[Ints]) -> torch.Tensor:
-        """float32[B], scores: of the last hidden state and of the mean of all."""
+        """float32[B], scores: of the last hidden state, the mean of all, and their number, which a mean hides."""
         cut = [self._cut(prompt) for prompt in prompts]
         device = self.head.weight.device
         sizes = torch.tensor([len(prompt) for prompt in cut], device=device)
@@ -105,7 +109,8 @@ class LengthRanker(nn.Module):
         hidden = self.body(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
         mean = (hidden * mask[..., None]).sum(1) / sizes[:, None]
         last = hidden[torch.arange(len(cut), device=device), sizes - 1]
-        return self.head(torch.cat([last, mean], -1)).squeeze(-1)
+        size = _SIZE * torch.log2(sizes.float() / _TYPICAL)[:, None]
+        return self.head(torch.cat([last, mean, size], -1)).squeeze(-1)
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[Ints]) -> Floats:
@@ -232,7 +237,8 @@ def fit(
         raise ValueError(f"a ranker is trained on eight prompts with known lengths at least; here are {len(pairs)}")
     train, aside = pairs.split(HELD_OUT, how.seed)
     loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
-    optimizer = torch.optim.AdamW(ranker.parameters(), lr=how.rate, weight_decay=0.01)
+    parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
+    optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
     steps = how.epochs * -(-len(train) // how.batch)
     rising = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -139,16 +139,15 @@ def test_boosting_finds_them_too_and_its_trees_are_scikit_learns() -> None:
     assert new.recalls(ours.scores(new.prompts))["rank_correlation"] > 0.7
     counted = boosting._telling(known.prompts)
     theirs = GradientBoostingRegressor(
-        n_estimators=boosting._TREES,
-        max_depth=boosting._DEPTH,
         learning_rate=boosting._RATE,
-        subsample=boosting._SUBSAMPLE,
-        max_features="sqrt",
+        max_features=boosting._FEATURES,
         random_state=0,
         init="zero",
+        **boosting._GROWN,
     )
-    base = known.locations.mean()
-    theirs.fit(boosting.features(known.prompts, counted), known.locations - base, sample_weight=np.full(256, 4.0))
+    logs = np.log(known.means)
+    base = logs.mean()
+    theirs.fit(boosting.features(known.prompts, counted), logs - base, sample_weight=np.full(256, 4.0))
     wanted = base + theirs.predict(boosting.features(new.prompts, counted))
     np.testing.assert_allclose(ours.scores(new.prompts), wanted, atol=1e-6)
 
