@@ -247,10 +247,10 @@ def _streaming(config: ClusterFile, rules: Rules, path: Path) -> Streaming | Non
     of, mode = config.streaming, config.rules.mode
     if not (mode == "stream" if of.enable is None else of.enable):
         return None
-    if mode not in ("stream", "histopipe") or config.topology != "separate":
+    if mode == "sync" or config.topology != "separate":
         raise ClusterError(
-            f"{path}: streaming.enable needs updates as they were loaded, and engines of their own: set "
-            "topology=separate and rules.mode=stream or histopipe, or drop it"
+            f"{path}: streaming.enable needs a sorted rollout, and engines of their own: set topology=separate and "
+            "rules.mode=stream, partial, histopipe or on_policy, or drop it"
         )
     try:
         StreamingConfig(True, of.update, of.part)

@@ -216,7 +216,7 @@ def test_simulate_prints_a_table():
         ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
         ("rules.mode=sorted", "rules.mode must be one of sync, on_policy, histopipe, partial, stream, not 'sorted'"),
         ("rules.mode=stream", "rules.mode=stream needs engines of their own: set topology=separate"),
-        ("streaming.enable=true", "streaming.enable needs updates as they were loaded, and engines of their own: set"),
+        ("streaming.enable=true", "streaming.enable needs a sorted rollout, and engines of their own: set"),
         ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
         ("rules.batch_prompts=many", "rules.batch_prompts"),
         ("rules={batch_prompts: 4, mode: histopipe, keep_running: true}", "rules.keep_running needs engines of their"),

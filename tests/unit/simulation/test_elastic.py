@@ -25,7 +25,7 @@ def simulation(prompts, replicas=(FAST,) * 3, update=15.0, **other):
     sizes = {"batch_prompts": PROMPTS, "batch_samples": PROMPTS * SAMPLES}
     rules = named("histopipe", **sizes, through_training=True)
     training = TrainingCost(update=update)
-    scenario = Scenario(replicas, rules, training, False, forecasts="none", response_limit=8192, **other)
+    scenario = Scenario(replicas, rules, training, colocated=False, forecasts="none", response_limit=8192, **other)
     return Simulation(scenario, prompts)
 
 
