@@ -18,7 +18,7 @@ LENGTHS = (20, 13, 30, 25, 9, 31, 16, 22)
 MICRO_BATCH = 4
 
 
-def build(engine, model, tp, pp, lr, ddp=None):
+def build(engine, model, tp, pp, lr, options=None):
     import verl.workers.engine.fsdp
     import verl.workers.engine.megatron  # noqa: F401  (both register their engines)
     from verl.trainer.config import CheckpointConfig
@@ -31,8 +31,8 @@ def build(engine, model, tp, pp, lr, ddp=None):
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             use_remove_padding=False,
-            override_ddp_config=ddp or {},
             **batch,
+            **(options or {}),
         )
         optimizer = config.McoreOptimizerConfig(lr=lr, clip_grad=1.0, lr_decay_steps=100)
     else:

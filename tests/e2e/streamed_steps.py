@@ -55,7 +55,7 @@ def train(engine, steps, parts, loss, streamed, by_tokens=True, dynamic=False):
     return told
 
 
-def main(engine, model, port, parts, steps=10, tp=1, pp=1, ddp=None, dynamic=False, by_tokens=True, **changes):
+def main(engine, model, port, parts, steps=10, tp=1, pp=1, options=None, dynamic=False, by_tokens=True, **changes):
     """Print ``{"whole", "streamed", "apart", "moved"}``: what steps tell, how far the weights are from each other
     afterwards, and how far from where they were.
 
@@ -66,7 +66,7 @@ def main(engine, model, port, parts, steps=10, tp=1, pp=1, ddp=None, dynamic=Fal
         parts: Rows of the mini-batch as they come.
         steps: Training steps.
         tp, pp: Parallel sizes; the other ranks are data parallel.
-        ddp: Of Megatron's options for data parallel gradients.
+        options: Of Megatron's engine.
         dynamic: Micro-batches by tokens.
         by_tokens: What :class:`StreamedUpdate` is told.
         changes: Of the actor's options.
@@ -78,7 +78,7 @@ def main(engine, model, port, parts, steps=10, tp=1, pp=1, ddp=None, dynamic=Fal
     loss = ppo(**changes)
     found = []
     for streamed in (False, True):
-        built = build(engine, model, tp, pp, 3e-4, ddp)
+        built = build(engine, model, tp, pp, 3e-4, options)
         before = weights(built)
         told = train(built, steps, parts, loss, streamed, by_tokens, dynamic)
         found.append((told, before, weights(built)))

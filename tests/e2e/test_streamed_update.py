@@ -17,7 +17,13 @@ ENGINES = {
     "megatron-overlap": {
         "engine": "megatron",
         "world": 2,
-        "ddp": {"overlap_grad_reduce": True, "bucket_size": 2000},
+        "options": {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 2000}},
+    },
+    "megatron-interleaved": {
+        "engine": "megatron",
+        "world": 2,
+        "pp": 2,
+        "options": {"virtual_pipeline_model_parallel_size": 2},
     },
     "megatron-tp2": {"engine": "megatron", "world": 2, "tp": 2},
     "megatron-pp2": {"engine": "megatron", "world": 2, "pp": 2},
