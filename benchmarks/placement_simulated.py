@@ -64,6 +64,7 @@ ARMS: list[Arm] = [
         )
         for options in variants
         for known in ("history", "oracle")
+        if known == "history" or options in (variants[0], variants[-1])
     ),
 ]
 FEW = [arm for arm in ARMS if arm[1] != "oracle" or arm[0] == "makespan"]
