@@ -74,7 +74,9 @@ def simulated(problem: Problem, train: int, rollout: int, median: float) -> floa
     assert pool.training is not None
     cost = TrainingCost(pool.training.token / train, pool.training.update, problem.weights)
     of = (next(iter(pool.replicas.values())),) * (rollout // 4)
-    scenario = Scenario(of, rules(problem.overlap, prompts), cost, colocated=False, forecasts="none", response_limit=LIMIT)
+    scenario = Scenario(
+        of, rules(problem.overlap, prompts), cost, colocated=False, forecasts="none", response_limit=LIMIT
+    )
     made = lengths(median).epochs(prompts * BATCHES, GROUP, 1, PROMPT_TOKENS)
     steps = Simulation(scenario, made).run()[FIRST:]
     return (steps[-1].ended - steps[0].began) / len(steps)

@@ -36,7 +36,9 @@ def both(kind: str, cost: ReplicaCost, replicas: int, token: float) -> tuple[flo
     """Seconds of a step, estimated and simulated (after two), of the same lengths."""
     prompts = list(LENGTHS.epochs(PROMPTS * BATCHES, SAMPLES, 1, PROMPT_TOKENS))
     training = TrainingCost(token=token, sync=SYNC)
-    scenario = Scenario((cost,) * replicas, rules(kind), training, colocated=False, forecasts="none", response_limit=2048)
+    scenario = Scenario(
+        (cost,) * replicas, rules(kind), training, colocated=False, forecasts="none", response_limit=2048
+    )
     steps = Simulation(scenario, prompts).run()[2:]
     lengths = np.concatenate([prompt.lengths for prompt in prompts[2 * PROMPTS :]]).astype(float)
     work = Work(lengths, PROMPTS * SAMPLES, SAMPLES, PROMPT_TOKENS)
