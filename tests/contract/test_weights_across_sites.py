@@ -55,19 +55,20 @@ def is_whole(folder, version):
     return read.keys() == wanted.keys() and all(torch.equal(read[name], wanted[name]) for name in wanted)
 
 
-async def fetch(folder, version, wanted, source):
+async def fetch(folder, version, wanted, source, attempts=None):
     """As a node's relay does, which starts anew each time."""
     parts = await ask_parts(source, version, PATIENCE)
     while identity(parts) != wanted:  # damaged on its way
         parts = await ask_parts(source, version, PATIENCE)
     transfer = await begin(folder, version, parts)
+    if attempts is not None:
+        attempts.append(transfer.counts)
 
     async def kept(chunk):
         pass
 
     receiver = Receiver(folder, version, transfer, kept, PATIENCE)
     await receiver.fetch(source, base_of(folder, version), True)
-    return transfer.counts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,38 +103,39 @@ async def test_an_update_crosses_a_slow_link_as_what_changed(folders):
 
 async def test_cuts_damage_and_ends_that_start_anew_cost_only_time(folders):
     there, here = folders
-    rng, cuts = random.Random(0), 0
+    rng, cuts, attempts = random.Random(0), 0, []
     with two_sites(100 * MBIT) as (name, host):
-        wire = Wire(host, PORT, delay_s=0.005, flip=0.01, tear=0.01)
+        wire = Wire(host, PORT, delay_s=0.005, flip=0.1, tear=0.02)
         async with wire.running():
             source = TcpSource("127.0.0.1", wire.at)
-            damaged = lost = found = 0
             for version in (1, 2, 3):
                 wanted = write(there, version)
                 fetching = None
                 while version not in here.versions():
                     with sender(name, there, host, PORT):  # which starts anew each time
-                        if fetching is None or fetching.done():
-                            fetching = asyncio.create_task(fetch(here, version, wanted, source))
-                        await asyncio.wait([fetching], timeout=rng.uniform(0.1, 0.6))
-                        if not fetching.done():
-                            cuts += 1
-                            wire.cut()
-                            if rng.random() < 0.5:  # the receiver ends, too
-                                fetching.cancel()
-                                await asyncio.wait([fetching])
-                            await asyncio.sleep(0.1)
-                            wire.mend()
-                            await asyncio.wait([fetching], timeout=rng.uniform(0.5, 2.0))
-                    assert cuts < 200
-                counts = await fetching
-                damaged, lost, found = damaged + counts.damaged, lost + counts.lost, found + counts.found
+                        if fetching is None:
+                            fetching = asyncio.create_task(fetch(here, version, wanted, source, attempts))
+                        until = wire.bytes + rng.randrange(600_000, 900_000)
+                        while wire.bytes < until and not fetching.done():
+                            await asyncio.sleep(0.01)
+                        if fetching.done():
+                            await fetching
+                            continue
+                        wire.cut()
+                        if cuts % 2 == 0:  # the receiver ends, too
+                            fetching.cancel()
+                            await asyncio.wait([fetching])
+                            fetching = None
+                        await asyncio.sleep(0.2)
+                        wire.mend()
+                        cuts += 1
+                        assert cuts < 100
                 assert is_whole(here, version)
                 assert identity(here.parts(version)) == wanted
     assert cuts >= 2
-    assert lost > 0
-    assert damaged > 0
-    assert found > 0, "what had come was sent again"
+    assert sum(each.lost for each in attempts) > 0
+    assert sum(each.damaged for each in attempts) > 0
+    assert sum(each.found for each in attempts) > 0, "what had come was sent again"
 
 
 async def test_a_link_that_stays_cut_is_told(folders):
