@@ -41,12 +41,47 @@ def test_batches_are_trained_in_parts(tmp_path, stream_mode, engine):
     assert max(metrics["training/stream/parts"] for metrics in steps) > 1
     assert sum(metrics["actor/grad_norm"] for metrics in steps) > 0
 
-    requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
-    trained = requests["trained"]
-    samples = {}
-    for row in np.flatnonzero(trained):
-        samples.setdefault((requests["uid"][row], requests["sample"][row]), []).append(row)
-    assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"
-    late = requests["step"][trained] - 1 - requests["policy_version_start"][trained]
+    late, _ = trained_once(tmp_path)
     assert late.min() >= 0
     assert late.max() <= staleness
+
+
+def test_all_parts_work_together(tmp_path):
+    """Of each what it does is counted, in one run."""
+    run = {"epochs": EPOCHS, "RHYME": "full", "REPLICAS": "2"}
+    whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["arm"] == "full"
+    assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= 1
+    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    assert len(steps) == EPOCHS * PROMPTS // BATCH
+
+    def total(name):
+        return sum(metrics.get(name, 0) for metrics in steps)
+
+    assert steps[0]["training/sorted/loaded_prompts"] == PROMPTS, "four batches are loaded together"
+    assert total("training/sorted/waiting/max") > 0, "updates take what is finished first"
+    assert total("training/stream/early_share") > 0, "parts are trained while the rest is generated"
+    assert total("training/stream/reused_bytes") > 0, "rows of a part stay on the workers"
+    assert total("rollout/spec/accepted_tokens") > 0, "drafts are accepted"
+    assert total("rollout/placement/errors") == 0
+    assert all("rollout/weights/replicas_behind" in metrics for metrics in steps[1:]), (
+        "replicas take weights themselves"
+    )
+    assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.95 for metrics in steps)
+    late, requests = trained_once(tmp_path)
+    assert {*late} == {0, 1}, "what runs at a new version goes on, and nothing is older"
+    assert (requests["policy_version_start"] == requests["policy_version_end"]).all(), (
+        "to its end under its own version"
+    )
+    assert {*requests["replica"]} == {0, 1}
+    assert np.nanmin(requests["predicted_tokens"][requests["trained"]]) >= 0, "lengths are predicted"
+
+
+def trained_once(run_dir):
+    """How many versions behind each trained request is, and all requests."""
+    requests = events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
+    trained = requests["trained"]
+    samples = {(requests["uid"][row], requests["sample"][row]) for row in np.flatnonzero(trained)}
+    assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"
+    return requests["step"][trained] - 1 - requests["policy_version_start"][trained], requests
