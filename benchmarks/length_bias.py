@@ -1,12 +1,14 @@
 """What selection by length does to the lengths that are trained: a simulation with the real scheduler.
 
-    python -m benchmarks.length_bias [--json] [--quick] [TRACE.parquet ...]
+    python -m benchmarks.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
 The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
 token a step for each running request; the sorted scheduler loads, stops and harvests as in training. ``fresh`` draws a
 new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
-same noise does under the same policy; ``partial`` keeps it and goes on where it stood. With an unbiased pipeline the
-mean length that is trained is the mean length there is.
+same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``arrivals`` is
+``sorting.mode=stream`` with ``harvest=shortest``: as many update batches are under way as are loaded together in the
+others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be. With
+an unbiased pipeline the mean length that is trained is the mean length there is.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules, named
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial"}
+ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial", "arrivals": "stream"}
 SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
 
 
@@ -63,7 +65,10 @@ def trained_lengths(
     lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, Engine]:
     """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
-    sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES, "group_batches": group_batches}
+    sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES}
+    if arm == "arrivals":
+        return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
+    sizes["group_batches"] = group_batches
     rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
     scheduler, engine = Scheduler(rules), Engine(SLOTS)
     wanted: dict[tuple[str, int], int] = {}
@@ -91,6 +96,35 @@ def trained_lengths(
     return np.array(trained), np.array(waited), engine
 
 
+_APART: dict[str, Any] = {"harvest": "shortest", "through_training": True}
+
+
+def _arriving(
+    lengths: list[np.ndarray], rules: Rules, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, Engine]:
+    """As :func:`trained_lengths`, of what is finished first, and instead of the waiting of prompts its staleness."""
+    scheduler, engine = Scheduler(rules), Engine(SLOTS)
+    began: dict[tuple[str, int], int] = {}
+    trained: list[int] = []
+    stale: list[int] = []
+    updates = len(lengths) // BATCH
+    for version in range(updates):
+        scheduler.begin(version)
+        for _ in range(scheduler.loadable(updates - version)):
+            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
+        while not scheduler.enough():
+            for sample in scheduler.dispatch():
+                engine.queue.append((sample, 0, int(rng.choice(lengths[int(sample[0])]))))
+                began[sample] = version
+            (uid, number), length = engine.run()
+            scheduler.generate(uid, number, length, began[uid, number])
+            scheduler.finish(uid, number)
+        harvest = scheduler.harvest()
+        trained += harvest.lengths
+        stale += harvest.staleness
+    return np.array(trained), np.array(stale), engine
+
+
 def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
     pools: dict[bytes, list[int]] = {}
     for step in traces.load(path):
@@ -107,7 +141,7 @@ def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) ->
         shifts.append(trained.mean() / mean - 1)
         firsts.append(trained[waited == 0].mean() / mean - 1)
         lasts.append(trained[waited == group_batches - 1].mean() / mean - 1)
-        shares.append(1 - trained.sum() / engine.made)
+        shares.append(1 - trained.sum() / max(engine.made, trained.sum()))
     return {
         "benchmark": "length_bias",
         "trace": path.stem,
@@ -127,14 +161,17 @@ def main(
     files: Annotated[list[Path] | None, typer.Argument(help="default: all in benchmarks/traces")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="one trace, few rounds")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
 ) -> None:
     """Simulate and print."""
+    if unknown := sorted(set(arm or ()) - set(ARMS)):
+        raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
         for unit in ("group", "trajectory"):
             for group_batches in (2, 4, 8):
-                for arm in ARMS:
-                    row = measure(path, arm, unit, group_batches, 3 if quick else ROUNDS)
+                for each in arm or ARMS:
+                    row = measure(path, each, unit, group_batches, 3 if quick else ROUNDS)
                     shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
                     print(json.dumps(shown) if as_json else row, flush=True)
 
