@@ -7,8 +7,8 @@ token a step for each running request; the sorted scheduler loads, stops and har
 new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
 same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``arrivals`` is
 ``sorting.mode=stream`` with ``harvest=shortest``: as many update batches are under way as are loaded together in the
-others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be. With
-an unbiased pipeline the mean length that is trained is the mean length there is.
+others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be.
+With an unbiased pipeline the mean length that is trained is the mean length there is.
 """
 
 from __future__ import annotations
