@@ -72,7 +72,7 @@ def simulated(problem: Problem, train: int, rollout: int, median: float) -> floa
     [pool] = problem.pools
     prompts = problem.work.samples // GROUP
     assert pool.training is not None
-    cost = TrainingCost(pool.training.token / train, pool.training.update, problem.weights)
+    cost = TrainingCost(token=pool.training.token / train, update=pool.training.update, sync=problem.weights)
     of = (next(iter(pool.replicas.values())),) * (rollout // 4)
     scenario = Scenario(
         of, rules(problem.overlap, prompts), cost, colocated=False, forecasts="none", response_limit=LIMIT

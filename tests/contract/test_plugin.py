@@ -93,7 +93,7 @@ def test_the_group_is_found_from_any_folder_with_verls_own_yaml(forks, tmp_path)
 
 @FORKS
 def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(forks, tmp_path):
-    result = forks.main_ppo("+rhyme=full", "--cfg", "job", cwd=tmp_path)
+    result = forks.main_ppo("+rhyme=fullest", "--cfg", "job", cwd=tmp_path)
     assert result.returncode != 0
     assert "histospec" in result.stderr
     assert "sorted" in result.stderr

@@ -65,6 +65,7 @@ SEAMS: tuple[Seam, ...] = (
             "self.on_sample_begin()",
             "self.replay_buffer.sample(",
             "self.on_sample_end()",
+            "if self.reward_loop_manager.reward_loop_worker_handles is None:",
             "self._compute_old_log_prob(batch, metrics=metrics)",
         ),
     ),
@@ -156,6 +157,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
         "pipeline: the k-th mini-batch is the k-th piece of each rank's part",
+        accepts=("data",),
         contains=("mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",),
     ),
     Seam(

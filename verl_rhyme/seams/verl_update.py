@@ -22,11 +22,6 @@ SEAMS: tuple[Seam, ...] = (
         contains=("self.actor_rollout_wg.update_actor(batch)", 'output.pop("actor/mfu")'),
     ),
     Seam(f"{_TRAINER}._compute_reward_colocate", "of a part", accepts=("batch", "metrics")),
-    Seam(
-        f"{_TRAINER}._step_once",
-        "what a step consists of",
-        contains=("if self.reward_loop_manager.reward_loop_worker_handles is None:",),
-    ),
     Seam(f"{_TRAINER}._compute_ref_log_prob", "of a part", signature="(self, batch, metrics)"),
     Seam(f"{_TRAINER}._compute_advantage", "of a part", signature="(self, batch, metrics)"),
     Seam(
@@ -45,7 +40,6 @@ SEAMS: tuple[Seam, ...] = (
         "transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "fields of rows", accepts=("keys", "partition_id")
     ),
     Seam(f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "an update in parts", signature="(self, data)"),
-    Seam(f"{_WORKERS}:TrainingWorker.train_mini_batch", "an update of your own is told from it", accepts=("data",)),
     Seam(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_tf_config",
         "what keeps Megatron's gradients of parts from being added up",
