@@ -137,8 +137,8 @@ class Receiver:
                 sealing |= new
                 running |= {asyncio.create_task(self._seal(part, sealing)) for part in new}
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for each in done:
-                    each.result()
+                if errors := [error for each in done if (error := each.exception()) is not None]:
+                    raise errors[0]
         finally:  # none goes on beside another try
             for each in running:
                 each.cancel()

@@ -165,7 +165,9 @@ class Relay:
         elif known is not None and not known.done():
             return
         before = [fetch for fetch in self._fetches.values() if not fetch.done()]
-        self._fetches[version] = asyncio.create_task(self._fetch_from(version, wanted, sources, before))
+        fetch = asyncio.create_task(self._fetch_from(version, wanted, sources, before))
+        fetch.add_done_callback(lambda each: each.cancelled() or each.exception())  # perhaps nobody takes this version
+        self._fetches[version] = fetch
 
     async def _fetch_from(
         self, version: int, wanted: str, sources: list[tuple[Any, bool]], before: list[asyncio.Task[None]]
