@@ -253,16 +253,18 @@ class Makespan(PlacementPolicy):
         here: tuple[Floats, Floats],
         ways: tuple[Floats, Floats],
     ) -> Iterator[Move]:
-        """What is to move, of requests with these rows and sums where they are, and :meth:`_ways` elsewhere."""
+        """What is to move, of requests with these rows and sums where they are, and :meth:`_ways` elsewhere: to a free
+        slot, or it would wait there."""
         fleet, rooms, (rows, sums) = self._fleet, self._fleet.capacity, here
+        free = fleet.cost.slots - fleet.running[0]
         prefill = fleet.cost.prefill * had
         moved = np.zeros(len(names), bool)
         for _ in range(2 * len(fleet)):
             seconds = self._seconds(self._state, self._sums, fleet.capacity)
             slow = int(seconds.argmax())
             mine = np.flatnonzero((at == slow) & ~moved)
-            targets = np.argsort(seconds, kind="stable")[:_TARGETS]
-            targets = targets[targets != slow]
+            targets = np.argsort(seconds, kind="stable")
+            targets = targets[(targets != slow) & (free[targets] > 0)][:_TARGETS]
             if not len(mine) or not len(targets):
                 return
             without = self._seconds(self._state[slow] - rows[mine], self._sums[slow] - sums[mine], rooms[slow])
@@ -275,6 +277,7 @@ class Makespan(PlacementPolicy):
             if saved < max(self._gain * seconds[slow], prefill[i]):
                 return
             moved[i], at[i] = True, targets[target]
+            free[slow], free[at[i]] = free[slow] + 1, free[at[i]] - 1
             replica = fleet.names[at[i]]
             self._coming[names[i]] = replica, more_rows[best, target], more_sums[best, target], "moved"
             yield Move(names[i], replica, f"saves {saved:.1f} s of {seconds[slow]:.1f} s")

@@ -1,11 +1,12 @@
 """Policies that go by forecasts of lengths: what they plan, and what they move."""
 
+import random
 import time
 from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.lengths.outlook import CELLS, certain, edges
@@ -285,8 +286,31 @@ def maybe(chance, short, long):
     return Ahead(LIMIT, (1 - chance) * rows[0] + chance * rows[1])
 
 
+CROWDED = [1] * 10 + [
+    75,
+    183,
+    183,
+    254,
+    333,
+    362,
+    680,
+    1596,
+    1,
+    3,
+    1642,
+    4865,
+    12535,
+    20000,
+    12536,
+    19478,
+    20000,
+    19544,
+]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 5), st.randoms())
+@example(CROWDED, 3, 3, random.Random(376))  # all replicas are full, and one has a long way to go
 def test_what_waits_is_bound_late_and_once(lengths, replicas, slots, random):
     placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=slots, room=50_000))
     waiting, running, seen = known(lengths), [], []
