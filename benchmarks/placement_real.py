@@ -31,7 +31,7 @@ import typer
 
 from benchmarks import simulator, tiny_run
 from benchmarks.machine import commit, describe
-from benchmarks.real_run import faults, short
+from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, slot_time, steps
 from verl_rhyme.simulation import fitted, recorded
@@ -39,7 +39,6 @@ from verl_rhyme.simulation import fitted, recorded
 SAMPLES, SLOTS, LIMIT, EPOCHS, STEPS_AN_EPOCH = 4, 4, 384, 3, 3
 STEADY_MS, UPDATE_S, TEMPERATURE = 60, 3.0, 0.6
 EAGER = Path(__file__).parents[1] / "tests" / "e2e"
-ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,6 @@ SETTINGS = {
 CHECKS = tuple(name for name, arm in ARMS.items() if arm.eager)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run."""
-
-    setting: str
-    arm: str
-    seed: int
-
-    def folder(self, out: Path) -> Path:
-        parts = (self.setting, self.arm, f"seed {self.seed}")
-        return out.absolute().joinpath(*(part.replace(",", "").replace(":", "").replace(" ", "_") for part in parts))
 
 
 def cells(settings: Iterable[str], repeats: int | None = None) -> Iterator[Cell]:
@@ -302,23 +288,19 @@ def main(
     wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
     if quick:
         wanted = [cell for cell in wanted if cell.seed == 1 and cell.arm in (DRAFTED, "makespan")][:2]
-    kept = out / ROWS
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(row["setting"], row["arm"], row["seed"]) for row in rows}
-    left = [cell for cell in wanted if (cell.setting, cell.arm, cell.seed) not in done]
+    kept = Kept(out)
+    left = kept.left(wanted)
     about = dict(zip(_ABOUT, ("placement_real", describe(), commit()), strict=True))
     for cell in left[:runs]:
         train(cell, out)
         row = {**about, **measure(cell, cell.folder(out))}
-        rows.append(row)
-        with kept.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        kept.add(row)
         if not as_json:
             print(_told(row), flush=True)
     if runs and len(left) > runs:
         typer.echo(f"{len(left) - runs} runs are left", err=True)
         return
-    shown = [row for row in rows if any(row["setting"] == c.setting and row["arm"] == c.arm for c in wanted)]
+    shown = [row for row in kept.rows if any(row["setting"] == c.setting and row["arm"] == c.arm for c in wanted)]
     if predict:
         shown = [row | simulated(Cell(row["setting"], row["arm"], row["seed"]), out) for row in shown]
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:

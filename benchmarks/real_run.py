@@ -1,14 +1,49 @@
-"""What benchmarks ask of real runs: that no response is wrong, and figures as they are printed."""
+"""What benchmarks of real runs share: runs that are kept, that no response is wrong, figures as they are printed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_rhyme.observability import metrics
 from verl_rhyme.simulation import recorded
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    setting: str
+    arm: str
+    seed: int
+
+    def folder(self, out: Path) -> Path:
+        parts = (self.setting, self.arm, f"seed {self.seed}")
+        return out.absolute().joinpath(*(part.replace(",", "").replace(":", "").replace(" ", "_") for part in parts))
+
+
+class Kept:
+    """Rows of the runs that a folder has."""
+
+    def __init__(self, out: Path) -> None:
+        self._file = out / "rows.jsonl"
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def left(self, wanted: Iterable[Cell]) -> list[Cell]:
+        """Runs that are not made yet."""
+        done = {Cell(row["setting"], row["arm"], row["seed"]) for row in self.rows}
+        return [cell for cell in wanted if cell not in done]
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with self._file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def faults(

@@ -28,7 +28,7 @@ import typer
 
 from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
-from benchmarks.real_run import faults, short
+from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, slot_time, steps
 from verl_rhyme.simulation import recorded
@@ -40,7 +40,6 @@ REWARDS = (0.36, 0.40, 0.44)
 #: verl's own bound of staleness (``max_off_policy_threshold``).
 VERLS = 8
 SETTINGS = ("steady", "bare")
-ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -84,19 +83,6 @@ ARMS = {
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run."""
-
-    setting: str
-    arm: str
-    seed: int
-
-    def folder(self, out: Path) -> Path:
-        parts = (self.setting, self.arm, f"seed {self.seed}")
-        return out.absolute().joinpath(*(part.replace(",", "").replace(" ", "_") for part in parts))
 
 
 def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
@@ -234,23 +220,19 @@ def main(
         wanted = [
             cell for cell in wanted if cell.seed == 1 and cell.arm in ("separate_async, drafts", "stream, async")
         ][:2]
-    kept = out / ROWS
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(row["setting"], row["arm"], row["seed"]) for row in rows}
-    left = [cell for cell in wanted if (cell.setting, cell.arm, cell.seed) not in done]
+    kept = Kept(out)
+    left = kept.left(wanted)
     about = {"benchmark": "systems", "machine": describe(), "commit": commit()}
     for cell in left[:runs]:
         train(cell, out)
         row = {**about, **measure(cell, cell.folder(out))}
-        rows.append(row)
-        with kept.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        kept.add(row)
         if not as_json:
             print(_told(row), flush=True)
     if runs and len(left) > runs:
         typer.echo(f"{len(left) - runs} runs are left", err=True)
         return
-    shown = [row for row in rows if any((row["setting"], row["arm"]) == (c.setting, c.arm) for c in wanted)]
+    shown = [row for row in kept.rows if any((row["setting"], row["arm"]) == (c.setting, c.arm) for c in wanted)]
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
         print(json.dumps(row) if as_json else _told(row), flush=True)
 
