@@ -11,18 +11,19 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "metrics"),
+    ("recipe", "variables", "metrics"),
     [
-        ("qwen32b_dapo", []),
-        pytest.param("llama8b_logic", ["actor/kl_loss"], marks=SLOW),
-        pytest.param("qwen3_8b_grpo", ["actor/kl_loss"], marks=SLOW),
-        pytest.param("qwen32b_ppo_math", ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
+        ("qwen32b_dapo", {}, []),
+        pytest.param("llama8b_logic", {}, ["actor/kl_loss"], marks=SLOW),
+        pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
+        pytest.param("qwen3_8b_grpo", {"RHYME": "full"}, ["actor/kl_loss", "training/stream/parts"], marks=SLOW),
+        pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
     ],
 )
-def test_two_steps(recipe, metrics, tmp_path):
+def test_two_steps(recipe, variables, metrics, tmp_path):
     done = subprocess.run(
         ["bash", str(ROOT / "recipes" / f"run_{recipe}.sh")],
-        env={**os.environ, "SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path)},
+        env={**os.environ, "SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path), **variables},
         capture_output=True,
         text=True,
         timeout=800,
