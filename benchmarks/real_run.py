@@ -37,8 +37,15 @@ class Kept:
 
     def left(self, wanted: Iterable[Cell]) -> list[Cell]:
         """Runs that are not made yet."""
-        done = {Cell(row["setting"], row["arm"], row["seed"]) for row in self.rows}
+        done = {cell for cell, _ in self.by_cell()}
         return [cell for cell in wanted if cell not in done]
+
+    def by_cell(self) -> list[tuple[Cell, dict[str, Any]]]:
+        return [(Cell(row["setting"], row["arm"], row["seed"]), row) for row in self.rows]
+
+    def replace(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self._file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -130,12 +130,13 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     assert measured is not None, "a run without requests has no metrics"
     windows = [window for window in measured.windows if window.step > STEPS_AN_EPOCH]
     span = sum(window.ended - window.began for window in windows)
+    idle = np.sum([window.idle for window in windows], axis=0) / (slots * span)
     accepted, verified = (column(name).sum() for name in (metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS))
     figures: dict[str, Any] = {
         "step_s": float(np.median(seconds)),
         "samples_per_s": samples * len(seconds) / seconds.sum(),
         "tokens_per_s": tokens.sum() / seconds.sum(),
-        "bubble_ratio": sum(sum(window.idle) for window in windows) / (slots * span),
+        "bubble_ratio": float(idle.sum()),
         "acceptance_length": 1 + accepted / verified if verified > 0 else 1.0,
         "early_share": float(column(metrics.STREAM_EARLY).mean()),
         "parts": float(column(metrics.STREAM_PARTS).mean()),
@@ -143,6 +144,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "pearson_least": float(column("training/rollout_actor_probs_pearson_corr", whole).min()),
     }
     shown = {name: short(value) for name, value in figures.items()}
+    shown["idle"] = {why: short(share) for why, share in zip(slot_time.REASONS[1:], idle.tolist(), strict=True)}
     shown["steps_s"] = [short(value) for value in seconds]
     epochs = [whole[at : at + STEPS_AN_EPOCH] for at in range(0, len(whole), STEPS_AN_EPOCH)]
     rewards = [float(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]
@@ -185,6 +187,7 @@ def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             merged[name] = short(np.median(values))
             if name in ("samples_per_s", "tokens_per_s", "bubble_ratio"):
                 merged[f"{name}_range"] = [short(values.min()), short(values.max())]
+        merged["idle"] = {why: short(np.median([run["idle"][why] for run in runs])) for why in runs[0]["idle"]}
         for name in ("response_length", "reward"):
             merged[name] = [short(value) for value in np.median([run[name] for run in runs], axis=0)]
         merged["staleness_max"] = max(len(run["staleness"]) for run in runs) - 1
@@ -213,6 +216,7 @@ def main(
     runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
     repeats: Annotated[int, typer.Option(help="of each arm")] = 3,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/systems"),
+    again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
 ) -> None:
     """Train, measure, print."""
     chosen = settings or ["steady", "bare"]
@@ -225,8 +229,12 @@ def main(
             cell for cell in wanted if cell.seed == 1 and cell.arm in ("separate_async, drafts", "stream, async")
         ][:2]
     kept = Kept(out)
-    left = kept.left(wanted)
     about = {"benchmark": "systems", "machine": describe(), "commit": commit()}
+    if again:
+        kept.replace(
+            [{**row, **measure(cell, cell.folder(out)), "measured_by": commit()} for cell, row in kept.by_cell()]
+        )
+    left = kept.left(wanted)
     for cell in left[:runs]:
         train(cell, out)
         row = {**about, **measure(cell, cell.folder(out))}
