@@ -8,10 +8,13 @@ there is not run again, so that ``--runs 1`` goes on by one run. With no run lef
 what there is: every run's row, and for each arm the medians over its runs.
 
 In the steady setting a decoding step takes at least 60 ms, and training a sample 150 ms of one device, a third of it
-more for its old log-probability (:mod:`benchmarks.steady_step`), as on GPUs of their own; in the slow setting both take
-2.5 times as long, and devices disturb each other less; bare, all share this machine's cores. Arms without drafts, which
-take four times as long, train two epochs and not four. Figures are of the steps from the second epoch on. Time to a
-reward is of the whole run, from its first step on, to the end of the first epoch whose mean reward is at least that.
+more for its old log-probability (:mod:`benchmarks.steady_step`), as on GPUs of their own: engines apart then wait for
+the trainer. In the rollout-bound one it is 150 and 190 ms: rollout takes more than two thirds of a synchronous step, as
+it does for users, and devices that share cores disturb each other less. Bare, all share this machine's cores.
+
+Arms without drafts, which take four times as long, train two epochs, others four, or three where rollout-bound. Figures
+are of the steps from the second epoch on. Time to a reward is of the whole run, from its first step to the end of the
+first epoch whose mean reward is at least that.
 """
 
 from __future__ import annotations
@@ -34,13 +37,23 @@ from verl_rhyme.observability import metrics, slot_time, steps
 from verl_rhyme.simulation import recorded
 
 DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, EPOCHS, STEPS_AN_EPOCH = 3, 9, 4, 6, 384, 4, 4
-STEADY_MS, TRAIN_MS, TEMPERATURE = 60, 150.0, 0.6
+TEMPERATURE = 0.6
 #: Mean reward over an epoch's updates.
 REWARDS = (0.36, 0.40, 0.44)
 #: verl's own bound of staleness (``max_off_policy_threshold``).
 VERLS = 8
-#: How many times as long as steady steps those of a setting take; ``None``: as long as they take.
-SETTINGS: dict[str, float | None] = {"steady": 1.0, "slow": 2.5, "bare": None}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Milliseconds that a decoding step takes at least, and training a sample on one device; epochs at most."""
+
+    step_ms: float | None = None
+    train_ms: float | None = None
+    epochs: int = EPOCHS
+
+
+SETTINGS = {"steady": Clock(60, 150), "rollout-bound": Clock(150, 190, 3), "bare": Clock()}
 
 
 @dataclass(frozen=True)
@@ -93,8 +106,12 @@ def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
 
 def train(cell: Cell, out: Path) -> None:
     """Make a run."""
-    arm, folder = ARMS[cell.arm], cell.folder(out)
-    settings = {"EPOCHS": str(arm.epochs), "PROMPTS": str(STEPS_AN_EPOCH * BATCH), "SEED": str(cell.seed)}
+    arm, clock, folder = ARMS[cell.arm], SETTINGS[cell.setting], cell.folder(out)
+    settings = {
+        "EPOCHS": str(min(arm.epochs, clock.epochs)),
+        "PROMPTS": str(STEPS_AN_EPOCH * BATCH),
+        "SEED": str(cell.seed),
+    }
     overrides = [
         *tiny_run.sizes(BATCH, SAMPLES, SLOTS, arm.ranks),
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
@@ -103,12 +120,9 @@ def train(cell: Cell, out: Path) -> None:
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={SAMPLES}",
         *arm.overrides,
     ]
-    slower = SETTINGS[cell.setting]
-    steady_ms, train_ms = (STEADY_MS * slower, TRAIN_MS * slower / arm.ranks) if slower else (None, None)
+    train_ms = clock.train_ms and clock.train_ms / arm.ranks
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-    tiny_run.train(
-        folder, settings | arm.settings(), overrides, steady_ms, timeout=900 * (slower or 1), train_ms=train_ms
-    )
+    tiny_run.train(folder, settings | arm.settings(), overrides, clock.step_ms, timeout=1200, train_ms=train_ms)
 
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -209,7 +223,7 @@ def _told(row: dict[str, Any]) -> str:
 
 @app.command()
 def main(
-    settings: Annotated[list[str] | None, typer.Argument(help="default: steady and bare")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="two arms, one seed (six minutes)")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
@@ -219,7 +233,7 @@ def main(
     again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
 ) -> None:
     """Train, measure, print."""
-    chosen = settings or ["steady", "bare"]
+    chosen = settings or list(SETTINGS)
     for kind, given, known in (("setting", chosen, SETTINGS), ("arm", arm or (), ARMS)):
         if unknown := sorted(set(given) - set(known)):
             raise typer.BadParameter(f"no {kind} {'; '.join(unknown)}; there are: {'; '.join(known)}")
