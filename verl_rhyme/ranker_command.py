@@ -25,9 +25,6 @@ _Tokenizer = Annotated[Path | None, typer.Option(help="Of a history: the policy'
 _Column = Annotated[str, typer.Option(help="Column of --data that has the messages.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-#: Token ids that a ranker made from nothing tells apart, at most.
-_VOCABULARY = 1 << 15
-
 
 @app.command()
 def train(
@@ -112,8 +109,7 @@ def _trained(
 
     loss, epochs, batch, rate, seed = how
     training = rankers.Training(loss=loss, epochs=epochs, batch=batch, rate=rate, seed=seed)
-    most = max(int(prompt.max()) for prompt in known.prompts)
-    made = rankers.tiny(min(most + 1, _VOCABULARY), seed) if model is None else rankers.from_folder(model)
+    made = rankers.tiny_for(known, seed) if model is None else rankers.from_folder(model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("epochs", total=epochs)
 

@@ -78,6 +78,41 @@ def test_all_parts_work_together(tmp_path):
     assert np.nanmin(requests["predicted_tokens"][requests["trained"]]) >= 0, "lengths are predicted"
 
 
+RANKER = "actor_rollout_ref.rollout.custom.rhyme.lengths.ranker"
+RANKED = ("trainer.save_freq=2", f"{RANKER}.enable=true", f"{RANKER}.kind=model", f"{RANKER}.refresh=16")
+
+
+@SLOW
+def test_a_ranker_tells_of_prompts_never_seen_over_a_kill(tmp_path):
+    """Trained beside the run, used in its only epoch, and taken up again from the checkpoint."""
+    run = {"epochs": 1, "PROMPTS": "48", "PEOPLE": "2 3 4 5", "RHYME": "stream", "REPLICAS": "2"}
+    process = whole_run.start(tmp_path, *SMALL, *RANKED, **run)
+    whole_run.wait_for_step(process, tmp_path, 9)
+    whole_run.kill_all(process)
+    before = {step: metrics for step, metrics in whole_run.steps_of(tmp_path)}
+    whole_run.finish(whole_run.start(tmp_path, *SMALL, *RANKED, **run), tmp_path)
+    resumed = [(step, metrics) for step, metrics in whole_run.steps_of(tmp_path)][len(before) :]
+    assert resumed[0][0] > 8, "it did not resume"
+    assert resumed[-1][0] == 48 // BATCH
+    for metrics in [*before.values(), *dict(resumed).values()]:
+        assert "rollout/lengths/ranker_failures" not in metrics
+        assert "rollout/lengths/forecast_errors" not in metrics
+    trained = [metrics["rollout/lengths/ranker_trained"] for metrics in before.values()]
+    assert trained[0] == 0
+    assert trained[-1] >= 1
+    checkpoint = tmp_path / "checkpoints" / "global_step_8" / "ranker"
+    kept = json.loads((checkpoint / "pairs.json").read_text())
+    assert kept["number"] >= 1
+    assert len(kept["keys"]) == 8 * BATCH, "what was answered before is trained on again"
+    assert resumed[0][1]["rollout/lengths/ranker_trained"] >= kept["number"], "it was not taken up"
+    assert before[1]["rollout/lengths/ranked"] == 0
+    assert resumed[-1][1]["rollout/lengths/ranked"] == 1, "of the last prompts the ranker told"
+    requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
+    late = requests["step"] > resumed[-1][0] - 2
+    assert len({*requests["predicted_tokens"][~late & (requests["step"] < 3)]}) < len({*requests["prompt_key"][late]})
+    assert len({*requests["predicted_tokens"][late]}) > 2, "prompts never seen are told apart before they begin"
+
+
 def trained_once(run_dir):
     """How many versions behind each trained request is, and all requests."""
     requests = events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))

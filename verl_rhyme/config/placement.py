@@ -77,6 +77,7 @@ class RankerConfig:
         rate: Of ``kind=model``: learning rate.
         refresh: It is trained anew when so many prompts have been answered since.
         most: Prompts that it is trained on, the latest ones.
+        minutes: Of ``kind=model``: that a training may take; what is best until then is kept.
     """
 
     enable: bool = False
@@ -86,6 +87,7 @@ class RankerConfig:
     rate: float = 1e-3
     refresh: int = 512
     most: int = 8192
+    minutes: float = 20.0
 
     def __post_init__(self) -> None:
         require(self.kind in RANKERS, "lengths.ranker.kind", self.kind, " or ".join(RANKERS))
@@ -94,6 +96,7 @@ class RankerConfig:
         require(self.model is None or self.kind == "model", "lengths.ranker.model", self.model, allowed)
         require(self.rate > 0, "lengths.ranker.rate", self.rate, "above 0")
         require(self.refresh >= 16, "lengths.ranker.refresh", self.refresh, "at least 16 (prompts)")
+        require(self.minutes > 0, "lengths.ranker.minutes", self.minutes, "above 0")
         require(self.most >= self.refresh, "lengths.ranker.most", self.most, f"at least refresh ({self.refresh})")
 
 

@@ -71,6 +71,12 @@ class Pairs:
         aside = min(max(1, round(share * len(self))), len(self) - 1)
         return self.take(order[aside:]), self.take(order[:aside])
 
+    def held_out(self, share: float) -> tuple[Pairs, Pairs]:
+        """As :meth:`split`, by :func:`identity`: what is held out now is not what was trained on before others came."""
+        order = np.argsort([identity(prompt) for prompt in self.prompts], kind="stable")
+        aside = min(max(1, round(share * len(self))), len(self) - 1)
+        return self.take(order[aside:]), self.take(order[:aside])
+
     def recalls(self, predicted: Floats) -> dict[str, float]:
         """How well a prediction for each prompt finds the longest responses, beside an oracle's.
 

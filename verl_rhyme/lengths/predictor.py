@@ -51,11 +51,13 @@ class Learnt(NamedTuple):
         forecast: Of one response, for all were alike then.
         tokens: int64[B].
         ended: bool[B], false for one that was cut short.
+        ranked: The prompt had no history, and a ranker had told of it.
     """
 
     forecast: Forecast
     tokens: npt.NDArray[np.int64]
     ended: npt.NDArray[np.bool_]
+    ranked: bool = False
 
 
 @dataclass
@@ -164,8 +166,9 @@ class LengthPredictor:
             return None
         tokens, ended = np.array(group.tokens, dtype=np.int64), np.array(group.ended)
         before = self._forecast(np.array([row]), np.zeros(1, dtype=np.int64), siblings=False)
+        ranked = row in self._ranked
         self._learn(row, np.log(tokens), ended)
-        return Learnt(before, tokens, ended)
+        return Learnt(before, tokens, ended, ranked)
 
     def forecast(
         self,

@@ -24,7 +24,7 @@ class Quality:
 
     def __init__(self, samples: int = 65536) -> None:
         self._samples = samples
-        self._groups: list[tuple[Floats, Floats, Floats, Floats, Floats]] = []
+        self._groups: list[tuple[Floats, ...]] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -35,9 +35,9 @@ class Quality:
         forecast, lengths = learnt.forecast, learnt.tokens.astype(np.float64)
         quantiles = forecast.quantile(np.array(QUANTILES)[:, None])
         covered = (lengths <= quantiles).astype(np.float64)
-        alike = quantiles[QUANTILES.index(0.5)], forecast.seen, forecast.mean()
-        median, seen, mean = np.repeat(np.array(alike, dtype=np.float64), len(lengths), axis=1)
-        self._groups.append((median, lengths, covered, seen, mean))
+        alike = quantiles[QUANTILES.index(0.5)], forecast.seen, forecast.mean(), [learnt.ranked]
+        median, seen, mean, ranked = np.repeat(np.array(alike, dtype=np.float64), len(lengths), axis=1)
+        self._groups.append((median, lengths, covered, seen, mean, ranked))
         self._count += len(lengths)
         while self._count - len(self._groups[0][1]) >= self._samples:
             self._count -= len(self._groups.pop(0)[1])
@@ -45,10 +45,12 @@ class Quality:
     def take(self) -> dict[str, float]:
         """Of all since the last call: the :func:`measures` of the medians; ``coverage_10``, ``_50`` and ``_90``, shares
         of responses that were no longer than that quantile; ``mean_ratio``, expected length over length; ``seen``, the
-        share of which anything was known. Empty when there was nothing."""
+        share of which anything was known, and ``ranked``, that of which it was known by a ranker's word. Empty when there
+        was nothing."""
         if not self._groups:
             return {}
-        predicted, lengths, seen, mean = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3, 4))
+        columns = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3, 4, 5))
+        predicted, lengths, seen, mean, ranked = columns
         covered = np.concatenate([group[2] for group in self._groups], axis=1).mean(axis=1)
         self._groups, self._count = [], 0
         return {
@@ -56,6 +58,7 @@ class Quality:
             "mean_ratio": float(mean.mean() / lengths.mean()),
             **{f"coverage_{round(100 * q)}": float(c) for q, c in zip(QUANTILES, covered, strict=True)},
             "seen": float(seen.mean()),
+            "ranked": float(ranked.mean()),
         }
 
 

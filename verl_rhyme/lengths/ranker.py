@@ -39,7 +39,9 @@ HELD_OUT = 0.15
 #: Files of a saved ranker, beside those of its language model.
 ABOUT, HEAD = "ranker.json", "head.safetensors"
 _FORMAT = 1
-#: Of a ranker that is made from nothing: for vocabularies and tasks of a test's size.
+#: Of a ranker that is made from nothing, for vocabularies and tasks of a test's size: its shape, and the token ids that
+#: it tells apart at most; others are folded into them.
+_VOCABULARY = 1 << 15
 _TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SCORED_AT_ONCE = 64
 #: Tokens of a prompt that is neither short nor long; how much the number of tokens counts at first.
@@ -168,6 +170,11 @@ def tiny(vocabulary: int, seed: int = 0, **shape: int) -> LengthRanker:
     return LengthRanker(LlamaModel(LlamaConfig(vocab_size=vocabulary, **{**_TINY, **shape})))
 
 
+def tiny_for(pairs: Pairs, seed: int = 0) -> LengthRanker:
+    """:func:`tiny`, of a vocabulary that fits these prompts."""
+    return tiny(min(1 + max(int(prompt.max()) for prompt in pairs.prompts), _VOCABULARY), seed)
+
+
 def from_folder(folder: Path, most: int = 2048) -> LengthRanker:
     """A ranker around a language model's weights, yet to be trained.
 
@@ -220,7 +227,11 @@ def load(folder: Path) -> LengthRanker:
 
 
 def fit(
-    ranker: LengthRanker, pairs: Pairs, how: Training, told: Callable[[dict[str, float]], bool] | None = None
+    ranker: LengthRanker,
+    pairs: Pairs,
+    how: Training,
+    told: Callable[[dict[str, float]], bool] | None = None,
+    gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
     """Train it, keep the best epoch's weights, and calibrate.
 
@@ -229,20 +240,22 @@ def fit(
         pairs: Eight prompts at least; :data:`HELD_OUT` of them are only looked at.
         how: See there.
         told: Is given each epoch's ``epoch``, ``loss`` and ``rank_correlation`` on what is held out; true ends it.
+        gone: Share of the time for training that is gone; at 1 it ends, in the middle of an epoch, too. ``None``: it
+            has all the time it wants.
 
     Raises:
         ValueError: There are too few prompts.
     """
     if len(pairs) < 8:
         raise ValueError(f"a ranker is trained on eight prompts with known lengths at least; here are {len(pairs)}")
-    train, aside = pairs.split(HELD_OUT, how.seed)
+    train, aside = pairs.held_out(HELD_OUT)
     loss_of, rng = _LOSSES[how.loss], np.random.default_rng(how.seed)
     parts = ((ranker.body, how.rate), (ranker.head, max(how.rate, _HEAD_RATE)))
     optimizer = torch.optim.AdamW([{"params": p.parameters(), "lr": rate} for p, rate in parts], weight_decay=0.01)
     steps = how.epochs * -(-len(train) // how.batch)
-    rising = max(1, steps // 10)
+    rising, done = max(1, steps // 10), 0.0  # steps, or time in their place
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+        optimizer, lambda _: max(0.0, min((done + 1) / rising, (steps - done) / max(1, steps - rising)))
     )
     spread = float(np.concatenate(train.lengths).std()) or 1.0
     targets = {
@@ -253,22 +266,26 @@ def fit(
     best, best_at, kept = -np.inf, 0, None
     for epoch in range(how.epochs):
         ranker.train()
-        order, total = rng.permutation(len(train)), 0.0
+        order, total, seen = rng.permutation(len(train)), 0.0, 0
         for at in range(0, len(order), how.batch):
             rows = order[at : at + how.batch]
+            seen += len(rows)
             wanted = torch.tensor(targets[rows], dtype=torch.float32, device=ranker.head.weight.device)
             loss = loss_of(ranker([train.prompts[row] for row in rows]), wanted)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(ranker.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
             total += float(loss.detach()) * len(rows)
+            done = max(done + 1, 0.0 if gone is None else steps * gone())
+            schedule.step()
+            if done >= steps:
+                break
         found = rank_correlation(ranker.scores(aside.prompts), aside.means)
         if found > best:
             best, best_at, kept = found, epoch, copy.deepcopy(ranker.state_dict())
-        ends = told is not None and told({"epoch": epoch, "loss": total / len(order), "rank_correlation": found})
-        if ends or epoch - best_at >= how.patience:
+        ends = told is not None and told({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
+        if ends or epoch - best_at >= how.patience or done >= steps:
             break
     if kept is not None:
         ranker.load_state_dict(kept)

@@ -101,10 +101,20 @@ class Expectations:
         if uid in self._lengths:
             self._lengths[uid][number] = tokens
 
-    def keep(self, needed: Callable[[str], bool]) -> None:
-        """Prompts that are not needed any more have left, whether all their samples came to their end or not."""
+    def keep(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:
+        """Prompts that are not needed any more have left, whether all their samples came to their end or not.
+
+        Returns:
+            Tokens of their samples that did, by key: of trained prompts, and of those that were filtered or failed, if
+            only none.
+        """
+        answered: dict[str, list[int]] = {}
         for uid in [uid for uid in self._keys if not needed(uid)]:
-            self._try(partial(self._learn, self._keys.pop(uid), self._lengths.pop(uid)), None)
+            key, lengths = self._keys.pop(uid), self._lengths.pop(uid)
+            self._try(partial(self._learn, key, lengths), None)
+            if key != _NOBODY:
+                answered.setdefault(key, []).extend(lengths.values())
+        return answered
 
     def measures(self) -> dict[str, float]:
         """How good forecasts were, of the groups that left since the last call (:class:`Quality`)."""

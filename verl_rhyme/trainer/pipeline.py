@@ -45,6 +45,7 @@ from verl_rhyme.workers import router_file
 from verl_rhyme.workers.actor import streamed
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
+from verl_rhyme.workers.ranker_service import lacking
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.weights import BACKEND as RELAY
@@ -193,6 +194,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         config = self._rhyme.lengths.ranker
         if not config.enable:
             return None
+        if problem := lacking(config, len(self.tokenizer)):
+            raise ConfigError(problem)
         ranking = Ranking(config, self.tokenizer, self.config.data.get("apply_chat_template_kwargs", None) or {})
         if self._state is not None:
             ranking.restore(str(self._checkpoint_folder()))
@@ -228,7 +231,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         parts = None if self._streaming is None else self._streaming.part
         reply = self._reply = self._driver.next_batch(self.topology, parts)
         if self._ranking is not None:
-            self._ranking.answered(reply.keys, reply.tags)
+            self._ranking.answered(reply.answered)
         self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
             self.supply()  # they go on while the actor trains
@@ -305,8 +308,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = list(map(messages_key, batch["raw_prompt"])) if "raw_prompt" in columns else [""] * len(uids)
         if self._ranking is not None and "raw_prompt" in columns:
-            told = zip(uids, zip(keys, batch["raw_prompt"], strict=True), strict=True)
-            self._ranking.loaded(dict(told), self._driver.coordinator)
+            self._ranking.loaded(dict(zip(keys, batch["raw_prompt"], strict=True)), self._driver.coordinator)
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def fit(self, agent_loop_manager: Any) -> None:

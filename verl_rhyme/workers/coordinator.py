@@ -233,7 +233,7 @@ class Coordinator:
         batch = rollout.take()
         for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
             self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
-        self._expectations.keep(rollout.needs_prompt)
+        answered = self._expectations.keep(rollout.needs_prompt)
         self._dispatch.keep(rollout.needs_prompt)
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
@@ -253,6 +253,7 @@ class Coordinator:
             wasted=batch.wasted,
             state=state,
             lengths=self._expectations.news(),
+            answered=answered,
         )
 
     async def state(self) -> dict[str, Any]:

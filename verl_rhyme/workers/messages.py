@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
@@ -121,6 +121,7 @@ class Reply:
         wasted: Request records of attempts whose tokens will not be trained.
         state: What the coordinator can be opened with again.
         lengths: What is known of response lengths, where that is news; else ``None``.
+        answered: Tokens of the responses to prompts that left since the last batch, by prompt key.
     """
 
     keys: list[str]
@@ -131,3 +132,4 @@ class Reply:
     wasted: list[Record]
     state: dict[str, Any]
     lengths: dict[str, Any] | None = None
+    answered: dict[str, list[int]] = field(default_factory=dict)

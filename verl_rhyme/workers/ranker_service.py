@@ -6,10 +6,12 @@ Nothing waits for it: prompts that start before their score are taken for prompt
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,17 +40,28 @@ class RankerService:
     Args:
         config: What is trained, and how often.
         encode: Token ids of a prompt's messages.
+        clock: Seconds, of a clock that never goes back.
 
     Attributes:
         number: How often it was trained: which ranker serves. 0 before there is one.
+
+    Raises:
+        ValueError: ``config.model`` has a ranker that cannot be read.
     """
 
-    def __init__(self, config: RankerConfig, encode: Callable[[Any], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        config: RankerConfig,
+        encode: Callable[[Any], Sequence[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.number = 0
-        self._config, self._encode = config, encode
+        self._config, self._encode, self._clock = config, encode, clock
         self._announced: OrderedDict[str, Ints] = OrderedDict()
         self._pairs: OrderedDict[str, tuple[Ints, Ints]] = OrderedDict()
         self._untrained = 0  # prompts that were answered since
+        self._new = False  # prompts came since that were never answered
+        self._trained_here = False
         self._ranker: Any = None
         self._lock, self._training = threading.Lock(), threading.Lock()
         if config.model is not None:
@@ -67,48 +80,63 @@ class RankerService:
             Log lengths to expect of those that were never answered, by key, and :attr:`number`.
         """
         with self._lock:
-            new = [key for key in prompts if key not in self._pairs]
-        encoded = {key: np.asarray(self._encode(prompts[key]), dtype=np.int32) for key in new}
+            unknown = [key for key in prompts if key not in self._pairs]
+        encoded = {key: np.asarray(self._encode(prompts[key]), dtype=np.int32) for key in unknown}
         encoded = {key: ids for key, ids in encoded.items() if len(ids)}
         with self._lock:
             self._announced |= encoded
+            self._new = self._new or bool(encoded)
             while len(self._announced) > _ANNOUNCED:
                 self._announced.popitem(last=False)
-            ranker, number = self._ranker, self.number
-        if ranker is None or not encoded:
-            return {}, number
-        expected: Floats = ranker.expected(list(encoded.values()))
-        return dict(zip(encoded, expected.tolist(), strict=True)), number
+        return self._expected(encoded)
+
+    def waiting(self) -> tuple[dict[str, float], int]:
+        """As :meth:`score`, of those that were announced and not answered yet: another ranker serves."""
+        with self._lock:
+            announced = dict(self._announced)
+        return self._expected(announced)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> bool:
-        """Prompts were answered, by key: so many tokens each; trains if there is enough that is new.
+        """Prompts have left, by key, with so many tokens each response that came to its end; trains if there is enough
+        that is new, and somebody to ask.
+
+        Where every prompt that comes was answered before, nobody asks: history tells more than any ranker.
 
         Returns:
             Whether it was trained: another ranker serves now.
         """
         with self._lock:
             for key, of in lengths.items():
-                known = self._pairs.pop(key, None)
-                ids = self._announced.pop(key, None) if known is None else known[0]
+                ids = self._announced.pop(key, None)
+                if len(of) and key in self._pairs:
+                    ids = self._pairs.pop(key)[0]
                 if ids is None or not len(of):
                     continue
                 self._pairs[key] = ids, np.maximum(np.asarray(of, dtype=np.int32), 1)
                 self._untrained += 1
             while len(self._pairs) > self._config.most:
                 self._pairs.popitem(last=False)
-            due = self._untrained >= self._config.refresh
+            due = self._untrained >= self._config.refresh and self._new
         if not due or not self._training.acquire(blocking=False):
             return False
         try:
             with self._lock:
-                self._untrained = 0
+                self._untrained, self._new = 0, bool(self._announced)
                 pairs, before = Pairs(*map(list, zip(*self._pairs.values(), strict=True))), self._ranker
             ranker = self._trained(pairs, before)
             with self._lock:
-                self._ranker, self.number = ranker, self.number + 1
+                self._ranker, self.number, self._trained_here = ranker, self.number + 1, True
         finally:
             self._training.release()
         return True
+
+    def _expected(self, encoded: Mapping[str, Ints]) -> tuple[dict[str, float], int]:
+        with self._lock:
+            ranker, number = self._ranker, self.number
+        if ranker is None or not encoded:
+            return {}, number
+        expected: Floats = ranker.expected(list(encoded.values()))
+        return dict(zip(encoded, expected.tolist(), strict=True)), number
 
     def _trained(self, pairs: Pairs, before: Any) -> Any:
         config = self._config
@@ -116,13 +144,14 @@ class RankerService:
             return boosting.Boosting.fit(pairs)
         from verl_rhyme.lengths import ranker
 
-        how = ranker.Training(loss=config.loss, rate=config.rate)
         if before is not None:
+            made = copy.deepcopy(before)
             how = ranker.Training(loss=config.loss, rate=config.rate / 2, epochs=_EPOCHS_AGAIN)
-            return ranker.fit(copy.deepcopy(before), pairs, how)
-        if config.model is not None:
-            return ranker.fit(ranker.from_folder(Path(config.model)), pairs, how)
-        return ranker.fit(ranker.tiny(1 + max(int(prompt.max()) for prompt in pairs.prompts)), pairs, how)
+        else:
+            how = ranker.Training(loss=config.loss, rate=config.rate)
+            made = ranker.tiny_for(pairs) if config.model is None else ranker.from_folder(Path(config.model))
+        began, allowed = self._clock(), 60 * config.minutes
+        return ranker.fit(made, pairs, how, gone=lambda: (self._clock() - began) / allowed)
 
     # ---- checkpoints ----
 
@@ -144,10 +173,15 @@ class RankerService:
         save_file(columns, top / _PAIRS)
         if ranker is not None:
             ranker.save(top / _RANKER)
-        (top / _ABOUT).write_text(json.dumps({"keys": list(pairs), "number": number, "kind": self._config.kind}))
+        about = json.dumps({"keys": list(pairs), "number": number, "kind": self._config.kind})
+        torn = top / f"{_ABOUT}.torn"  # the last file, and whole: without it there is no ranker here
+        torn.write_text(about)
+        torn.replace(top / _ABOUT)
 
     def restore(self, folder: Path) -> bool:
         """Take up what :meth:`save` wrote; ``False`` where a checkpoint has none.
+
+        What was answered, or trained, in the meantime stays.
 
         Raises:
             ValueError: It cannot be read.
@@ -178,14 +212,18 @@ class RankerService:
 
                 ranker = rankers.load(top / _RANKER)
         with self._lock:
-            self._pairs, self._ranker = OrderedDict(pairs), ranker
-            self.number = number if ranker is not None else 0
-            self._untrained = 0 if ranker is not None else len(pairs)
+            for key in pairs:
+                self._announced.pop(key, None)
+            self._pairs = OrderedDict({**pairs, **self._pairs})
+            if ranker is None:
+                self._untrained = len(self._pairs)
+            elif not self._trained_here:
+                self._ranker, self.number = ranker, number
         return True
 
 
 class RankerActor:
-    """The service as a Ray actor, which tells the coordinator what it expects.
+    """The service as a Ray actor, which tells the coordinator what it expects. Each call returns :attr:`number`.
 
     Args:
         config: See :class:`RankerService`.
@@ -194,11 +232,13 @@ class RankerActor:
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any]) -> None:
-        os.nice(19)
+        os.nice(19)  # before Ray makes the threads that calls run on: on Linux they inherit it
         if config.kind == "model":
             import torch
+            from transformers.utils import logging as bars
 
             torch.set_num_threads(1)
+            bars.disable_progress_bar()  # of a checkpoint's files, in the run's log
 
         def encode(messages: Any) -> Sequence[int]:
             return tokenizer.apply_chat_template(
@@ -206,22 +246,60 @@ class RankerActor:
             )
 
         self._service = RankerService(config, encode)
+        self._coordinator: Any = None
 
-    def announce(self, prompts: Mapping[str, Any], coordinator: Any) -> None:
+    def announce(self, prompts: Mapping[str, Any], coordinator: Any) -> int:
         """See :meth:`RankerService.score`."""
-        locations, number = self._service.score(prompts)
-        if locations:
-            coordinator.rank.remote(locations, number)
+        self._coordinator = coordinator
+        return self._tell(*self._service.score(prompts))
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> int:
-        """See :meth:`RankerService.learn`; how often it was trained."""
-        self._service.learn(lengths)
-        return self._service.number
+        """See :meth:`RankerService.learn`."""
+        return self._tell(*self._service.waiting()) if self._service.learn(lengths) else self._service.number
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str) -> int:
         """See :meth:`RankerService.save`."""
         self._service.save(Path(folder))
+        return self._service.number
 
-    def restore(self, folder: str) -> bool:
+    def restore(self, folder: str) -> int:
         """See :meth:`RankerService.restore`."""
-        return self._service.restore(Path(folder))
+        return self._tell(*self._service.waiting()) if self._service.restore(Path(folder)) else self._service.number
+
+    def _tell(self, locations: dict[str, float], number: int) -> int:
+        if locations and self._coordinator is not None:
+            self._coordinator.rank.remote(locations, number)
+        return number
+
+
+def lacking(config: RankerConfig, vocabulary: int | None) -> str:
+    """What is not there for a ranker to be trained or served, and how to mend it; empty: nothing.
+
+    Args:
+        config: Of a run.
+        vocabulary: Token ids of the policy's tokenizer, if that is known.
+    """
+    key = "lengths.ranker"
+    if config.kind == "boosting":
+        installed = importlib.util.find_spec("sklearn") is not None
+        return "" if installed else f"{key}.kind=boosting needs scikit-learn: pip install scikit-learn, or kind=model"
+    if config.model is None:
+        return ""
+    folder = Path(config.model).expanduser()
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return (
+            f"{key}.model={config.model}: no folder with config.json and *.safetensors on this machine: name one, or a "
+            "ranker of `verl-rhyme ranker train`, or null for a tiny model from nothing"
+        )
+    try:
+        known = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        return f"{key}.model={config.model}: its config.json cannot be read ({error}): copy the model anew"
+    tells = int(known.get("vocab_size") or (known.get("text_config") or {}).get("vocab_size") or 0)
+    ranker = (folder / "ranker.json").is_file()  # of a small one ids beyond are folded on purpose
+    if vocabulary and tells and tells < vocabulary and not ranker:
+        return (
+            f"{key}.model={config.model} tells {tells} tokens apart, the policy's tokenizer has {vocabulary}: its prompts "
+            "would be read as other words; take a model of the policy's family"
+        )
+    return ""

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
 from tests.unit.lengths.test_ranker import SMALL, VOCABULARY, world
 from verl_rhyme.config import RankerConfig
 from verl_rhyme.lengths import ranker
 from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
-from verl_rhyme.workers.ranker_service import RankerService
+from verl_rhyme.workers.ranker_service import RankerActor, RankerService, lacking
 
 KNOWN = world(96)
 PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts)}
@@ -100,10 +100,10 @@ def test_a_model_serves_while_it_is_trained_anew(tmp_path, monkeypatch) -> None:
     entered, leave = threading.Event(), threading.Event()
     fit = ranker.fit
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         entered.set()
         assert leave.wait(60)
-        return fit(*arguments)
+        return fit(*arguments, **options)
 
     monkeypatch.setattr(ranker, "fit", slow)
     thread = threading.Thread(target=made.learn, args=(some(LENGTHS, 0, 64),))
@@ -116,29 +116,163 @@ def test_a_model_serves_while_it_is_trained_anew(tmp_path, monkeypatch) -> None:
     assert made.score(some(PROMPTS, 64, 96))[1] == 2
 
 
+class Calls:
+    """In the place of ray and of the actor: calls are kept, and what comes of them is decided by name."""
+
+    def __init__(self, monkeypatch, **comes) -> None:
+        self.made: list[tuple] = []
+        self.comes, self.done = comes, True
+        fake = SimpleNamespace(wait=self.wait, get=self.get, kill=lambda actor: None)
+        monkeypatch.setattr(ranking, "ray", fake)
+        self.hand = ranking.Ranking(RankerConfig(enable=True), None, {}, actor=self)
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *arguments: self.made.append((method, *arguments)) or method)
+
+    def wait(self, calls, **_):
+        return (list(calls), []) if self.done else ([], list(calls))
+
+    def get(self, call, timeout=None):
+        if isinstance(comes := self.comes.get(call, 0), Exception):
+            raise comes
+        return comes
+
+
 def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
-    calls: list[tuple] = []
-
-    class Broken:
-        def __getattr__(self, method):
-            return SimpleNamespace(remote=lambda *arguments: calls.append((method, *arguments)) or len(calls))
-
-    def get(call, timeout=None):
-        raise RuntimeError(f"call {call} failed")
-
-    fake = SimpleNamespace(wait=lambda calls, **_: (list(calls), []), get=get, kill=lambda actor: None)
-    monkeypatch.setattr(ranking, "ray", fake)
-    hand = ranking.Ranking(RankerConfig(enable=True), None, {}, actor=Broken())
+    calls = Calls(monkeypatch, **dict.fromkeys(("announce", "learn", "save"), RuntimeError("broken")))
     with caplog.at_level(logging.WARNING):
-        hand.loaded({"u": ("key", "text"), "v": ("", "text")}, "coordinator")
-        name = Attempt("u", 0, 0).name + "_0"
-        hand.answered([name, name, "gone_0_0"], [{"response_len": 7}, {"response_len": 9}, {"response_len": 1}])
-        hand.save("folder")
-        told = hand.metrics()
-    assert calls == [("announce", {"key": "text"}, "coordinator"), ("learn", {"key": [7, 9]}), ("save", "folder")]
+        calls.hand.loaded({"key": "text", "": "text"}, "coordinator")
+        calls.hand.answered({"key": [7, 9]})
+        calls.hand.save("folder")
+        told = calls.hand.metrics()
+    wanted = [("announce", {"key": "text"}, "coordinator"), ("learn", {"key": [7, 9]}), ("save", "folder")]
+    assert calls.made == wanted
     assert told == {names.RANKER_TRAINED: 0.0, names.RANKER_FAILURES: 3.0}
     assert len([r for r in caplog.records if "length ranker" in r.getMessage()]) == 1
 
 
+def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
+    calls = Calls(monkeypatch, learn=3)
+    calls.hand.save("step 2")
+    calls.hand.answered({"key": [7]})
+    calls.comes = {"learn": RayActorError(), "announce": RayActorError()}
+    calls.hand.loaded({"key": "text"}, "coordinator")
+    calls.hand.metrics()
+    assert calls.made[-1] == ("restore", "step 2")
+    assert [method for method, *_ in calls.made].count("restore") == 2, "once for each look that found it dead"
+    calls.comes = {"restore": RayActorError()}  # not there again yet
+    calls.hand.metrics()
+    calls.comes = {"restore": 2}
+    calls.hand.metrics()
+    made = len(calls.made)
+    assert calls.hand.metrics() == {names.RANKER_TRAINED: 2.0, names.RANKER_FAILURES: 3.0}
+    assert len(calls.made) == made
+
+
+def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> None:
+    calls = Calls(monkeypatch, save=TimeoutError())
+    calls.hand.save("step 2")
+    calls.done = False
+    calls.hand.save("step 4")
+    assert calls.made == [("save", "step 2")]
+    for _ in range(ranking._UNDER_WAY):
+        calls.hand.answered({"key": [7]})
+    assert calls.hand.failures == 2
+    calls.hand.answered({"key": [7]})
+    assert calls.hand.failures == 3, "what is left out is counted"
+
+
+def test_how_often_it_was_trained_never_falls(monkeypatch) -> None:
+    calls = Calls(monkeypatch, learn=2)
+    calls.hand.answered({"key": [7]})
+    assert calls.hand.metrics()[names.RANKER_TRAINED] == 2
+    calls.comes = {"learn": 1}  # asked later, back earlier: the other one trained
+    calls.hand.answered({"key": [7]})
+    assert calls.hand.metrics()[names.RANKER_TRAINED] == 2
+
+
 def test_boosting_is_what_it_trains_by_default(learnt) -> None:
     assert isinstance(learnt._ranker, Boosting)
+
+
+def test_what_waits_is_scored_anew_by_another_ranker(tmp_path) -> None:
+    told: list[tuple[dict, int]] = []
+    coordinator = SimpleNamespace(rank=SimpleNamespace(remote=lambda *arguments: told.append(arguments)))
+    actor = RankerActor.__new__(RankerActor)
+    actor._service, actor._coordinator = service(), None
+    assert actor.announce(PROMPTS, coordinator) == 0
+    assert not told
+    assert actor.learn(some(LENGTHS, 0, 64)) == 1
+    ((locations, number),) = told
+    assert (list(locations), number) == (list(PROMPTS)[64:], 1)
+    actor.save(str(tmp_path))
+    again = RankerActor.__new__(RankerActor)
+    again._service, again._coordinator = service(), None
+    again.announce(some(PROMPTS, 90, 96), coordinator)
+    assert len(told) == 1
+    assert again.restore(str(tmp_path)) == 1
+    assert list(told[1][0]) == list(PROMPTS)[90:]
+
+
+def test_it_is_not_trained_for_nobody() -> None:
+    made = service()
+    made.score(PROMPTS)
+    assert made.learn(LENGTHS)
+    made.score(some(PROMPTS, 16, 96))  # the next epoch: all are known
+    assert not made.learn(LENGTHS)
+    made.score({"another": [5, 6]})
+    assert made.learn(some(LENGTHS, 0, 1))
+
+
+def test_what_left_without_a_response_waits_no_longer_and_keeps_what_is_known(learnt) -> None:
+    made = service()
+    made.score(some(PROMPTS, 0, 64))
+    made.learn(some(LENGTHS, 0, 1))
+    made.learn(dict.fromkeys(PROMPTS, ()))
+    assert not made._announced
+    assert len(made._pairs) == 1
+
+
+def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
+    learnt.save(tmp_path)
+    made = service()
+    made.score(some(PROMPTS, 60, 70))
+    first = list(PROMPTS)[60]
+    made.learn({**some(LENGTHS, 64, 70), first: [9]})
+    assert made.restore(tmp_path)
+    assert made.number == 1
+    assert len(made._pairs) == 70
+    assert made._pairs[first][1].tolist() == [9]
+
+
+def test_training_ends_in_time(monkeypatch) -> None:
+    """A clock that goes on by a minute whenever it is looked at."""
+    times = iter(range(0, 60 * 10_000, 60))
+    config = RankerConfig(enable=True, kind="model", refresh=64, most=80, minutes=3)
+    made = RankerService(config, lambda messages: messages, clock=lambda: float(next(times)))
+    steps = []
+    loss = ranker._LOSSES["listwise"]
+    monkeypatch.setitem(ranker._LOSSES, "listwise", lambda *a: steps.append(1) or loss(*a))
+    made.score(PROMPTS)
+    assert made.learn(LENGTHS)
+    assert len(steps) == 3
+    assert len(made.score({"new": [4, 5, 6]})[0]) == 1
+
+
+def test_what_is_missing_is_told_before_a_run_begins(tmp_path, monkeypatch) -> None:
+    def lacks(vocabulary=None, **options) -> str:
+        return lacking(RankerConfig(enable=True, **options), vocabulary)
+
+    assert lacks() == lacks(kind="model") == ""
+    there = str(tmp_path / "model")
+    assert "no folder with config.json" in lacks(kind="model", model=there)
+    ranker.tiny(VOCABULARY, **SMALL).body.save_pretrained(there)
+    assert lacks(VOCABULARY, kind="model", model=there) == ""
+    assert "24 tokens apart" in lacks(VOCABULARY + 1, kind="model", model=there)
+    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), world(16), ranker.Training(epochs=1))
+    made.save(tmp_path / "ranker")
+    assert lacks(1 << 17, kind="model", model=str(tmp_path / "ranker")) == ""
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "cannot be read" in lacks(kind="model", model=there)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "scikit-learn" in lacks()
