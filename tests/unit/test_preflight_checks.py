@@ -108,6 +108,7 @@ def test_a_good_run_is_quiet(world):
 
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+RANKER = f"{R}.custom.rhyme.lengths.ranker"
 MEGATRON = "model_engine=megatron"
 RELAY = [
     "trainer.v1.trainer_mode=separate_async",
@@ -229,6 +230,27 @@ def test_carriers_are_those_that_verl_registers():
 def test_the_rules_in_force_are_told(world, group, overrides, told):
     found = preflight(world[1:], f"+rhyme={group}", f"{R}.calculate_log_probs=true", *overrides)
     assert [check.detail for check in found.checks if f"rules in force: {told}" in check.detail], found.checks
+
+
+def test_a_ranker_has_what_it_needs_and_somebody_to_ask_it(world, tmp_path, monkeypatch):
+    def told(*overrides):
+        enabled = f"{RANKER}.enable=true", f"{R}.calculate_log_probs=true", *overrides
+        found = preflight(world[1:], "+rhyme=sorted", *enabled)
+        ((status, words),) = [(c.status, f"{c.detail} {c.remedy}") for c in found.checks if c.name == "ranker"]
+        return status, words
+
+    longest = f"{R}.custom.rhyme.sorting.start_order=longest"
+    assert told(longest) == ("ok", "boosting, beside the run ")
+    status, words = told()
+    assert status == "warn"
+    assert "start_order=longest" in words
+    status, words = told(longest, f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
+    assert status == "fail"
+    assert "none is no folder" in words
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_checks, "lacking", lambda *_: "no scikit-learn: install it")
+        assert told(longest) == ("fail", "no scikit-learn install it")
+    assert "ranker" not in {check.name for check in preflight(world).checks}
 
 
 def test_one_replica_leaves_nothing_to_place(world):

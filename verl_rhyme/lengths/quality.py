@@ -45,8 +45,8 @@ class Quality:
     def take(self) -> dict[str, float]:
         """Of all since the last call: the :func:`measures` of the medians; ``coverage_10``, ``_50`` and ``_90``, shares
         of responses that were no longer than that quantile; ``mean_ratio``, expected length over length; ``seen``, the
-        share of which anything was known, and ``ranked``, that of which it was known by a ranker's word. Empty when there
-        was nothing."""
+        share of which anything was known, and ``ranked``, that of which it was known by a ranker's word. Empty when
+        there was nothing."""
         if not self._groups:
             return {}
         columns = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1, 3, 4, 5))

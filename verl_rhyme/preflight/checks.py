@@ -73,6 +73,7 @@ def examine(
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
     there += machine_checks.weights(config, found)
+    there += machine_checks.ranker(config)
     there += history_room.check(config)
     checks: list[Check] = []
     if dry_run:

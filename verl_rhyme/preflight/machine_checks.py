@@ -14,13 +14,16 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme import config as rhyme_config
-from verl_rhyme import engine_packages
+from verl_rhyme import config_tree, engine_packages
+from verl_rhyme.config import ConfigError
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.estimate import Estimate, count, gib
 from verl_rhyme.preflight.machine import Machine, free_disk
 from verl_rhyme.preflight.plan import Plan
+from verl_rhyme.scheduling.placement import PLANNED
+from verl_rhyme.workers.ranker_service import lacking
 from verl_rhyme.workers.weights import BACKEND as RELAY
 from verl_rhyme.workers.weights.folder import SHARED_MEMORY
 
@@ -248,6 +251,26 @@ def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
         remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
         detail = f"{folder}: {gib(free)} free, {gib(needed)} for {int(keep or 1) + 1} of {gib(found.checkpoint)}{every}"
         yield Check("checkpoints", status, detail, remedy)
+
+
+def ranker(config: Any) -> Iterator[Check]:
+    """The length ranker has what it is trained with, and somebody asks it."""
+    try:
+        tree = config_tree.from_verl(config)
+    except ConfigError:
+        return  # the check of the rhyme tree tells
+    if tree is None or not tree.lengths.ranker.enable:
+        return
+    name, sorting = "ranker", tree.sorting
+    if problem := lacking(tree.lengths.ranker, None):
+        detail, _, remedy = problem.partition(": ")
+        yield Check(name, FAIL, detail, remedy)
+    elif (sorting.start_order or "load") == "load" and tree.placement.policy not in PLANNED:
+        detail = "lengths.ranker.enable=true, and nothing goes by forecasts: neither placement nor the order of starts"
+        key = rhyme_config.CONFIG_PATH
+        yield Check(name, WARN, detail, f"set {key}.sorting.start_order=longest, or {key}.placement.policy=makespan")
+    else:
+        yield Check(name, OK, f"{tree.lengths.ranker.kind}, beside the run")
 
 
 def weights(config: Any, found: Estimate | None) -> Iterator[Check]:

@@ -282,24 +282,24 @@ def lacking(config: RankerConfig, vocabulary: int | None) -> str:
     key = "lengths.ranker"
     if config.kind == "boosting":
         installed = importlib.util.find_spec("sklearn") is not None
-        return "" if installed else f"{key}.kind=boosting needs scikit-learn: pip install scikit-learn, or kind=model"
+        return "" if installed else f"{key}.kind=boosting without scikit-learn: pip install scikit-learn, or kind=model"
     if config.model is None:
         return ""
     folder = Path(config.model).expanduser()
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         return (
-            f"{key}.model={config.model}: no folder with config.json and *.safetensors on this machine: name one, or a "
-            "ranker of `verl-rhyme ranker train`, or null for a tiny model from nothing"
+            f"{key}.model={config.model} is no folder with config.json and *.safetensors: name one on this machine, or "
+            "a ranker of `verl-rhyme ranker train`, or null for a tiny model from nothing"
         )
     try:
         known = json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        return f"{key}.model={config.model}: its config.json cannot be read ({error}): copy the model anew"
+        return f"{key}.model={config.model} has a config.json that cannot be read ({error}): copy the model anew"
     tells = int(known.get("vocab_size") or (known.get("text_config") or {}).get("vocab_size") or 0)
     ranker = (folder / "ranker.json").is_file()  # of a small one ids beyond are folded on purpose
     if vocabulary and tells and tells < vocabulary and not ranker:
         return (
-            f"{key}.model={config.model} tells {tells} tokens apart, the policy's tokenizer has {vocabulary}: its prompts "
-            "would be read as other words; take a model of the policy's family"
+            f"{key}.model={config.model} tells {tells} tokens apart, the policy's tokenizer {vocabulary}: take a "
+            "model of the policy's family, or null"
         )
     return ""

@@ -265,7 +265,7 @@ def test_what_is_missing_is_told_before_a_run_begins(tmp_path, monkeypatch) -> N
 
     assert lacks() == lacks(kind="model") == ""
     there = str(tmp_path / "model")
-    assert "no folder with config.json" in lacks(kind="model", model=there)
+    assert "is no folder with config.json" in lacks(kind="model", model=there)
     ranker.tiny(VOCABULARY, **SMALL).body.save_pretrained(there)
     assert lacks(VOCABULARY, kind="model", model=there) == ""
     assert "24 tokens apart" in lacks(VOCABULARY + 1, kind="model", model=there)
