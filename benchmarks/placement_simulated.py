@@ -6,8 +6,9 @@ The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made 
 verl's synchronous order on the GPUs that train. ``across steps``: ``rules.mode=histopipe`` on engines of their own, the
 actor on as many further GPUs; all take new weights at once, or (``keep running``, as published) each when its share of
 a step is done. Arms are policies, with forecasts from history, from a sample of each prompt that runs before its
-siblings (``probe``; both are modes of NeMo-RL's) and, as what no policy can know, with the lengths themselves. Figures
-are means over the updates from the second epoch on, and over seeds.
+siblings (``probe``; both are modes of NeMo-RL's), where nothing is seen twice from a length ranker of measured quality,
+and, as what no policy can know, with the lengths themselves. Figures are means over the updates from the second epoch
+on, and over seeds.
 
 The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
 step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
@@ -67,6 +68,9 @@ ARMS: list[Arm] = [
         if known == "history" or options in (variants[0], variants[-1])
     ),
 ]
+#: What a length ranker tells of prompts never seen, with the rank correlations measured on puzzles and on road maps
+#: (docs/ranker.md).
+RANKED: list[Arm] = [(policy, f"ranker {of}", {}) for policy in ("longest_first", "makespan") for of in (0.73, 0.34)]
 FEW = [arm for arm in ARMS if arm[1] != "oracle" or arm[0] == "makespan"]
 
 
@@ -115,7 +119,11 @@ def simulate(changes: list[str], policy: str, forecasts: str, seed: int) -> dict
     """Figures of one run."""
     order = "load" if forecasts == "none" else "longest"
     named = [f"placement.policy={policy}", f"rules.start_order={order}"]
-    named += ["forecasts=history", "rules.probe=true"] if forecasts == "probe" else [f"forecasts={forecasts}"]
+    kind, _, quality = forecasts.partition(" ")
+    named += {
+        "probe": ["forecasts=history", "rules.probe=true"],
+        "ranker": ["forecasts=history", f"ranker={quality}"],
+    }.get(kind, [f"forecasts={kind}"])
     others = ["drafts.acceptance=[1]", "workload.epochs=3", f"workload.seed={seed}"]
     return figures(*run(cluster_file.load(CLUSTER, [*named, *others, *changes])))
 
@@ -160,7 +168,9 @@ def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator
     small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
     settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
     if not quick:
-        settings += [(name, [*_QUARTER, *changes], FEW) for name, changes in VARIED.items()]
+        for name, changes in VARIED.items():
+            ranked = RANKED if "none is seen twice" in name else []
+            settings.append((name, [*_QUARTER, *changes], [*ranked, *FEW]))
         for name, (gain, changes) in TOGETHER.items():
             world = [*_QUARTER, *changes, f"drafts.siblings={gain}"]
             settings.append((name, world, _with_siblings(round(gain / (1 + gain), 3))))

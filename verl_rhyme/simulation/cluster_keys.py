@@ -115,5 +115,6 @@ class ClusterFile:
     placement: PlacementFile = field(default_factory=PlacementFile)
     drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
+    ranker: float | None = None
     limit: int | None = None
     updates: int | None = None

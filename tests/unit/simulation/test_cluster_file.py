@@ -136,6 +136,8 @@ def test_stream_is_training_s():
         ("rules.mode=on_policy rules.draft_ahead=true", "rules.draft_ahead=true needs topology=separate"),
         ("rules.mode=partial rules.harvest=longest", "rules.harvest must be one of"),
         ("forecasts=none rules.start_order=longest", "rules.start_order=longest needs forecasts"),
+        ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
+        ("ranker=0.5 forecasts=oracle", "goes with forecasts=history"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):
