@@ -14,13 +14,16 @@ import random
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 
 from verl_rhyme.lengths.pairs import Pairs
+
+if TYPE_CHECKING:
+    from examples.roads.maps import Map
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -36,19 +39,44 @@ def load(path: Path) -> Pairs:
     return Pairs.of(zip(table["prompt"].to_pylist(), table["lengths"].to_pylist(), strict=True))
 
 
-def roads(prompts: int, samples: int, seed: str) -> Pairs:
+def roads(prompts: int, samples: int, seed: str) -> tuple[Pairs, list[Map]]:
     """Road maps, and searches of each written anew (``examples.roads.maps``): wording, order and flaws are drawn."""
     from examples.roads import make, maps
     from examples.tiny_world import tokenizer as tokenizers
     from examples.tiny_world.sampling import encode_prompt
 
     tokenizer, rng = tokenizers.build(make.vocabulary()), random.Random(f"roads {seed}")
-    rows = []
+    rows, tasks = [], []
     for _ in range(prompts):
         task = maps.draw(rng)
+        tasks.append(task)
         written = [tokenizer.encode(maps.search(task, rng)) for _ in range(samples)]
         rows.append((encode_prompt(tokenizer, task.text()), [len(search) + 1 for search in written]))
-    return Pairs.of(rows)
+    return Pairs.of(rows), tasks
+
+
+def seen_in_a_map(task: Map) -> list[float]:
+    """What who reads the map sees: towns, roads, roads at either end, how far the goal is, how far all towns are from
+    start and from goal, and how many towns hang at roads out of the start that do not lead to the goal."""
+    start, goal = (_steps_from(task, end) for end in (task.start, task.goal))
+    wrong = 0
+    for first in task.neighbours(task.start):
+        behind = _steps_from(task, first, but=task.start)
+        wrong += 0 if task.goal in behind else len(behind)
+    ends = [len(task.neighbours(end)) for end in (task.start, task.goal)]
+    far = [value for of in (start, goal) for value in (sum(of.values()) / len(of), max(of.values()))]
+    return [len(start), len(task.roads), *ends, start[task.goal], *far, wrong]
+
+
+def _steps_from(task: Map, town: str, but: str = "") -> dict[str, int]:
+    """Roads to each town from one, not by way of another."""
+    steps, queue = {town: 0}, [town]
+    for here in queue:
+        for there in task.neighbours(here):
+            if there not in steps and there != but:
+                steps[there] = steps[here] + 1
+                queue.append(there)
+    return steps
 
 
 @app.command()

@@ -23,6 +23,9 @@ _Source = Annotated[Path, typer.Argument(help="A run whose log has responses, a 
 _Data = Annotated[list[Path] | None, typer.Option("--data", help="Of a history: the run's data files (parquet).")]
 _Tokenizer = Annotated[Path | None, typer.Option(help="Of a history: the policy's folder.")]
 _Column = Annotated[str, typer.Option(help="Column of --data that has the messages.")]
+_Template = Annotated[
+    str, typer.Option(help="Of a history: the run's data.apply_chat_template_kwargs, as JSON.", metavar="JSON")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -33,6 +36,7 @@ def train(
     data: _Data = None,
     tokenizer: _Tokenizer = None,
     column: _Column = "prompt",
+    template: _Template = "{}",
     model: Annotated[
         Path | None, typer.Option(help="Language model to begin with, of the policy's vocabulary; default: a tiny one.")
     ] = None,
@@ -51,7 +55,7 @@ def train(
             raise ValueError(f"--test {test}: a share of the prompts, above 0 and below 1")
         if model is not None and boosting:
             raise ValueError("--boosting has no model: drop one of both")
-        pairs = _read(source, data, tokenizer, column)
+        pairs = _read(source, data, tokenizer, column, template)
         if len(pairs) < 16:
             raise ValueError(f"{source}: {len(pairs)} prompts; a ranker that can be measured needs 16 at least")
         known, left = pairs.split(test, seed)
@@ -72,13 +76,14 @@ def evaluate(
     data: _Data = None,
     tokenizer: _Tokenizer = None,
     column: _Column = "prompt",
+    template: _Template = "{}",
     everything: Annotated[bool, typer.Option("--all", help="Also prompts that it was trained on.")] = False,
     as_json: _Json = False,
 ) -> None:
     """How well a ranker finds the longest responses to prompts that it was not trained on, beside an oracle."""
     try:
         loaded = _load(ranker)
-        pairs = _read(source, data, tokenizer, column)
+        pairs = _read(source, data, tokenizer, column, template)
         left = pairs if everything else pairs.unseen(loaded.trained)
         if not len(left):
             raise ValueError(f"{source}: this ranker was trained on all of its {len(pairs)} prompts; --all takes them")
@@ -87,10 +92,16 @@ def evaluate(
     _print(left, loaded, {}, as_json, everything)
 
 
-def _read(source: Path, data: list[Path] | None, tokenizer: Path | None, column: str) -> Pairs:
+def _read(source: Path, data: list[Path] | None, tokenizer: Path | None, column: str, template: str) -> Pairs:
     from verl_rhyme import ranker_data
 
-    return ranker_data.read(source, data or (), tokenizer, column)
+    try:
+        options = json.loads(template)
+    except ValueError as error:
+        raise ValueError(f"--template {template}: no JSON ({error})") from error
+    if not isinstance(options, dict):
+        raise ValueError(f'--template {template}: no JSON object, such as {{"enable_thinking": false}}')
+    return ranker_data.read(source, data or (), tokenizer, column, options)
 
 
 def _trained(

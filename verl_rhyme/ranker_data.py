@@ -7,8 +7,9 @@ the ids whose hash is the key (:mod:`verl_rhyme.history.keys`). A run that logge
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,13 @@ class DataError(ValueError):
     """There is nothing to train on; the message says why, and what to give."""
 
 
-def read(source: Path, data: Sequence[Path] = (), tokenizer: Path | None = None, column: str = "prompt") -> Pairs:
+def read(
+    source: Path,
+    data: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    column: str = "prompt",
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> Pairs:
     """Prompts and lengths.
 
     Args:
@@ -31,6 +38,7 @@ def read(source: Path, data: Sequence[Path] = (), tokenizer: Path | None = None,
         data: Of a history: the run's data files (parquet, as verl's ``data.train_files``).
         tokenizer: Of a history: the policy's folder.
         column: Of ``data``, with the messages of each prompt.
+        template: Of a history: options of the chat template (``data.apply_chat_template_kwargs``).
 
     Raises:
         DataError: Nothing there, or nothing that fits.
@@ -57,12 +65,13 @@ def read(source: Path, data: Sequence[Path] = (), tokenizer: Path | None = None,
             lengths |= inspection.lengths(folder)
         except environment.Damaged as error:
             raise DataError(f"{folder}: {error}") from error
-    prompts = _tokenized(data, tokenizer, column)
+    prompts = _tokenized(data, tokenizer, column, template)
     found = joined(prompts, {key: of.tolist() for key, of in lengths.items()})
     if not len(found):
         raise DataError(
             f"none of the {len(prompts)} prompts of {', '.join(map(str, data))} is among the {len(lengths)} of "
-            f"{source}: it is another run's data, or {tokenizer} another policy's tokenizer or chat template"
+            f"{source}: it is another run's data, or {tokenizer} another policy's tokenizer, or its chat template has "
+            "other options (--template: the run's data.apply_chat_template_kwargs)"
         )
     return found
 
@@ -90,7 +99,9 @@ def _logged(folder: Path) -> Pairs:
     return joined(prompts, lengths)
 
 
-def _tokenized(data: Iterable[Path], folder: Path, column: str) -> dict[bytes, Sequence[int]]:
+def _tokenized(
+    data: Iterable[Path], folder: Path, column: str, template: Mapping[str, Any] = MappingProxyType({})
+) -> dict[bytes, Sequence[int]]:
     """Token ids of a data set's prompts, by key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -107,6 +118,8 @@ def _tokenized(data: Iterable[Path], folder: Path, column: str) -> dict[bytes, S
         except (OSError, pa.ArrowInvalid, KeyError) as error:
             raise DataError(f"--data {file}: no column {column} of a parquet file can be read: {error}") from error
         for messages in rows:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
+            )
             found[prompt_key(ids)] = ids
     return found

@@ -11,12 +11,14 @@ import typer
 from benchmarks import (
     allocation,
     eviction,
+    length_pairs,
     lengths,
     placement,
     placement_real,
     placement_simulated,
     published,
     published_stream,
+    ranker,
     real_run,
     scheduler,
     simulated_fleet,
@@ -29,7 +31,8 @@ from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
-from verl_rhyme.config import DraftingConfig
+from examples.roads import maps
+from verl_rhyme.config import RANKER_LOSSES, DraftingConfig
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,28 @@ def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
     compared = published_stream.APART, published_stream.STREAM_SKEWED, published_stream.ASYNC_SKEWED
     apart, stream, ahead = (arms[arm.name] for arm in compared)
     assert apart["step_s"] > stream["step_s"] > ahead["step_s"]
+
+
+@pytest.mark.parametrize("task", ["puzzles", "roads"])
+def test_rankers_are_measured_between_chance_and_an_oracle(task):
+    rows = {row["arm"]: row for row in ranker.rows(quick=True, seed=0, only=task, fresh=False)}
+    for row in rows.values():
+        assert (row["task"], row["trained_on"], row["measured_on"]) == (task, 96, 48)
+        assert all(0 <= row[f"share_{tail}"] <= 1 for tail in (20, 10, 5))
+        told = row["arm"].startswith(("ranker", "boosting"))
+        assert row["forecasts"]["ranked"] == told
+    chance = rows.pop("history")
+    assert chance["recall_20"] == pytest.approx(0.2)
+    assert {f"ranker, {loss}" for loss in RANKER_LOSSES} < set(rows)
+    assert rows["prompt length"]["share_20"] > chance["share_20"]
+    if task == "roads":  # the prompt tells it, to who reads the map
+        assert rows["searches"]["rank_correlation"] > 0.9
+        assert rows["boosting, map read"]["rank_correlation"] > 0.7 > rows["boosting"]["rank_correlation"]
+
+
+def test_who_reads_a_map_sees_its_roads():
+    way = maps.Map((("bath", "bury"), ("bury", "cork"), ("deal", "bath"), ("derby", "deal")), "bath", "cork")
+    assert length_pairs.seen_in_a_map(way) == [5, 4, 2, 1, 2, 6 / 5, 2, 10 / 5, 4, 2]
 
 
 def test_forecasts_of_lengths_come_near_to_what_siblings_tell():

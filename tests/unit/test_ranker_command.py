@@ -123,6 +123,11 @@ def test_what_is_wrong_is_told(run, history, tmp_path) -> None:
     assert "no length ranker" in refused("evaluate", run, tmp_path)
     other = data.write(tmp_path, "test", 8, seed=3)
     assert "another run's data" in refused("train", folder, "--data", other, "--tokenizer", TOKENIZER, *out)
+    source = (folder, "--data", file, "--tokenizer", TOKENIZER)
+    assert "--template" in refused("train", *source, "--template", "[1]", *out)
+    assert "no JSON" in refused("train", *source, "--template", "{", *out)
+    another = json.dumps({"chat_template": "{{ messages[0].content }} again"})
+    assert "apply_chat_template_kwargs" in refused("train", *source, "--template", another, *out)
 
 
 def test_pairs_that_are_none_are_refused() -> None:

@@ -1,13 +1,16 @@
 """Lengths by gradient boosting over plain features of a prompt: the cheap ranker, without a language model.
 
-Friedman's gradient boosting (Annals of Statistics 2001) by scikit-learn, on the log of prompts' mean lengths. Its trees
-are kept as arrays, so that a saved one is numbers and nothing is unpickled.
+Friedman's gradient boosting (Annals of Statistics 2001) by scikit-learn, on prompts' mean log lengths. Trees cannot go
+on beyond what they saw, and the longest responses are those to prompts of which few were seen: so they grow on what a
+line, log length on the log of a prompt's number of tokens, leaves. They are kept as arrays, so that a saved one is
+numbers and nothing is unpickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,24 +47,20 @@ class Boosting:
         self,
         counted: npt.NDArray[np.int64],
         trees: list[dict[str, npt.NDArray]],
-        base: float,
+        line: tuple[float, float],
         trained: frozenset[int],
     ) -> None:
-        self._counted, self._trees, self._base, self.trained = counted, trees, base, trained
+        self._counted, self._trees, self._line, self.trained = counted, trees, line, trained
 
     @classmethod
     def fit(cls, pairs: Pairs, seed: int = 0) -> Boosting:
         """Learn from known prompts, each weighted by its responses."""
-        from sklearn.ensemble import GradientBoostingRegressor
-
         counted = _telling(pairs.prompts)
         weights = np.array([len(lengths) for lengths in pairs.lengths], dtype=np.float64)
-        logs = np.log(pairs.means)
-        base = float(np.average(logs, weights=weights))
-        model = GradientBoostingRegressor(
-            learning_rate=_RATE, max_features=_FEATURES, init="zero", random_state=seed, **_GROWN
-        ).fit(features(pairs.prompts, counted), logs - base, sample_weight=weights)
-        grown = [estimator.tree_ for estimator in model.estimators_[:, 0]]
+        line = _line(_sizes(pairs.prompts), pairs.locations, weights)
+        left = pairs.locations - _along(line, pairs.prompts)
+        model = grown(features(pairs.prompts, counted), left, weights, seed)
+        of_model = [estimator.tree_ for estimator in model.estimators_[:, 0]]
         trees = [
             {
                 "left": tree.children_left.astype(np.int32),
@@ -70,19 +69,19 @@ class Boosting:
                 "threshold": tree.threshold,
                 "value": _RATE * tree.value[:, 0, 0],
             }
-            for tree in grown
+            for tree in of_model
         ]
-        return cls(counted, trees, base, frozenset(map(identity, pairs.prompts)))
+        return cls(counted, trees, line, frozenset(map(identity, pairs.prompts)))
 
     def expected(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], as :meth:`scores`: above the mean of log lengths by what the predictor learns of it."""
+        """float64[B], as :meth:`scores`."""
         return self.scores(prompts)
 
     def scores(self, prompts: Sequence[Ints]) -> Floats:
-        """float64[B], log of the mean length that each prompt's responses are expected to have."""
+        """float64[B], mean log length that each prompt's responses are expected to have."""
         # float32, as scikit-learn compares them
         columns = features(prompts, self._counted).astype(np.float32)
-        total, rows = np.full(len(prompts), self._base), np.arange(len(prompts))
+        total, rows = _along(self._line, prompts), np.arange(len(prompts))
         for tree in self._trees:
             node = np.zeros(len(prompts), dtype=np.int64)
             while (inner := tree["left"][node] >= 0).any():
@@ -99,7 +98,7 @@ class Boosting:
 
         joined = {name: np.concatenate([tree[name] for tree in self._trees]) for name in _NODES}
         sizes = np.array([len(tree["left"]) for tree in self._trees], dtype=np.int64)
-        about = {"base": np.array([self._base]), "trained": np.array(sorted(self.trained), dtype=np.int64)}
+        about = {"line": np.array(self._line), "trained": np.array(sorted(self.trained), dtype=np.int64)}
         save_file({**joined, "sizes": sizes, "counted": self._counted, **about}, folder / FILE)
 
     @classmethod
@@ -118,9 +117,18 @@ class Boosting:
             cuts = np.cumsum(kept["sizes"])[:-1]
             parts = {name: np.split(kept[name], cuts) for name in _NODES}
             trees = [{name: parts[name][i] for name in _NODES} for i in range(len(kept["sizes"]))]
-            return cls(kept["counted"], trees, float(kept["base"][0]), frozenset(kept["trained"].tolist()))
-        except (OSError, SafetensorError, KeyError, IndexError) as error:
+            slope, at_one = kept["line"].tolist()
+            return cls(kept["counted"], trees, (slope, at_one), frozenset(kept["trained"].tolist()))
+        except (OSError, ValueError, SafetensorError, KeyError, IndexError) as error:
             raise ValueError(f"{file}: no boosted trees of a length ranker: {error}") from error
+
+
+def grown(rows: Floats, wanted: Floats, weights: Floats | None, seed: int) -> Any:
+    """scikit-learn's model of float64[B] numbers by float64[B, F] features, with trees as small as prompts are few."""
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    kept = {"learning_rate": _RATE, "max_features": _FEATURES, **_GROWN}
+    return GradientBoostingRegressor(**kept, init="zero", random_state=seed).fit(rows, wanted, sample_weight=weights)
 
 
 def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
@@ -139,6 +147,23 @@ def features(prompts: Sequence[Ints], counted: npt.NDArray[np.int64]) -> Floats:
         row[-6:-1] = told
         row[-1] = np.flatnonzero(prompt == prompt[-1])[0]
     return rows
+
+
+def _sizes(prompts: Sequence[Ints]) -> Floats:
+    """float64[B], log of the number of tokens."""
+    return np.log([len(prompt) for prompt in prompts])
+
+
+def _line(sizes: Floats, locations: Floats, weights: Floats) -> tuple[float, float]:
+    """Slope and height at 0, by least squares; level where all prompts are of one size."""
+    if np.ptp(sizes) < 1e-9:
+        return 0.0, float(np.average(locations, weights=weights))
+    slope, height = np.polyfit(sizes, locations, 1, w=np.sqrt(weights))
+    return float(slope), float(height)
+
+
+def _along(line: tuple[float, float], prompts: Sequence[Ints]) -> Floats:
+    return line[1] + line[0] * _sizes(prompts)
 
 
 def _telling(prompts: Sequence[Ints]) -> npt.NDArray[np.int64]:

@@ -122,6 +122,31 @@ def test_what_cannot_be_read_says_why(trained, tmp_path) -> None:
         ranker.from_folder(tmp_path)
 
 
+@given(st.integers(2, 60), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_what_is_held_out_stays_so_when_others_come(count, seed) -> None:
+    known = Pairs.of(([i, seed], [1]) for i in range(count + 40))
+    before, after = known.take(range(count)).held_out(0.15), known.held_out(0.15)
+    sides = [[{identity(prompt) for prompt in side.prompts} for side in split] for split in (before, after)]
+    assert all(sides[0])
+    assert len(sides[0][0] | sides[0][1]) == count
+    border = max(sides[1][1])
+    assert all((name <= border) == (name in sides[1][1]) for side in sides[0] for name in side), "one border for all"
+
+
+def test_training_ends_when_its_time_is_gone() -> None:
+    gone = iter([0.2, 0.5, 1.0, 9.0])
+    known = world(64)
+    made = ranker.fit(ranker.tiny(VOCABULARY, **SMALL), known, ranker.Training(batch=16), gone=lambda: next(gone))
+    assert next(gone) == 9.0
+    assert made.calibration is not None
+    assert made.about["epochs"] == 1
+
+
+def test_one_for_a_large_vocabulary_folds_it() -> None:
+    assert ranker.tiny_for(Pairs.of([([150_000, 7], [3])])).vocabulary == ranker._VOCABULARY
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="listwise"):
         ranker.Training(loss="lambda")
@@ -145,11 +170,28 @@ def test_boosting_finds_them_too_and_its_trees_are_scikit_learns() -> None:
         init="zero",
         **boosting._GROWN,
     )
-    logs = np.log(known.means)
-    base = logs.mean()
-    theirs.fit(boosting.features(known.prompts, counted), logs - base, sample_weight=np.full(256, 4.0))
-    wanted = base + theirs.predict(boosting.features(new.prompts, counted))
+    slope, height = np.polyfit(np.log([len(prompt) for prompt in known.prompts]), known.locations, 1)
+
+    def line(pairs: Pairs) -> np.ndarray:
+        return height + slope * np.log([len(prompt) for prompt in pairs.prompts])
+
+    left = known.locations - line(known)
+    theirs.fit(boosting.features(known.prompts, counted), left, sample_weight=np.full(256, 4.0))
+    wanted = line(new) + theirs.predict(boosting.features(new.prompts, counted))
     np.testing.assert_allclose(ours.scores(new.prompts), wanted, atol=1e-6)
+
+
+def test_boosting_goes_on_beyond_the_prompts_it_saw() -> None:
+    """Responses twice as long as their prompts; those asked are longer than all that were known."""
+    rng = np.random.default_rng(0)
+    known, new = (
+        Pairs.of((rng.integers(4, 24, size), [2 * size] * 2) for size in sizes)
+        for sizes in (rng.integers(10, 60, 256), range(60, 240, 20))
+    )
+    told = np.exp(Boosting.fit(known).scores(new.prompts))
+    np.testing.assert_allclose(told, new.means, rtol=0.1)
+    alike = Pairs.of(([7, 8, i], [5 + i % 2]) for i in range(32))
+    assert np.isfinite(Boosting.fit(alike).scores(alike.prompts)).all()
 
 
 @given(st.integers(0, 1000), st.integers(2, 60))

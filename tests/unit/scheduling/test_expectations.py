@@ -90,6 +90,18 @@ def test_a_sample_that_is_generated_anew_counts_once():
     assert first == second > 1000
 
 
+def test_who_left_is_told_with_all_their_samples_whenever_these_came():
+    expectations = Expectations(1000)
+    expectations.hand({"u": "key", "again": "key", "failed": "other", "v": ""})
+    expectations.generated("u", 0, 5)
+    expectations.generated("v", 0, 5)
+    assert expectations.keep(lambda uid: True) == {}  # a batch took some; the group has samples to come
+    expectations.generated("u", 1, 70)
+    expectations.generated("again", 0, 6)
+    assert expectations.keep(lambda uid: False) == {"key": [5, 70, 6], "other": []}
+    assert expectations.keep(lambda uid: False) == {}
+
+
 def test_nothing_is_learnt_of_prompts_that_nobody_knows():
     expectations = Expectations(1000)
     for number in range(5):
