@@ -142,6 +142,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
+        self._ranking = self._ranker()  # while models are loaded it is ready
         if self._streaming is not None and self._streaming.updates:
             roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
             for role in roles & set(self.role_worker_mapping):
@@ -183,7 +184,6 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         )
         self._balance = Balance(setting)
         self.topology.begin(self.rules)
-        self._ranking = self._ranker()
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
         self._publish(self.global_steps - 1)
@@ -196,10 +196,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             return None
         if problem := lacking(config, len(self.tokenizer)):
             raise ConfigError(problem)
-        ranking = Ranking(config, self.tokenizer, self.config.data.get("apply_chat_template_kwargs", None) or {})
-        if self._state is not None:
-            ranking.restore(str(self._checkpoint_folder()))
-        return ranking
+        return Ranking(config, self.tokenizer, self.config.data.get("apply_chat_template_kwargs", None) or {})
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
@@ -382,6 +379,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         super()._load_checkpoint()
         if self.global_steps == 0:
             return
+        if self._ranking is not None:
+            self._ranking.restore(str(self._checkpoint_folder()))
         path = self._checkpoint_folder() / STATE_FILE
         if path.is_file():
             self._state = json.loads(path.read_text())

@@ -232,13 +232,16 @@ class RankerActor:
     """
 
     def __init__(self, config: RankerConfig, tokenizer: Any, template: Mapping[str, Any]) -> None:
-        os.nice(19)  # before Ray makes the threads that calls run on: on Linux they inherit it
         if config.kind == "model":
             import torch
+            from transformers import AutoModel, LlamaModel  # noqa: F401  seconds, more at the lowest priority
             from transformers.utils import logging as bars
 
             torch.set_num_threads(1)
             bars.disable_progress_bar()  # of a checkpoint's files, in the run's log
+        else:
+            import sklearn.ensemble  # noqa: F401
+        os.nice(19)  # before Ray makes the threads that calls run on: on Linux they inherit it
 
         def encode(messages: Any) -> Sequence[int]:
             return tokenizer.apply_chat_template(
