@@ -24,6 +24,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -58,6 +59,7 @@ class Task(NamedTuple):
     own: dict[str, Arm]
 
 
+@cache
 def puzzles(quick: bool, fresh: bool) -> Task:
     test = "fresh" if fresh else "test"
     known, new = (length_pairs.load(length_pairs.FOLDER / f"puzzles-{split}.parquet") for split in ("train", test))
@@ -68,6 +70,7 @@ def puzzles(quick: bool, fresh: bool) -> Task:
     )
 
 
+@cache
 def roads(quick: bool, fresh: bool) -> Task:
     from examples.roads import maps
 
