@@ -63,11 +63,9 @@ class Task(NamedTuple):
 def puzzles(quick: bool, fresh: bool) -> Task:
     test = "fresh" if fresh else "test"
     known, new = (length_pairs.load(length_pairs.FOLDER / f"puzzles-{split}.parquet") for split in ("train", test))
-    return (
-        Task(known.take(range(96)), new.take(range(48)), length_pairs.MODEL, {})
-        if quick
-        else Task(known, new, length_pairs.MODEL, {})
-    )
+    if quick:
+        known, new = known.take(range(96)), new.take(range(48))
+    return Task(known, new, length_pairs.MODEL, {})
 
 
 @cache
