@@ -3,11 +3,11 @@
     python -m benchmarks.length_pairs OUT.parquet --split train --prompts 1500 --samples 4
 
 The tiny world's Qwen2 (``examples/tiny_world``) answers puzzles of 2 to 7 people at temperature 1, without an engine:
-many prompts are wanted here and few responses to each, where the traces of ``benchmarks.traces`` have 64 prompts.
-``puzzles-fresh.parquet``, at which nobody looks while rankers are made: ``--split test --prompts 128 --samples 16 --seed
-21``, none of them among the others. The
-puzzles of the two splits never meet (``puzzles.fingerprint``). For the second task, :func:`roads`, nothing is sampled
-by a model: lengths are those of the searches that the task's own searcher writes.
+many prompts are wanted here and few responses to each, where the traces of ``benchmarks.traces`` have 64 prompts. The
+puzzles of the two splits never meet (``puzzles.fingerprint``); ``puzzles-fresh.parquet``, at which nobody looks while
+rankers are made, is of ``--split test --prompts 128 --samples 16 --seed 21``, none of them among the others. For the
+second task, :func:`roads`, nothing is sampled by a model: lengths are those of the searches that the task's own searcher
+writes.
 """
 
 from __future__ import annotations
