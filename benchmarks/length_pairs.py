@@ -6,7 +6,7 @@ The tiny world's Qwen2 (``examples/tiny_world``) answers puzzles of 2 to 7 peopl
 many prompts are wanted here and few responses to each, where the traces of ``benchmarks.traces`` have 64 prompts. The
 puzzles of the two splits never meet (``puzzles.fingerprint``); ``puzzles-fresh.parquet``, at which nobody looks while
 rankers are made, is of ``--split test --prompts 128 --samples 16 --seed 21``, none of them among the others. For the
-second task, :func:`roads`, nothing is sampled by a model: lengths are those of the searches that the task's own searcher
+second task, :func:`roads`, nothing is sampled by a model: lengths are those of searches that the task's own searcher
 writes.
 """
 
