@@ -247,8 +247,8 @@ def told_apart(quick: bool = False) -> Iterator[dict[str, Any]]:
         loaded = load("72b", "20k", _changes("72b", "20k", arm, SPLITS[0], ()), quick)
         segments: list[tuple[str, Segment]] = []
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
-        steps = simulation.run()
-        log = event_log.columns(loaded.scenario, segments, steps, loaded.epoch_prompts, simulation.predicted)
+        simulation.run()
+        log = event_log.columns(simulation, segments, loaded.epoch_prompts)
         measured = slot_time.measure(*log, loaded.scenario.slots, runs_on=not loaded.scenario.rests)
         assert measured is not None
         whole = summary.whole(simulation)

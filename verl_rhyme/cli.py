@@ -307,12 +307,12 @@ def simulate(
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("updates", total=loaded.updates)
-            steps = simulation.run(lambda step: progress.update(task, completed=step.version + 1))
+            simulation.run(lambda step: progress.update(task, completed=step.version + 1))
     except (OSError, ValueError, RuntimeError) as error:
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     _print_simulated(simulation, loaded, as_json)
-    log = (loaded.scenario, segments or [], steps, loaded.epoch_prompts, simulation.predicted)
+    log = simulation, segments or [], loaded.epoch_prompts
     try:
         if timeline is not None:
             with _writing("--timeline", timeline):

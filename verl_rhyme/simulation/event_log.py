@@ -1,7 +1,8 @@
 """A simulated run as a real one logs itself: the same columns, so that report, page and timeline need no other case.
 
 A row of the log is a stretch of a request in a slot (one that is preempted has several). A response's tokens stand in
-the row in which it ends; times are seconds of the simulation.
+the row in which it ends, under the step that trained it; what was not trained is under the step whose batch was taken
+next. Times are seconds of the simulation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl_rhyme.observability import metrics
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario, Step
 
 Columns = dict[str, np.ndarray]
@@ -27,22 +29,21 @@ Columns = dict[str, np.ndarray]
 _ENDED = {"done": "completed", "withdrawn": "aborted", "preempted": "preempted"}
 
 
-def requests(
-    segments: Sequence[tuple[str, Segment]], steps: Sequence[Step], epoch_prompts: int, predicted: Mapping[str, float]
-) -> Columns:
+def requests(simulation: Simulation, segments: Sequence[tuple[str, Segment]], epoch_prompts: int) -> Columns:
     """Columns of ``events.REQUESTS``.
 
     Args:
+        simulation: That ended, and was asked for segments.
         segments: Stretches of requests in slots, with their replica's name.
-        steps: That ended.
         epoch_prompts: Prompts of an epoch, of which an attempt's name tells the number.
-        predicted: Tokens that attempts were predicted to have, by name.
     """
+    steps, predicted = simulation.steps, simulation.predicted
     harvested, ended = (np.array([getattr(step, name) for step in steps]) for name in ("harvested", "ended"))
     finished = np.array([segment.ended for _, segment in segments])
     started = np.array([segment.began for _, segment in segments])
     attempts = [Attempt.named(str(segment.request.name)) for _, segment in segments]
     done = np.array([segment.why == "done" for _, segment in segments], dtype=bool)
+    by = np.array([simulation.trained_by.get(str(segment.request.name), 0) for _, segment in segments], dtype=np.int64)
     emitted = np.array([segment.emitted for _, segment in segments])
     before = np.array([segment.request.emitted for _, segment in segments])
     made = np.maximum(0.0, emitted - before)
@@ -50,7 +51,7 @@ def requests(
     drafts = np.array([segment.request.drafts for _, segment in segments])
     verified = np.where(drafts > 0, made / pace, 0.0)
     return {
-        "step": np.minimum(np.searchsorted(harvested, finished) + 1, max(1, len(steps))),
+        "step": np.where(by > 0, by, np.minimum(np.searchsorted(harvested, finished) + 1, max(1, len(steps)))),
         "epoch": np.array([int(attempt.uid) // epoch_prompts for attempt in attempts], dtype=np.int64),
         "uid": np.array([attempt.uid for attempt in attempts], dtype=object),
         "prompt_key": np.array([_key(segment.request.prompt) for _, segment in segments], dtype=object),
@@ -71,7 +72,7 @@ def requests(
             [predicted.get(str(segment.request.name), np.nan) for _, segment in segments]
         ).round(),
         "stop_reason": np.array([_ENDED[segment.why] for _, segment in segments], dtype=object),
-        "trained": done,
+        "trained": done & (by > 0),
         "validate": np.zeros(len(segments), dtype=bool),
     }
 
@@ -105,15 +106,12 @@ def _trained(step: Step, synced: float, scenario: Scenario) -> Iterator[tuple[st
 
 
 def columns(
-    scenario: Scenario,
-    segments: Sequence[tuple[str, Segment]],
-    steps: Sequence[Step],
-    epoch_prompts: int,
-    predicted: Mapping[str, float],
+    simulation: Simulation, segments: Sequence[tuple[str, Segment]], epoch_prompts: int
 ) -> tuple[Columns, Columns]:
     """Requests and stages; arguments as of :func:`requests`."""
+    scenario, steps = simulation.scenario, simulation.steps
     epochs = [step.version * scenario.rules.batch_prompts // epoch_prompts for step in steps]
-    return requests(segments, steps, epoch_prompts, predicted), stages(steps, scenario, epochs)
+    return requests(simulation, segments, epoch_prompts), stages(steps, scenario, epochs)
 
 
 def check(folder: Path) -> None:
@@ -127,20 +125,14 @@ def check(folder: Path) -> None:
 
 
 def write(
-    folder: Path,
-    about: str,
-    scenario: Scenario,
-    segments: Sequence[tuple[str, Segment]],
-    steps: Sequence[Step],
-    epoch_prompts: int,
-    predicted: Mapping[str, float],
+    folder: Path, about: str, simulation: Simulation, segments: Sequence[tuple[str, Segment]], epoch_prompts: int
 ) -> None:
     """A run folder that ``verl-rhyme report`` reads: ``metrics.jsonl`` and ``events``.
 
     Args:
         folder: Made where it is missing; its name is the run's.
         about: What is simulated.
-        scenario, segments, steps, epoch_prompts, predicted: As above.
+        simulation, segments, epoch_prompts: As above.
 
     Raises:
         FileExistsError: There is a run in it.
@@ -149,6 +141,7 @@ def write(
     check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog(folder / "events")
+    scenario, steps = simulation.scenario, simulation.steps
     first = scenario.replicas[0]
     log.describe(
         1,
@@ -158,7 +151,7 @@ def write(
         rollout="gen" if scenario.rests else "step",
         replica={"slots": first.slots, "room": int(first.room) if math.isfinite(first.room) else 0, "gpus": first.gpus},
     )
-    ran, timed = columns(scenario, segments, steps, epoch_prompts, predicted)
+    ran, timed = columns(simulation, segments, epoch_prompts)
     lines = []
     for step in steps:
         number = step.version + 1

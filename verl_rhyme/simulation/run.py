@@ -53,6 +53,7 @@ class Simulation:
         cluster: Clock and engines.
         expectations: Of lengths.
         predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
+        trained_by: Number of the step, from 1, that trained what an attempt ended with, by its name; kept likewise.
         trained: Tokens of each response of the last update batch.
     """
 
@@ -68,6 +69,7 @@ class Simulation:
         self._ranker = None if scenario.ranker is None else SimulatedRanker(scenario.ranker)
         self.steps: list[Step] = []
         self.predicted: dict[str, float] = {}
+        self.trained_by: dict[str, int] = {}
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
@@ -325,6 +327,8 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         self.trained = batch.harvest.lengths
+        if self._kept is not None:
+            self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)

@@ -69,6 +69,27 @@ def test_engines_that_run_on(tmp_path) -> None:
     assert {step: logged[step][metrics.BUBBLE_RATIO] for step in windows} == pytest.approx(windows)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rules.mode=on_policy",),
+        ("rules.mode=partial", "rules.max_staleness=2", "topology=separate"),
+        ("rules.mode=histopipe", "topology=separate"),
+        ("rules.mode=stream", "rules.max_staleness=1", "topology=separate"),
+        ("rules.mode=stream", "rules.max_staleness=4", "rules.keep_running=true", "topology=separate"),
+    ],
+)
+def test_a_response_is_filed_under_the_step_that_trains_it(tmp_path, overrides) -> None:
+    """Also where it ended while an earlier batch was awaited; what was never trained is not called so."""
+    *rows, _ = simulate(tmp_path / "run", *overrides, "training.token=1e-4")
+    requests = read(tmp_path / "run").requests
+    for row in rows:
+        mine = requests["trained"] & (requests["step"] == row["version"] + 1)
+        assert mine.sum() == row["samples"]
+        assert requests["response_tokens"][mine].sum() == row["tokens"]
+        assert (requests["finished_at"][mine] <= row["harvested"] + 1e-6).all()
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_training_in_parts_is_seen(tmp_path, staleness) -> None:
     """Its stages lie within the rollout, and the page has a lane for them."""
@@ -115,7 +136,7 @@ def test_what_a_run_says_of_its_bubble_is_what_its_log_tells(limit: int) -> None
 
     simulation.dispatch.fill = told  # type: ignore[method-assign]
     steps = simulation.run()
-    ran, timed = event_log.columns(loaded.scenario, segments, steps, loaded.epoch_prompts, simulation.predicted)
+    ran, timed = event_log.columns(simulation, segments, loaded.epoch_prompts)
     measured = slot_time.measure(ran, timed, loaded.scenario.slots, runs_on=True)
     assert measured is not None
     stretches: dict[str, list[dict[str, float]]] = {}

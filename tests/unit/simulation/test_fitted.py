@@ -149,7 +149,7 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     segments: list[tuple[str, Segment]] = []
     simulation = Simulation(Scenario(*plan, response_limit=400), prompts, None, segments)
     steps = simulation.run()
-    event_log.write(tmp_path / "run", "virtual", simulation.scenario, segments, steps, 48, simulation.predicted)
+    event_log.write(tmp_path / "run", "virtual", simulation, segments, 48)
     EventLog(tmp_path / "run" / "events").describe(
         9, arm="stream-" + ("async" if staleness else "sync"), slots=16, rollout="step" if staleness else "gen"
     )
@@ -157,9 +157,8 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert status == 0
     found = fitted.fit(recorded.read(tmp_path / "run"))
     assert found.gradients is update
-    if not staleness:  # else its log does not tell which update trained a response
-        assert found.training_error < 0.03
-    for name in ("token", "logprobs", "part", "update", "sync") if update and not staleness else ("sync",):
+    assert found.training_error < 0.03
+    for name in ("token", "logprobs", "part", "update", "sync") if update else ("sync",):
         assert getattr(found.training, name) == pytest.approx(getattr(training, name), rel=0.1, abs=0.02), name
     cluster = tmp_path / "run" / "cluster.yaml"
     cluster.write_text(output.partition("plays this run again:\n")[2])
@@ -167,10 +166,11 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert loaded.scenario.rules == simulation.scenario.rules
     assert loaded.scenario.streaming == Streaming(4, update)
     again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
+    # A response that was cut short is read in pieces, each rounded.
+    assert sum(s.tokens for s in again) == pytest.approx(sum(s.tokens for s in steps), rel=1e-3 * staleness)
+    assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05)
     if staleness:
         return
-    assert sum(s.tokens for s in again) == sum(s.tokens for s in steps)
-    assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05)
     whole = load(cluster, ["streaming.enable=false"])
     assert Simulation(whole.scenario, whole.prompts, whole.updates).run()[-1].ended > 1.05 * steps[-1].ended
 
