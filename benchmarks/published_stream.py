@@ -1,6 +1,6 @@
 """StreamRL's settings in the simulator: what its arms gain here, beside what was published.
 
-    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART] [--model 7b]
+    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART] [--model 7b] [--variation TEXT]
 
 Actors of 7B, 32B and 72B with PPO, responses of up to 5k, 10k and 20k tokens (``examples/simulate/streamrl72b.yaml``).
 Of StreamRL (arXiv:2504.15930) are known here its algorithms, ratios, hardware (128 H800s) and the recall of its ranker;
@@ -321,9 +321,10 @@ VARIED: dict[str, tuple[str, ...]] = {
 }
 
 
-def vary(quick: bool = False) -> Iterator[dict[str, Any]]:
-    """The ablation under each variation, one seed, each arm at the better of two splits."""
-    for name, changes in list(VARIED.items())[: 2 if quick else None]:
+def vary(quick: bool = False, only: str = "") -> Iterator[dict[str, Any]]:
+    """The ablation under each variation whose name has ``only`` in it, one seed, each arm at the better of two splits."""
+    varied = [(name, changes) for name, changes in VARIED.items() if only in name]
+    for name, changes in varied[: 2 if quick else None]:
         row: dict[str, Any] = {"varied": name}
         base = simulate("72b", "20k", COLOCATED, 1.0, changes, quick)
         row["rollout_share"] = round(base["rollout_s"] / base["step_s"], 3)
@@ -340,6 +341,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     only: Annotated[str, typer.Option(help="fit, arms, told, settings or varied")] = "",
     model: Annotated[str, typer.Option(help="of settings; all of them where none is named")] = "",
+    variation: Annotated[str, typer.Option(help="of varied, those whose name has this in it")] = "",
 ) -> None:
     """Hold the input against what is published of the setting, then the ablation, the ranges, what they depend on."""
     seeds = 1 if quick else seeds
@@ -348,7 +350,7 @@ def main(
         "arms": lambda: ablation(seeds, quick),
         "told": lambda: told_apart(quick),
         "settings": lambda: settings([model] if model else list(MODELS), quick),
-        "varied": lambda: vary(quick),
+        "varied": lambda: vary(quick, variation),
     }
     for part in [only] if only else list(parts):
         for row in parts[part]():
