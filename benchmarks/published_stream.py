@@ -322,7 +322,7 @@ VARIED: dict[str, tuple[str, ...]] = {
 
 
 def vary(quick: bool = False, only: str = "") -> Iterator[dict[str, Any]]:
-    """The ablation under each variation whose name has ``only`` in it, one seed, each arm at the better of two splits."""
+    """The ablation under each variation that has ``only`` in its name: one seed, arms at the better of two splits."""
     varied = [(name, changes) for name, changes in VARIED.items() if only in name]
     for name, changes in varied[: 2 if quick else None]:
         row: dict[str, Any] = {"varied": name}
