@@ -1,6 +1,6 @@
 """``full`` on 128 and 1,024 GPUs, simulated: beside verl's modes, and beside what Laminar published.
 
-    python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--seed 0]
+    python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--whole] [--seeds 2]
 
 Laminar (arXiv:2510.12633) trains up to 5.48 times verl's tokens a second on up to 1,024 H800s: Qwen2.5 of 7B, 32B and
 72B on DAPO-Math-17k. As told in third-party notes, 2.56 times on average over verl, 1.98 over one-step staleness, 1.93
@@ -13,6 +13,10 @@ x 16 (verl's DAPO recipe), responses of up to 20,480 tokens, costs reckoned from
 1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` says how many, by each arm's overlap
 and without drafts, which it does not know.
 
+Replicas and batch are a slice of it, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times
+slower, so that each replica has the same to do and an update takes as long; ``--whole`` simulates all of them (ten times
+as long).
+
 Figures are of four updates (five where five batches are under way), whose prompts were seen before, in the middle of a
 run that goes on: no arm runs empty.
 """
@@ -22,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -43,7 +47,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROFILE, TP = "qwen2.5-32b-h800-tp4", 4
-GPUS = (1024, 128)
+#: And of how many like parts one is simulated.
+GPUS = {1024: 8, 128: 4}
 #: Updates of an epoch, and of a load of ``sorting.group_batches``.
 EPOCH = 4
 #: Tokens a decoding step when a prompt comes first and later, and draft tokens verified for each that was gained: the
@@ -145,9 +150,9 @@ VARIED: dict[str, tuple[tuple[str, ...], list[Arm], float | None]] = {
 }
 
 
-def load(changes: Sequence[str], quick: bool = False) -> cluster_file.Loaded:
-    """The cluster file with changes, and prompts for more updates than are looked at."""
-    batch, samples = (16, 4) if quick else (512, 16)
+def load(changes: Sequence[str], parts: int = 1, quick: bool = False) -> cluster_file.Loaded:
+    """The cluster file with changes, and prompts for more updates than are looked at; one of so many parts."""
+    batch, samples = (16, 4) if quick else (512 // parts, 16)
     sizes = [f"rules.batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
     given = [*sizes, "workload.epochs=8", "drafts.acceptance=[1]", *changes]
     return cluster_file.load(EXAMPLES / "simulate" / "dapo32b.yaml", given)
@@ -169,7 +174,13 @@ class _EnoughError(Exception):
 
 @cache
 def simulate(
-    arm: Arm, gpus: int, changes: tuple[str, ...] = (), share: float | None = None, seed: int = 0, quick: bool = False
+    arm: Arm,
+    gpus: int,
+    changes: tuple[str, ...] = (),
+    share: float | None = None,
+    seed: int = 0,
+    parts: int = 1,
+    quick: bool = False,
 ) -> dict[str, Any]:
     """One run of an arm.
 
@@ -179,18 +190,20 @@ def simulate(
         changes: Further ones to the cluster file.
         share: Of the GPUs that roll out; ``None``: the planner's.
         seed: Of the lengths.
+        parts: Of so many like parts one is simulated.
         quick: A small workload.
     """
     rollout, training = planned(arm, gpus)
     if share is not None:
         rollout = round(share * gpus / 8) * 8
         training = gpus - rollout
-    token = load(changes).scenario.training.token * 128 / training  # the file's is of 128 GPUs
-    given = [f"replicas=[{{count: {rollout // TP}, profile: {PROFILE}}}]", f"training.token={token}"]
-    loaded = load([*arm.changes, *changes, *given, f"workload.seed={seed}"], quick)
+    token = load(changes).scenario.training.token * 128 / training * parts  # the file's is of 128 GPUs
+    count = max(1, round(rollout / TP / parts))
+    given = [f"replicas=[{{count: {count}, profile: {PROFILE}}}]", f"training.token={token}"]
+    loaded = load([*arm.changes, *changes, *given, f"workload.seed={seed}"], parts, quick)
     scenario = loaded.scenario
     if arm.oversubscribed:
-        fitting = _fitting(scenario, load(changes, quick))
+        fitting = _fitting(scenario, load(changes, parts, quick))
         scenario = replace(scenario, limit=2 * fitting, lot=max(1, fitting // 2))
     if arm is SEPARATE_ASYNC:
         scenario = replace(scenario, rules=VerlsRules(**vars(scenario.rules)))
@@ -200,7 +213,7 @@ def simulate(
         "train_gpus": training,
         "training_s": round(token * _tokens(steps[-arm.counted :], loaded), 1),
     }
-    return {**about, **_figures(steps[-arm.counted :], harvests[-arm.counted :])}
+    return {"parts": parts, **about, **_figures(steps[-arm.counted :], harvests[-arm.counted :], parts)}
 
 
 def _lengths(loaded: cluster_file.Loaded) -> np.ndarray:
@@ -240,7 +253,7 @@ def _tokens(steps: list[Step], loaded: cluster_file.Loaded) -> float:
     return statistics.mean(step.tokens + 300 * step.samples for step in steps)
 
 
-def _figures(steps: list[Step], harvests: list[Harvest]) -> dict[str, Any]:
+def _figures(steps: list[Step], harvests: list[Harvest], parts: int) -> dict[str, Any]:
     """Of updates one after another."""
     seconds = steps[-1].ended - steps[0].began
     ages = np.concatenate([harvest.staleness for harvest in harvests])
@@ -249,8 +262,8 @@ def _figures(steps: list[Step], harvests: list[Harvest]) -> dict[str, Any]:
     within = sum(len(log) * float(np.var(log)) for log in logs) / sum(map(len, logs))
     return {
         "step_s": round(seconds / len(steps), 1),
-        "samples_per_s": round(sum(step.samples for step in steps) / seconds, 2),
-        "tokens_per_s": round(sum(step.tokens for step in steps) / seconds),
+        "samples_per_s": round(parts * sum(step.samples for step in steps) / seconds, 2),
+        "tokens_per_s": round(parts * sum(step.tokens for step in steps) / seconds),
         "bubble_ratio": round(statistics.mean(step.bubble for step in steps), 3),
         "trainer_waits": round(sum(step.waited for step in steps) / seconds, 3),
         "early": round(statistics.mean(step.early for step in steps), 3),
@@ -261,25 +274,28 @@ def _figures(steps: list[Step], harvests: list[Harvest]) -> dict[str, Any]:
     }
 
 
-def compare(sizes: Sequence[int], named: str = "", seed: int = 0, quick: bool = False) -> Iterator[dict[str, Any]]:
+def compare(
+    sizes: dict[int, int], named: str = "", seeds: Sequence[int] = (0,), quick: bool = False
+) -> Iterator[dict[str, Any]]:
     """All arms; ``speedup``: tokens a second over those of ``verl, sync`` on as many GPUs."""
-    for gpus in sizes:
-        base = simulate(SYNC, gpus, seed=seed, quick=quick)["tokens_per_s"]
-        for arm in ARMS:
-            if named in arm.name:
-                found = simulate(arm, gpus, seed=seed, quick=quick)
-                yield {"gpus": gpus, "arm": arm.name, "seed": seed, "speedup": _gain(found, base), **found}
+    for gpus, parts in sizes.items():
+        for seed in seeds:
+            base = simulate(SYNC, gpus, seed=seed, parts=parts, quick=quick)["tokens_per_s"]
+            for arm in ARMS:
+                if named in arm.name:
+                    found = simulate(arm, gpus, seed=seed, parts=parts, quick=quick)
+                    yield {"gpus": gpus, "arm": arm.name, "seed": seed, "speedup": _gain(found, base), **found}
 
 
-def vary(gpus: int, named: str = "", quick: bool = False) -> Iterator[dict[str, Any]]:
+def vary(gpus: int, parts: int = 1, named: str = "", quick: bool = False) -> Iterator[dict[str, Any]]:
     """Each variation; ``speedup``: over ``verl, sync`` with the same lengths."""
     for name, (changes, arms, share) in list(VARIED.items())[: 1 if quick else None]:
         if named not in name:
             continue
         lengths = tuple(change for change in changes if change.startswith("workload."))
-        base = simulate(SYNC, gpus, lengths, quick=quick)["tokens_per_s"]
+        base = simulate(SYNC, gpus, lengths, parts=parts, quick=quick)["tokens_per_s"]
         for arm in arms:
-            found = simulate(arm, gpus, changes, share if arm.plan else None, quick=quick)
+            found = simulate(arm, gpus, changes, share, parts=parts, quick=quick)
             yield {"varied": name, "gpus": gpus, "arm": arm.name, "speedup": _gain(found, base), **found}
 
 
@@ -287,7 +303,7 @@ def _gain(found: dict[str, Any], base: float) -> float:
     return round(found["tokens_per_s"] / base, 3)
 
 
-def bounds(sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def bounds(sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
     """What no schedule can be faster than, in seconds: the longest response alone on its replica, without drafts and
     with; all tokens through all replicas' slots; training on all GPUs."""
     for gpus in sizes:
@@ -315,17 +331,18 @@ def main(
     only: Annotated[str, typer.Option(help="bounds, arms or varied")] = "",
     gpus: Annotated[int, typer.Option(help="128 or 1024; 0: both")] = 0,
     arm: Annotated[str, typer.Option(help="arms or variations whose name has this in it")] = "",
-    seed: Annotated[int, typer.Option(help="of the lengths", min=0)] = 0,
+    whole: Annotated[bool, typer.Option(help="all replicas, not a slice of them")] = False,
+    seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
 ) -> None:
     """Bounds, all arms, and what they depend on."""
-    sizes = (64,) if quick else (gpus,) if gpus else GPUS
-    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    sizes = {64: 1} if quick else {size: 1 if whole else parts for size, parts in GPUS.items() if gpus in (0, size)}
+    rows: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "bounds": lambda: bounds(sizes),
-        "arms": lambda: compare(sizes, arm, seed, quick),
-        "varied": lambda: vary(sizes[0], arm, quick),
+        "arms": lambda: compare(sizes, arm, range(1 if quick else seeds), quick),
+        "varied": lambda: vary(*next(iter(sizes.items())), arm, quick),
     }
-    for part in [only] if only else list(parts):
-        for row in parts[part]():
+    for part in [only] if only else list(rows):
+        for row in rows[part]():
             if as_json:
                 about = {"machine": describe(), "commit": commit()}
                 print(json.dumps({"benchmark": "full_scale", "part": part, **row, **about}), flush=True)

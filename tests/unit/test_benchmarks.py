@@ -3,15 +3,18 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
+from omegaconf import OmegaConf
 
 from benchmarks import (
     allocation,
     eviction,
     length_pairs,
+    full_scale,
     lengths,
     placement,
     placement_real,
@@ -32,7 +35,9 @@ from benchmarks.real_sizes import budget
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
-from verl_rhyme.config import RANKER_LOSSES, DraftingConfig
+from verl_rhyme.config import CONFIG_PATH, RANKER_LOSSES, DraftingConfig
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.simulation.scenario import Streaming
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +218,34 @@ def test_rankers_are_measured_between_chance_and_an_oracle(task):
 def test_who_reads_a_map_sees_its_roads():
     way = maps.Map((("bath", "bury"), ("bury", "cork"), ("deal", "bath"), ("derby", "deal")), "bath", "cork")
     assert length_pairs.seen_in_a_map(way) == [5, 4, 2, 1, 2, 6 / 5, 2, 10 / 5, 4, 2]
+
+
+def test_what_is_simulated_as_full_is_what_the_preset_says():
+    conf = Path(__file__).parents[2] / "verl_rhyme" / "conf" / "rhyme"
+    told = OmegaConf.merge(*(OmegaConf.load(conf / f"{name}.yaml") for name in ("histospec", "sorted", "full")))
+    preset = OmegaConf.select(told, CONFIG_PATH)
+    scenario = full_scale.load(full_scale.FULL.changes).scenario
+    sorting = preset.sorting
+    given = {name: sorting[name] for name in ("group_batches", "load", "harvest", "start_order", "max_staleness")}
+    rules = named(sorting.mode, batch_prompts=512, batch_samples=8192, through_training=True, **given)
+    assert scenario.rules == dataclasses.replace(rules, one_by_one=True, on_interrupt="keep_running")
+    assert sorting.keep_running
+    assert (scenario.placement, scenario.colocated) == (preset.placement.policy, False)
+    assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming.update)
+    assert sorting.oversubscription == 2
+    assert full_scale.DRAFTS[0] in full_scale.FULL.drafted().changes
+
+
+def test_arms_on_many_gpus_keep_their_bounds_of_staleness(monkeypatch):
+    bounds = {full_scale.SEPARATE_ASYNC: 7, full_scale.FULL: 1, full_scale.LAMINAR: 4}
+    monkeypatch.setattr(full_scale, "ARMS", list(bounds))
+    rows = {row["arm"]: row for row in full_scale.compare({64: 1}, quick=True)}
+    for arm, bound in bounds.items():
+        assert len(rows[arm.name]["staleness"]) - 1 <= bound
+        assert rows[arm.name]["speedup"] > 1, "what runs on hides the tail"
+        assert (rows[arm.name]["early"] > 0) == (arm is full_scale.FULL)
+    two = full_scale.VerlsRules(**vars(full_scale.load(full_scale.SEPARATE_ASYNC.changes).scenario.rules))
+    assert (two.load_batches(None), two.load_batches(1), two.max_staleness) == (2, 1, 7)
 
 
 def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
