@@ -13,9 +13,8 @@ x 16 (verl's DAPO recipe), responses of up to 20,480 tokens, costs reckoned from
 1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` says how many, by each arm's overlap
 and without drafts, which it does not know.
 
-Replicas and batch are a slice of it, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times
-slower, so that each replica has the same to do and an update takes as long; ``--whole`` simulates all of them (ten times
-as long).
+Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
+each replica has the same to do, and an update takes as long. ``--whole`` simulates all of them, ten times as long.
 
 Figures are of four updates (five where five batches are under way), whose prompts were seen before, in the middle of a
 run that goes on: no arm runs empty.
