@@ -131,21 +131,29 @@ ROLLING_FOUR = Arm(
 ARMS = [SYNC, SEPARATE_ASYNC, SORTED, STREAM, FULL, ROLLING, LAMINAR, STREAM_FOUR]
 ARMS += [arm.drafted() for arm in (SYNC, STREAM, FULL, ROLLING, ROLLING_FOUR)]
 
+_FULL_DRAFTED = FULL.drafted()
+#: Loads of eight update batches, and of no more than a version of age lets run at once.
+EIGHT, TWO = (
+    replace(_FULL_DRAFTED, name=f"full, loads of {n}", changes=(*_FULL_DRAFTED.changes, f"rules.group_batches={n}"))
+    for n in (8, 2)
+)
+EIGHT = replace(EIGHT, warm=8, counted=8)
 #: What is varied on 1,024 GPUs: changes, the arms, and the share of the GPUs that roll out where that is it.
 VARIED: dict[str, tuple[tuple[str, ...], list[Arm], float | None]] = {
-    "weights in 0.64 s": (("training.sync=0.64",), [FULL.drafted(), ROLLING.drafted(), LAMINAR], None),
+    "loads of 2 and 8 batches": ((), [TWO, EIGHT], None),
+    "half roll out": ((), [_FULL_DRAFTED, ROLLING.drafted()], 1 / 2),
+    "a quarter rolls out": ((), [_FULL_DRAFTED], 1 / 4),
+    "cut short at a new version": (("rules.keep_running=false",), [_FULL_DRAFTED, ROLLING.drafted()], None),
+    "weights in 0.64 s": (("training.sync=0.64",), [_FULL_DRAFTED, STREAM_FOUR], None),
+    "acceptance length 1.33": (("drafts.acceptance=[1.33]",), [_FULL_DRAFTED], None),
+    "acceptance length 4.25": (("drafts.acceptance=[2.94,4.25]",), [_FULL_DRAFTED], None),
+    "whole batches": (("streaming.enable=false",), [_FULL_DRAFTED], None),
+    "least loaded": (("placement.policy=least_loaded",), [_FULL_DRAFTED], None),
     "lengths at 50, 90, 99%: 1800, 9000, 18000": (
         ("workload.percentiles={50: 1800, 90: 9000, 99: 18000}",),
-        [SYNC, ROLLING.drafted(), LAMINAR],
+        [SYNC, _FULL_DRAFTED, STREAM_FOUR],
         None,
     ),
-    "acceptance length 1.33": (("drafts.acceptance=[1.33]",), [FULL.drafted(), ROLLING.drafted()], None),
-    "acceptance length 4.25": (("drafts.acceptance=[2.94,4.25]",), [FULL.drafted(), ROLLING.drafted()], None),
-    "whole batches": (("streaming.enable=false",), [ROLLING.drafted()], None),
-    "least loaded": (("placement.policy=least_loaded", "rules.start_order=load"), [ROLLING.drafted()], None),
-    "cut short at a new version": (("rules.keep_running=false",), [ROLLING.drafted()], None),
-    "a quarter rolls out": ((), [ROLLING.drafted()], 1 / 4),
-    "three quarters roll out": ((), [ROLLING.drafted()], 3 / 4),
 }
 
 
