@@ -10,8 +10,8 @@ of 32B. Not known here: which model and how many GPUs the 5.48 is of, batch, len
 
 What stands in for these is ``examples/simulate/dapo32b.yaml``, made for another comparison: 32B, updates of 512 prompts
 x 16 (verl's DAPO recipe), responses of up to 20,480 tokens, costs reckoned from data sheets. The batch is the same on
-1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` says how many, by each arm's overlap
-and without drafts, which it does not know.
+1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` tells how many, by each arm's overlap:
+of drafts it knows nothing, and is given what a token costs with them for what a step costs.
 
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
 each replica has the same to do, and an update takes as long. ``--whole`` simulates all of them, ten times as long.
@@ -36,6 +36,7 @@ import typer
 
 from benchmarks.machine import commit, describe
 from verl_rhyme.scheduling.allocation.planner import plan
+from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 from verl_rhyme.scheduling.ledger import Harvest
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import cluster_file, plan_file
@@ -52,7 +53,7 @@ GPUS = {1024: 8, 128: 4}
 EPOCH = 4
 #: Tokens a decoding step when a prompt comes first and later, and draft tokens verified for each that was gained: the
 #: least of five recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
-DRAFTS = "drafts.acceptance=[1.61,2.25]", "drafts.overhead=2.77"
+ACCEPTANCE, OVERHEAD = (1.61, 2.25), 2.77
 #: verl's bound: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
 
@@ -77,6 +78,7 @@ class Arm:
         warm: Updates before those that count: more where it takes more of them until as many prompts end as begin.
         counted: Those that count: as many as their times come back after.
         oversubscribed: Engines are given twice as many samples as they have slots and room for, and no more.
+        drafts: It drafts.
     """
 
     name: str
@@ -85,10 +87,12 @@ class Arm:
     warm: int = EPOCH
     counted: int = EPOCH
     oversubscribed: bool = False
+    drafts: bool = False
 
     def drafted(self) -> Arm:
         """With drafts."""
-        return replace(self, name=f"{self.name}, drafts", changes=(*self.changes, *DRAFTS))
+        given = f"drafts.acceptance={list(ACCEPTANCE)}", f"drafts.overhead={OVERHEAD}"
+        return replace(self, name=f"{self.name}, drafts", changes=(*self.changes, *given), drafts=True)
 
 
 _APART, _MAKESPAN = "topology=separate", ("rules.start_order=longest", "placement.policy=makespan")
@@ -171,8 +175,20 @@ def planned(arm: Arm, gpus: int) -> tuple[int, int]:
     if arm.plan is None:
         return gpus, gpus
     changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{PROFILE}]", *arm.plan]
-    best = plan(plan_file.load(EXAMPLES / "plan" / "one_site.yaml", changes).problem).best
+    problem = plan_file.load(EXAMPLES / "plan" / "one_site.yaml", changes).problem
+    if arm.drafts:
+        [pool] = problem.pools
+        replicas = {tp: _of_a_token(cost) for tp, cost in pool.replicas.items()}
+        problem = replace(problem, pools=[replace(pool, replicas=replicas)])
+    best = plan(problem).best
     return best.rollout_gpus, best.train_gpus
+
+
+def _of_a_token(cost: ReplicaCost) -> ReplicaCost:
+    """With drafts, what each request's share of a step costs for each token that the step makes for it."""
+    step, pace = cost.step, ACCEPTANCE[-1]
+    row = step.row + step.draft * (pace - 1) * OVERHEAD
+    return replace(cost, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
 
 class _EnoughError(Exception):
@@ -323,7 +339,7 @@ def bounds(sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
         yield {
             "gpus": gpus,
             "longest": round(alone, 1),
-            "longest_drafted": round(alone / 2.25, 1),
+            "longest_drafted": round(alone / ACCEPTANCE[-1], 1),
             "generation_on_all": round(float(cost.together(0, tokens, held)) / (gpus // TP), 1),
             "training_on_all": round(loaded.scenario.training.token * 128 / gpus * (tokens + 8192 * 300), 1),
             "mean_length": round(float(lengths.mean())),

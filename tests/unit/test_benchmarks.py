@@ -233,7 +233,8 @@ def test_what_is_simulated_as_full_is_what_the_preset_says():
     assert (scenario.placement, scenario.colocated) == (preset.placement.policy, False)
     assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming.update)
     assert sorting.oversubscription == 2
-    assert full_scale.DRAFTS[0] in full_scale.FULL.drafted().changes
+    drafted = full_scale.load(full_scale.FULL.drafted().changes).scenario
+    assert drafted.drafts.of(1) == (2.25, pytest.approx(1.25 * 2.77), 0, 0)
 
 
 def test_arms_on_many_gpus_keep_their_bounds_of_staleness(monkeypatch):
