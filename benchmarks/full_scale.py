@@ -10,8 +10,8 @@ of 32B. Not known here: which model and how many GPUs the 5.48 is of, batch, len
 
 What stands in for these is ``examples/simulate/dapo32b.yaml``, made for another comparison: 32B, updates of 512 prompts
 x 16 (verl's DAPO recipe), responses of up to 20,480 tokens, costs reckoned from data sheets. The batch is the same on
-1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` tells how many, by each arm's overlap:
-of drafts it knows nothing, and is given what a token costs with them for what a step costs.
+1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` tells how many, by each arm's
+overlap: of drafts it knows nothing, and is given what a token costs with them for what a step costs.
 
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
 each replica has the same to do, and an update takes as long. ``--whole`` simulates all of them, ten times as long.
@@ -327,24 +327,23 @@ def _gain(found: dict[str, Any], base: float) -> float:
 
 
 def bounds(sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """What no schedule can be faster than, in seconds: the longest response alone on its replica, without drafts and
-    with; all tokens through all replicas' slots; training on all GPUs."""
+    """What no schedule can be faster than, in seconds, without drafts and with: the longest response alone on its
+    replica; all tokens through slots that are always full, on all GPUs; a step where nobody ever waits, at any
+    staleness and the best split; and training on all GPUs."""
     for gpus in sizes:
-        loaded = load([])
-        [cost] = set(loaded.scenario.replicas)
+        loaded, shares = load([]), np.linspace(0.01, 0.99, 981)
+        [plain], training = set(loaded.scenario.replicas), loaded.scenario.training
         lengths = _lengths(loaded)
-        alone = cost.alone(300, int(lengths.max()))
-        tokens = 8192 * float(lengths.mean())
-        held = 8192 * float(np.mean(lengths * (300 + lengths / 2)))
-        yield {
-            "gpus": gpus,
-            "longest": round(alone, 1),
-            "longest_drafted": round(alone / ACCEPTANCE[-1], 1),
-            "generation_on_all": round(float(cost.together(0, tokens, held)) / (gpus // TP), 1),
-            "training_on_all": round(loaded.scenario.training.token * 128 / gpus * (tokens + 8192 * 300), 1),
-            "mean_length": round(float(lengths.mean())),
-            "p99_over_median": round(float(np.quantile(lengths, 0.99) / np.median(lengths)), 2),
-        }
+        tokens, held = 8192 * float(lengths.mean()), 8192 * float(np.mean(lengths * (300 + lengths / 2)))
+        trained = training.token * 128 / gpus * (tokens + 8192 * 300)
+        row: dict[str, Any] = {"gpus": gpus, "mean_length": round(tokens / 8192), "training_on_all": round(trained, 1)}
+        row["p99_over_median"] = round(float(np.quantile(lengths, 0.99) / np.median(lengths)), 2)
+        for name, cost in (("", plain), ("_drafted", _of_a_token(plain))):
+            made = float(cost.together(0, tokens, held)) / (gpus // TP)
+            steps = np.maximum(made / shares, trained / (1 - shares) + training.update + training.sync)
+            row |= {f"longest{name}": round(cost.alone(300, int(lengths.max())), 1)}
+            row |= {f"generation_on_all{name}": round(made, 1), f"step_at_best{name}": round(float(steps.min()), 1)}
+        yield row
 
 
 @app.command()
