@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from benchmarks import (
     allocation,
     eviction,
-    length_pairs,
     full_scale,
+    length_pairs,
     lengths,
     placement,
     placement_real,
