@@ -65,6 +65,8 @@ def overrides_of(split: Split, staleness: int, drains: bool) -> list[str]:
         *nodes("trainer", [(split.train_gpus, split.train.node)]),
         *nodes("actor_rollout_ref.rollout", [(gpus, pool.node) for pool, gpus in split.rollout]),
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={min(pool.utilization for pool, _ in split.rollout)}",
+        f"actor_rollout_ref.rollout.max_num_seqs={min(pool.replicas[split.tp].slots for pool, _ in split.rollout)}",
         *(
             f"actor_rollout_ref.rollout.custom.rhyme.sorting.{name}"
             for name in (f"max_staleness={staleness}", f"keep_running={str(drains).lower()}")

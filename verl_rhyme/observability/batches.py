@@ -83,18 +83,25 @@ class Occupancy:
     """
 
     def __init__(self, slots: int, now: float) -> None:
-        self._slots, self._since, self._now, self._running, self._busy = slots, now, now, 0, 0.0
+        self._slots, self._now, self._running, self._busy, self._room = slots, now, 0, 0.0, 0.0
 
     def at(self, now: float, running: int) -> None:
         """So many requests run in slots from now on."""
-        self._busy += (now - self._now) * min(self._running, self._slots)
+        passed = now - self._now
+        self._busy += passed * min(self._running, self._slots)
+        self._room += passed * self._slots
         self._now, self._running = now, running
+
+    def more(self, now: float, slots: int) -> None:
+        """There are so many slots more (below 0: less) from now on."""
+        self.at(now, self._running)
+        self._slots += slots
 
     def take(self) -> float:
         """The ratio from the last call until the latest :meth:`at`."""
-        span, busy = self._now - self._since, self._busy
-        self._since, self._busy = self._now, 0.0
-        return 1.0 - busy / (self._slots * span) if span > 0 else 0.0
+        busy, room = self._busy, self._room
+        self._busy = self._room = 0.0
+        return 1.0 - busy / room if room > 0 else 0.0
 
 
 def forecast_metrics(expectations: Expectations) -> dict[str, float]:

@@ -23,7 +23,7 @@ from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import ClusterFile, DraftsFile, PlacementFile, RulesFile, WorkloadFile
 from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
-from verl_rhyme.simulation.typed_yaml import ClusterError, from_folder_of, read
+from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 #: What numbers must be at least, by key; all are finite.
@@ -103,6 +103,10 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
         told += [(f"replicas.{i}.{name}", getattr(kind, name), 1) for name in ("count", "slots")]
         if kind.room != math.inf:
             told.append((f"replicas.{i}.room", kind.room, 1))
+    if config.drafts.acceptance == []:
+        raise ClusterError(
+            f"{path}: drafts.acceptance is empty: name a pace for each epoch, such as [1, 2], or drop it"
+        )
     told += [(f"drafts.acceptance.{i}", pace, 1) for i, pace in enumerate(config.drafts.acceptance or [])]
     told += [(f"workload.percentiles.{p}", tokens, 1) for p, tokens in (config.workload.percentiles or {}).items()]
     for key, value, least in told:
@@ -193,7 +197,7 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
         names = "prompts", "samples", "response_limit", "percentiles"
         missing = next(name for name in names if getattr(work, name) is None)
         raise ClusterError(f"{path}: workload.{missing} is missing (or name a recorded run: workload.lengths.run)")
-    percentiles = {float(percentile): tokens for percentile, tokens in work.percentiles.items()}
+    percentiles = by_percentile(work.percentiles, "workload", path)
     lengths = Lengths(percentiles, work.response_limit, work.alike, work.growth, work.wander)
     if not 0 <= work.unseen <= 1:
         raise ClusterError(f"{path}: workload.unseen must be a share, from 0 to 1, not {work.unseen}")

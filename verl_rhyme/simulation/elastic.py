@@ -20,8 +20,9 @@ from verl_rhyme.simulation.scenario import Step
 def add(simulation: Simulation, name: str, cost: ReplicaCost) -> None:
     """A replica more, with the newest weights."""
     simulation._versions[name] = simulation._version
+    simulation._occupancy.more(simulation.cluster.now, cost.slots)
     simulation.cluster.add(name, Engine(cost))
-    simulation.placement.add(name)
+    simulation.placement.add(name, cost)
     if math.isfinite(cost.room):
         simulation.placement.report(name, int(cost.room))
 
@@ -43,6 +44,7 @@ def remove(simulation: Simulation, name: str) -> int:
     waiting = simulation._gates.pop(name, {})
     taken = [(0, request, had) for request, had in engines[name].withdraw_all(now)]
     taken += [(version, request, request.emitted) for version, request in waiting.values()]
+    simulation._occupancy.more(now, -engines[name].cost.slots)
     simulation.placement.remove(name)
     simulation.cluster.remove(name)
     del simulation._versions[name]

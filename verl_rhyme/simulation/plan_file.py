@@ -21,7 +21,7 @@ from verl_rhyme.scheduling.cost import ReplicaCost
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import LengthsFile
 from verl_rhyme.simulation.profile import profile
-from verl_rhyme.simulation.typed_yaml import ClusterError, from_folder_of, read
+from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths
 
 #: Quantiles that stand for a distribution of lengths.
@@ -202,12 +202,29 @@ def _check(config: PlanFile, path: Path) -> None:
         ("batch.samples", config.batch.samples, 1),
         ("batch.prompt_tokens", config.batch.prompt_tokens, 0),
         ("batch.response_limit", config.batch.response_limit, 1),
+        ("rules.max_staleness", config.rules.max_staleness, 0),
         *((f"sites.{i}.gpus", site.gpus, 1) for i, site in enumerate(config.sites)),
-        *((f"kinds.{i}.gpus_per_node", kind.gpus_per_node, 1) for i, kind in enumerate(config.kinds)),
     ]
+    positive: list[tuple[str, float]] = [
+        ("model.parameters", config.model.parameters),
+        ("model.weight_bytes", config.model.weight_bytes),
+    ]
+    for i, kind in enumerate(config.kinds):
+        bounds += [(f"kinds.{i}.gpus_per_node", kind.gpus_per_node, 1), (f"kinds.{i}.price", kind.price, 0)]
+        positive.append((f"kinds.{i}.memory", kind.memory))
+        if not 0 < kind.utilization <= 1:
+            raise ClusterError(f"{path}: kinds.{i}.utilization must be above 0 and at most 1, not {kind.utilization}")
+        if (training := kind.training) is not None:
+            of = f"kinds.{i}.training"
+            positive.append((f"{of}.token", training.token))
+            bounds += [(f"{of}.update", training.update, 0), (f"{of}.reserve", training.reserve, 0)]
+            bounds.append((f"{of}.copy_gpus", training.copy_gpus, 1))
     for key, value, least in bounds:
         if value is not None and not least <= value < math.inf:
             raise ClusterError(f"{path}: {key} must be at least {least} and finite, not {value}")
+    for key, size in positive:
+        if not 0 < size < math.inf:
+            raise ClusterError(f"{path}: {key} must be above 0 and finite, not {size}")
 
 
 def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
@@ -220,8 +237,17 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
 
 
 def _profiles(names: Sequence[str], beside: Path | None) -> dict[int, tuple[ReplicaCost, str]]:
-    found = [profile(name, beside) for name in names]
-    return {cost.gpus: (cost, source) for cost, source in found}
+    """By tensor parallel size, one each."""
+    found: dict[int, tuple[ReplicaCost, str]] = {}
+    for name in names:
+        cost, source = profile(name, beside)
+        if cost.gpus in found:
+            raise ClusterError(
+                ("" if beside is None else f"{beside}: ")
+                + f"profiles {', '.join(names)}: two are of tensor parallel size {cost.gpus} (their gpus): drop one"
+            )
+        found[cost.gpus] = cost, source
+    return found
 
 
 def _measured(
@@ -265,7 +291,7 @@ def _work(batch: BatchFile, path: Path) -> Work:
             missing = "percentiles" if batch.percentiles is None else "response_limit"
             raise ClusterError(f"{path}: batch.{missing} is missing (or name a recorded run: batch.lengths.run)")
         places = ndtri((np.arange(_QUANTILES) + 0.5) / _QUANTILES)
-        told = Lengths({float(p): tokens for p, tokens in batch.percentiles.items()}, batch.response_limit)
+        told = Lengths(by_percentile(batch.percentiles, "batch", path), batch.response_limit)
         return Work(told.at(places).astype(float), samples, batch.samples, batch.prompt_tokens)
     if batch.percentiles is not None or batch.response_limit is not None:
         raise ClusterError(f"{path}: batch.lengths.run brings its own: drop batch.percentiles and batch.response_limit")

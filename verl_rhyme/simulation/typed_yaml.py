@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import MISSING, BooleanNode, FloatNode, IntegerNode, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 
 class ClusterError(ValueError):
@@ -58,6 +58,21 @@ def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
         raise ClusterError(f"{path}: {where + ': ' if where else ''}{what}") from error
 
 
+def by_percentile(told: Mapping[Any, float], of: str, path: Path) -> dict[float, float]:
+    """Tokens by percentile, as ``of.percentiles`` of a file has them.
+
+    Raises:
+        ClusterError: A key is no number.
+    """
+    found = {}
+    for key, tokens in told.items():
+        try:
+            found[float(key)] = tokens
+        except (TypeError, ValueError):
+            raise ClusterError(f"{path}: {of}.percentiles.{key}: {key!r} is no percentile, such as 50: 2500") from None
+    return found
+
+
 def _override(tree: Any, override: str, path: Path) -> None:
     """Set what ``KEY=VALUE`` says; a mapping is merged."""
     key, given, _ = override.partition("=")
@@ -69,13 +84,26 @@ def _override(tree: Any, override: str, path: Path) -> None:
     except (IndexError, ValueError, TypeError, OmegaConfBaseException) as error:
         raise ClusterError(
             f"{path}: cannot set {override}: a list's elements that are there have numbers from 0 on, such as "
-            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]'"
+            "replicas.0.count=4; a whole list is set by replicas='[{count: 4, profile: NAME}]', a mapping by "
+            "KEY='{NAME: VALUE}'"
         ) from error
     except Exception as error:  # the YAML parser's have no common name
         raise ClusterError(f"{path}: {override} is no YAML: {' '.join(str(error).split())}") from error
 
 
-_LIST_SUCH_AS = {"replicas": "[{count: 4, profile: NAME}]"}
+_LIST_SUCH_AS = {
+    "replicas": "[{count: 4, profile: NAME}]",
+    "kinds": "[{name: h800, memory: 80e9}]",
+    "sites": "[{name: here, kind: h800, gpus: 64}]",
+    "links": "[{between: [east, west], gbps: 80}]",
+    "profiles": "[qwen2.5-32b-h800-tp4]",
+    "between": "[east, west]",
+}
+_SINGLE: dict[Any, tuple[type[Any], str]] = {
+    int: (IntegerNode, "a whole number"),
+    float: (FloatNode, "a number"),
+    bool: (BooleanNode, "true or false"),
+}
 
 
 def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
@@ -100,10 +128,15 @@ def _check_shape(kind: Any, value: Any, key: str, path: Path) -> None:
             _check_shape(fields[name], each, inner, path)
     elif get_origin(kind) is list:
         if not isinstance(value, list):
-            raise ClusterError(
-                f"{path}: {key} must be a list such as {_LIST_SUCH_AS.get(key, '[1, 2]')}, not {value!r}"
-            )
+            such = _LIST_SUCH_AS.get(key.rpartition(".")[2], "[1, 2]")
+            raise ClusterError(f"{path}: {key} must be a list such as {such}, not {value!r}")
         for i, each in enumerate(value):
             _check_shape(get_args(kind)[0], each, f"{key}.{i}", path)
     elif isinstance(value, dict | list):
         raise ClusterError(f"{path}: {key} must be a single value, not {value!r}")
+    elif kind in _SINGLE:
+        node, what = _SINGLE[kind]
+        try:
+            node(value, is_optional=False)
+        except ValidationError as error:
+            raise ClusterError(f"{path}: {key} must be {what}, not {value!r}") from error

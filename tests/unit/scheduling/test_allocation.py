@@ -128,6 +128,30 @@ def test_without_training_beside_it_a_batch_has_two_steps():
     assert seconds == pytest.approx(one + FAST.step.base * 1000 / 2, rel=1e-6)
 
 
+@settings(deadline=None)
+@given(st.floats(1, 1e4), st.integers(1, 2000))
+def test_of_equal_lengths_what_is_left_is_even(tokens, rows):
+    """At a random moment, of responses that are all as long, what is left lies evenly between nothing and all."""
+    left = float(Work(np.full(7, tokens), 64).longest_left(rows))
+    assert left == pytest.approx(tokens * (rows / (rows + 1) - 0.5), rel=1e-6, abs=1e-6 * tokens)
+
+
+def test_what_is_left_is_that_of_draws():
+    """A response is met with a chance that goes with its length, at any of its tokens."""
+    rng = np.random.default_rng(0)
+    met = rng.choice(LENGTHS, p=LENGTHS / LENGTHS.sum(), size=(4000, 15)) * rng.random((4000, 15))
+    told = float(Work(LENGTHS, 64).longest_left(15))
+    assert told == pytest.approx(np.quantile(met, 15 / 16) - met.mean(), rel=0.05)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 40])
+def test_a_replica_of_one_slot_takes_one_after_another(samples):
+    """Equal lengths, one slot: the steps are those of all responses, and no more."""
+    one = ReplicaCost(StepCost(base=1e-2), slots=1)
+    seconds = generation([(one, np.array([1]))], Work(np.full(3, 100.0), samples), Overlap(0))
+    assert float(seconds[0]) == pytest.approx(samples * 100 * 1e-2)
+
+
 @pytest.mark.parametrize("overlap", [(-1, False), (0, True), (2, True)])
 def test_what_is_not_reckoned_is_refused(overlap):
     with pytest.raises(ValueError, match="staleness"):
@@ -171,6 +195,27 @@ def test_no_split_is_better_by_more_than_it_is_worth(here, there, price, overlap
     assert (best.step if objective == "time" else best.cost) <= least * 1.015
     again = split(given, (best.train, best.train_gpus), best.rollout, best.tp, "")
     assert again.step == pytest.approx(best.step, rel=5e-3)
+
+
+def test_it_is_no_further_from_the_best_than_a_split_is_worth():
+    """Over all arrangements together: not that much within one, and as much again between two."""
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        training = Training(float(10 ** rng.uniform(-4, -2)), 2.0, 2, 10e9)
+        pools = [
+            pool(
+                site,
+                gpus=8 * int(rng.integers(2, 9)),
+                cost=ReplicaCost(StepCost(8e-3 * rng.uniform(0.9, 1.1), 3e-5, 2e-8), 3e-5, 64, gpus=2),
+                training=training,
+            )
+            for site in ("here", "there")
+        ]
+        work = Work(LENGTHS, int(rng.integers(64, 1024)), 8, 200)
+        given = problem(*pools, overlap=Overlap(0), work=work, links={frozenset(("here", "there")): 1e11})
+        for objective in ("time", "cost"):
+            best = plan(given, objective).best
+            assert (best.step if objective == "time" else best.cost) <= exhaustive(given, objective) * 1.01001
 
 
 def test_a_split_fits_its_pool():
@@ -220,6 +265,41 @@ def test_several_pools_generate_together():
     assert best.step < alone.step
 
 
+def test_pools_that_generate_together_are_whole_nodes_of_one_size():
+    """verl is told nodes, and GPUs in each: half a node beside whole ones would be asked for as a whole one."""
+    links = {frozenset(("here", "there")): 10e9}
+    heavy = Training(1e-4, 2.0, 2, 10e9)
+    for gpus, node, why in ((4, 8, "4 GPUs are no whole nodes"), (16, 16, "their nodes differ")):
+        there = pool("there", gpus=gpus, node=node, training=None)
+        found = plan(problem(pool(training=heavy), there, links=links))
+        assert all(len(each.rollout) == 1 for each in [found.best, *found.others])
+        assert any(why in told for told in found.refused), found.refused
+        assert any(each.rollout[0][0] is there for each in found.others), "alone it may"
+
+
+def test_gpus_for_nothing_cost_nothing():
+    assert plan(problem(pool(price=0.0)), "cost").best.cost == 0
+
+
+def test_each_reason_is_told_when_no_step_is_fast_enough():
+    there = pool("there", training=None)
+    with pytest.raises(NoSplit, match=r"no step takes 1 s or less, the fastest \d+ s: .*\n.*no link"):
+        plan(problem(pool(), there), slowest=1)
+
+
+def test_a_pool_that_training_fills_has_nobody_to_generate():
+    tight = Training(1e-4, 2.0, 8, 30e9)
+    with pytest.raises(NoSplit, match="its 8 GPUs do not do for both"):
+        plan(problem(pool(gpus=8, training=tight)))
+
+
+def test_the_longest_response_there_is_has_room():
+    """Also where the batch is so small that it hardly has it."""
+    little = ReplicaCost(FAST.step, room=7000, gpus=2)
+    with pytest.raises(NoSplit, match="may have 8200 tokens, and the cache has room for 7000"):
+        plan(problem(pool(cost=little), work=Work(LENGTHS, 2, 1, 200)))
+
+
 def test_without_a_link_nothing_goes_between_sites():
     found = plan(problem(pool(), pool("there")))
     assert {found.best.train.site} == {each.site for each, _ in found.best.rollout}
@@ -231,7 +311,7 @@ def test_without_a_link_nothing_goes_between_sites():
 def test_what_cannot_hold_the_model_is_refused_with_the_reason():
     with pytest.raises(NoSplit, match=r"14 GB of weights, and 80% of 2 GPUs are 13 GB"):
         plan(problem(pool(memory=8e9)))
-    with pytest.raises(NoSplit, match=r"training on 8 GPUs of here/h800: \d+ GB on each .* of 40 GB"):
+    with pytest.raises(NoSplit, match=r"training on 8 GPUs of here/h800: 62 GB on each .* of 40 GB"):
         plan(problem(pool(gpus=8, memory=40e9, training=Training(1e-3, 2.0, 2, 30e9))))
     little = ReplicaCost(FAST.step, room=4000, gpus=2)
     with pytest.raises(NoSplit, match=r"may have \d+ tokens, and the cache has room for 4000"):
@@ -240,14 +320,28 @@ def test_what_cannot_hold_the_model_is_refused_with_the_reason():
         plan(problem(pool(gpus=8, training=Training(1e-3, 0.0, 16))))
     with pytest.raises(NoSplit, match="no GPUs may train"):
         plan(problem(pool(training=None)))
-    with pytest.raises(NoSplit, match="no step takes 1 s or less"):
+    with pytest.raises(NoSplit, match="no step takes 1 s or less, the fastest"):
         plan(problem(pool()), slowest=1)
 
 
 def test_memory_lets_only_larger_shares_train():
     tight = Training(1e-5, 2.0, 8, 50e9)  # 5.25 GB of weights and gradients, 84 GB over all
-    best = plan(problem(pool(gpus=64, memory=60e9, training=tight)), "cost").best
-    assert best.train_gpus >= 24
+    little = pool(gpus=64, memory=60e9, training=tight)
+    assert next(gpus for gpus in little.shares(8) if not little.why_no_training(MODEL, gpus)) == 24
+    assert plan(problem(little), "cost").best.train_gpus >= 24
+
+
+def test_what_a_sample_costs_is_all_gpus_for_a_step():
+    """16 GPUs at 3 and 8 at 1 an hour: 56 an hour, for 512 samples a step."""
+    there = pool("there", price=1.0)
+    given = problem(pool(price=3.0), there, links={frozenset(("here", "there")): 1e12})
+    made = split(given, (given.pools[0], 16), [(there, 8)], 2, "")
+    assert (made.hourly, made.gpus, made.rollout_gpus) == (56, 24, 8)
+    assert made.cost == pytest.approx(56 / 3600 * made.step / 512)
+    assert made.rollout_idle == pytest.approx(1 - made.generated / made.step)
+    assert made.train_idle == pytest.approx(1 - made.trained / made.step)
+    turns = colocated(given, given.pools[0], 32, 2)
+    assert turns.cost == pytest.approx(96 / 3600 * turns.step / 512)
 
 
 def test_prices_are_needed_for_costs_alone():

@@ -145,6 +145,21 @@ def test_rules_that_contradict_each_other(overrides, told):
         load(EXAMPLE, overrides.split())
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("replicas.0.count=x", "replicas.0.count must be a whole number, not 'x'"),
+        ("training.token=x", "training.token must be a number, not 'x'"),
+        ("rules.probe=perhaps", "rules.probe must be true or false, not 'perhaps'"),
+        ("workload.percentiles={half: 900}", "workload.percentiles.half: 'half' is no percentile"),
+        ("drafts.acceptance=[]", "drafts.acceptance is empty"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_with_its_whole_key(override, told):
+    with pytest.raises(ClusterError, match=told):
+        load(EXAMPLE, [override])
+
+
 def test_simulate_tells_each_update_and_all(tmp_path):
     out = tmp_path / "timeline.json"
     told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json", "--timeline", str(out)])

@@ -80,6 +80,21 @@ def test_whatever_comes_and_goes_each_sample_is_trained_once_and_whole(seed):
     assert sum(step.wasted for step in steps) < made
 
 
+def test_slots_count_while_they_are_there_and_what_a_replica_costs_is_told():
+    """Of a request that runs for two seconds beside 64, then 32, then 64 slots."""
+    few = ReplicaCost(StepCost(base=0.01), slots=32)
+    run = simulation([], replicas=(FAST,))
+    account, cluster = run._occupancy, run.cluster
+    add(run, "replica-1", few)
+    assert run.placement.fleet.costs == [FAST, few]
+    account.at(0.0, 1)
+    cluster.now = 2.0
+    remove(run, "replica-0")
+    cluster.now = 4.0
+    account.at(4.0, 0)
+    assert account.take() == pytest.approx(1 - 4 / (2 * 96 + 2 * 32))
+
+
 def test_what_is_planned_stays_and_so_does_the_last():
     run = simulation([], replicas=(FAST,))
     with pytest.raises(ValueError, match="the last replica"):

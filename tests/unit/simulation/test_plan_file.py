@@ -59,6 +59,7 @@ def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
     rollout = config.actor_rollout_ref.rollout
     assert rollout.nnodes * rollout.n_gpus_per_node == best["rollout"][0]["gpus"]
     assert rollout.tensor_model_parallel_size == best["tensor_parallel"]
+    assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "as it was planned with"
     assert config.trainer.v1.trainer_mode == "separate_async"
     assert rollout.custom.rhyme.sorting.max_staleness == 1
 
@@ -129,20 +130,31 @@ def test_a_measured_profile_takes_the_place_of_a_kinds_own(tmp_path, monkeypatch
         ("sites=[]", "sites is empty"),
         ("sites.0.kind=h900", "sites.0.kind=h900 is no kind: did you mean h800?"),
         ("sites.0.gpus=0", "sites.0.gpus must be at least 1"),
+        ("sites.0.gpus=abc", "sites.0.gpus must be a whole number, not 'abc'"),
+        ("sites.0.rollout=maybe", "sites.0.rollout must be true or false, not 'maybe'"),
+        ("kinds.0.training.token=x", "kinds.0.training.token must be a number, not 'x'"),
+        ("kinds.0.profiles=qwen", "kinds.0.profiles must be a list such as [qwen2.5-32b-h800-tp4], not 'qwen'"),
+        ("kinds.0.profiles=[qwen2.5-32b-h800-tp4,qwen2.5-32b-h800-tp4]", "two are of tensor parallel size 4"),
         ("sites.0.gpus=100", "here/h800: 100 GPUs are no whole nodes of 8"),
         ("kinds.0.profiles=[]", "h800 is to generate at here and has no profile: name some in its profiles, give"),
         ("kinds.0.profiles=[qwen2.5-32b-h900-tp4]", "no profile qwen2.5-32b-h900-tp4: did you mean"),
         ("kinds.0.gpus_per_node=0", "kinds.0.gpus_per_node must be at least 1"),
-        ("kinds.0.utilization=2", "utilization at most 1"),
-        ("kinds.0.price=-1", "a price of -1"),
-        ("kinds.0.training.token=0", "training needs seconds above 0 a token"),
-        ("model.parameters=0", "a model has parameters"),
+        ("kinds.0.utilization=2", "kinds.0.utilization must be above 0 and at most 1, not 2.0"),
+        ("kinds.0.price=-1", "kinds.0.price must be at least 0 and finite, not -1"),
+        ("kinds.0.price=inf", "kinds.0.price must be at least 0 and finite, not inf"),
+        ("kinds.0.memory=-1", "kinds.0.memory must be above 0 and finite, not -1"),
+        ("kinds.0.training.copy_gpus=0", "kinds.0.training.copy_gpus must be at least 1"),
+        ("kinds.0.training.reserve=nan", "kinds.0.training.reserve must be at least 0"),
+        ("kinds.0.training.token=0", "kinds.0.training.token must be above 0"),
+        ("model.parameters=0", "model.parameters must be above 0"),
+        ("model.parameters=inf", "model.parameters must be above 0 and finite, not inf"),
         ("batch.prompts=0", "batch.prompts must be at least 1"),
         ("batch.percentiles=null", "batch.percentiles is missing"),
         ("batch.response_limit=null", "batch.response_limit is missing"),
         ("batch.percentiles={50: 900, 90: 100}", "rising tokens"),
+        ("batch.percentiles={half: 900}", "batch.percentiles.half: 'half' is no percentile, such as 50: 2500"),
         ("batch.lengths.run=nowhere", "batch.lengths.run brings its own: drop batch.percentiles"),
-        ("rules.max_staleness=-1", "staleness must be at least 0"),
+        ("rules.max_staleness=-1", "rules.max_staleness must be at least 0"),
         ("rules.max_staleness=2 rules.keep_running=true", "1 where replicas drain"),
         ("sync=-1", "sync must be at least 0"),
         ("links=[{between: [here], gbps: 1}]", "links.0.between must be two sites"),
@@ -167,6 +179,10 @@ def test_what_does_not_fit_is_refused_with_each_reason():
     assert result.exit_code == 1
     assert "66 GB of weights, and 80% of 4 GPUs are 32 GB" in result.stderr
     assert "GB on each" in result.stderr
+    result = run("sites.0.gpus=16")
+    assert "generation on here/h800 with tensor parallel size 4: its 16 GPUs do not do for both" in result.stderr
+    result = run("slowest=1", file=TWO)
+    assert re.search(r"no step takes 1 s or less, the fastest \d+ s: allow more, or add GPUs", result.stderr)
     result = run("sites.0.gpus=8", "kinds.0.training.copy_gpus=16")
     assert "no share of its 8 GPUs, 8 in a node, is made of copies over 16" in result.stderr
 

@@ -138,18 +138,22 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
         raise ValueError(f"objective=cost needs the price of a GPU and hour, and {', '.join(unknown)} has none")
     refused: list[str] = []
     found: list[Split] = []
-    looked_at = 0
+    looked_at, fastest, least = 0, np.inf, np.inf
     for arrangement in _arrangements(problem, refused):
-        best, count = _search(problem, objective, slowest, *arrangement)
-        looked_at += count
+        best, count, seconds, value = _search(problem, objective, slowest, *arrangement)
+        looked_at, fastest, least = looked_at + count, min(fastest, seconds), min(least, value)
         found += [] if best is None else [best]
+        if not count:
+            refused.append(_why_none(*arrangement[:4]))
     if not found:
-        if slowest < np.inf and not refused:
-            refused.append(f"no step takes {slowest:.0f} s or less: allow more, or add GPUs")
+        if looked_at:
+            refused.insert(
+                0, f"no step takes {slowest:.0f} s or less, the fastest {fastest:.0f} s: allow more, or add GPUs"
+            )
         raise NoSplit("no split is possible:\n" + "\n".join(f"- {why}" for why in dict.fromkeys(refused)))
-    found.sort(key=lambda split: _value(split, objective))
+    enough = (1 + WORTH) * least * (1 + 1e-9)  # rounding
     best = min(
-        (split for split in found if _value(split, objective) <= (1 + WORTH) * _value(found[0], objective)),
+        (split for split in found if _value(split, objective) <= enough),
         key=lambda split: (split.gpus, _value(split, objective)),
     )
     others = [split for split in found if split is not best]
@@ -235,15 +239,33 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
         for tp, pools in able.items():
             for share in pools:
                 others = [pool for pool in pools if pool not in (share, train)]
+                refused += [why for pool in others if (why := pool.why_not_whole(tp))]
+                others = [pool for pool in others if not pool.why_not_whole(tp)]
                 for whole in itertools.chain(*(itertools.combinations(others, n) for n in range(len(others) + 1))):
-                    if whole and len({pool.node for pool in (share, *whole)}) > 1:
-                        continue  # verl has one number of GPUs in a node for all that generate
+                    if len({pool.node for pool in (share, *whole)}) > 1:
+                        if len(whole) == 1:
+                            refused.append(_why_apart(share, *whole))
+                        continue
                     sites = {share.site, *(pool.site for pool in whole)}
                     transfer = problem.links.seconds(train.site, sites, problem.model.bytes)
                     if transfer is None:
                         refused.append(f"training at {train.site}, generation at {', '.join(sorted(sites))}: no link")
                     else:
                         yield train, share, whole, tp, transfer
+
+
+def _why_apart(one: Pool, other: Pool) -> str:
+    names = " and ".join(sorted([one.name, other.name]))
+    return f"generation on {names} together: their nodes differ, and verl has one number of GPUs in a node"
+
+
+def _why_none(train: Pool, share: Pool, whole: tuple[Pool, ...], tp: int) -> str:
+    """Why an arrangement has no split."""
+    names = ", ".join(pool.name for pool in (share, *whole))
+    what = f"training on {train.name}, generation on {names} with tensor parallel size {tp}"
+    if share is train:
+        return f"{what}: its {train.gpus} GPUs do not do for both"
+    return f"{what}: {share.name} has no whole node for it"
 
 
 def _search(
@@ -255,14 +277,15 @@ def _search(
     whole: tuple[Pool, ...],
     tp: int,
     transfer: float,
-) -> tuple[Split | None, int]:
-    """The best split of an arrangement, and how many were looked at."""
+) -> tuple[Split | None, int, float, float]:
+    """The best split of an arrangement (within :data:`WORTH` that of the fewest GPUs), how many were looked at;
+    the least seconds of these, and the least of ``objective`` within ``slowest``."""
     assert train.training is not None
     model, work, overlap = problem.model, problem.work, problem.overlap
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.why_no_training(model, y)]
     xs = [x for x in share.shares(tp) if not whole or x % share.node == 0]
     if not ys or not xs:
-        return None, 0
+        return None, 0, np.inf, np.inf
     trained = train.training.seconds(ys, work.trained_tokens)
     between = trained + problem.weights + transfer
     counts = np.array(xs) / tp
@@ -272,23 +295,26 @@ def _search(
     seconds = step(generated, trained[:, None], problem.weights, transfer, overlap)  # [ys, xs]
     if share is train:
         seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
-    looked_at = int(np.isfinite(seconds).sum())
-    seconds = np.where(seconds <= slowest, seconds, np.inf)
+    looked_at, fastest = int(np.isfinite(seconds).sum()), float(seconds.min())
+    possible = np.isfinite(seconds) & (seconds <= slowest)
+    if not possible.any():
+        return None, looked_at, fastest, np.inf
     gpus = np.add.outer(ys, xs) + sum(pool.gpus for pool in whole)
     value = seconds
     if objective == "cost":
         price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
-        value = seconds * (price + sum(pool.gpus * (pool.price or 0.0) for pool in whole))
-    if not np.isfinite(value).any():
-        return None, looked_at
-    good = value <= (1 + WORTH) * value.min()
+        price = price + sum(pool.gpus * (pool.price or 0.0) for pool in whole)
+        value = np.where(possible, seconds, 0.0) * price / 3600 / work.samples
+    value = np.where(possible, value, np.inf)
+    least = float(value.min())
+    good = value <= (1 + WORTH) * least
     fewest = np.where(good, gpus, np.inf)
     at = np.unravel_index(np.argmin(np.where(fewest == fewest.min(), value, np.inf)), value.shape)
     y, x = ys[int(at[0])], xs[int(at[1])]
     rollout = [(share, x), *((pool, pool.gpus) for pool in whole)]
     what = "one pool" if {train, *(pool for pool, _ in rollout)} == {train} else "pools apart"
     what = "pools together" if whole else what
-    return _told(problem, (train, y), rollout, tp, what, float(seconds[at])), looked_at
+    return _told(problem, (train, y), rollout, tp, what, float(seconds[at])), looked_at, fastest, least
 
 
 def _over_between(fleet: list, work: Work, overlap: Overlap, between: Floats) -> Floats:

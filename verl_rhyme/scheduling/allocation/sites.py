@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from verl_rhyme.scheduling.allocation.times import Training, Work
 from verl_rhyme.scheduling.cost import ReplicaCost
@@ -21,7 +24,7 @@ class Model:
     weight_bytes: float = 2.0
 
     def __post_init__(self) -> None:
-        if not (self.parameters > 0 and self.weight_bytes > 0):
+        if not (0 < self.parameters < math.inf and 0 < self.weight_bytes < math.inf):
             raise ValueError(f"a model has parameters, and bytes of each: {self}")
 
     @property
@@ -59,11 +62,12 @@ class Pool:
     training: Training | None = None
 
     def __post_init__(self) -> None:
-        if not (self.gpus >= 1 and self.node >= 1 and self.memory > 0 and 0 < self.utilization <= 1):
+        sizes = self.gpus >= 1 and self.node >= 1 and 0 < self.memory < math.inf
+        if not (sizes and 0 < self.utilization <= 1):
             raise ValueError(f"{self.name}: GPUs, a node's, and memory must be above 0, utilization at most 1")
         if self.gpus > self.node and self.gpus % self.node:
             raise ValueError(f"{self.name}: {self.gpus} GPUs are no whole nodes of {self.node}")
-        if self.price is not None and not self.price >= 0:
+        if self.price is not None and not 0 <= self.price < math.inf:
             raise ValueError(f"{self.name}: a price of {self.price}")
 
     @property
@@ -76,6 +80,12 @@ class Pool:
         whole = range(self.node, self.gpus + 1, self.node)
         return [*within, *(gpus for gpus in whole if not gpus % unit)]
 
+    def why_not_whole(self, tp: int) -> str:
+        """Why all of it cannot generate beside GPUs of another pool; empty where it can."""
+        if self.gpus % self.node or self.gpus % tp:
+            return f"all of {self.name} beside another pool: {self.gpus} GPUs are no whole nodes of replicas of {tp}"
+        return ""
+
     def fits(self, one: int, other: int) -> bool:
         """Two such shares fit side by side."""
         if one + other <= min(self.node, self.gpus):
@@ -86,7 +96,7 @@ class Pool:
     def why_no_replica(self, model: Model, work: Work, tp: int) -> str:
         """Why it cannot generate with so many GPUs a replica; empty where it can."""
         given = self.utilization * tp * self.memory
-        longest = work.prompt_tokens + float(work.longest(work.samples))
+        longest = work.prompt_tokens + float(np.max(work.lengths))
         if model.bytes >= given:
             return (
                 f"generation on {self.name} with tensor parallel size {tp}: {_gb(model.bytes)} of weights, and "
@@ -126,7 +136,7 @@ class Links:
 
     def seconds(self, home: str, sites: set[str], size: float) -> float | None:
         """Until a version of so many bytes is at all these sites, each by its own link; ``None``: there is no link."""
-        found = [self.speeds.get(frozenset((home, site))) for site in sites - {home}]
+        found = [self.speeds.get(frozenset((home, site))) or None for site in sites - {home}]
         return None if None in found else max((size / speed for speed in found if speed), default=0.0)
 
 

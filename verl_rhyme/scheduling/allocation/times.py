@@ -104,7 +104,8 @@ class Work:
     def _left(self) -> tuple[Floats, Floats]:
         values = np.sort(np.asarray(self.lengths, dtype=float))
         longer = 1 - np.arange(len(values)) / len(values)
-        shares = np.cumsum(np.diff(values, prepend=0.0) * longer)
+        values = np.concatenate([[0.0], values])
+        shares = np.concatenate([[0.0], np.cumsum(np.diff(values) * longer)])
         return values, shares / shares[-1]
 
     @cached_property

@@ -8,7 +8,9 @@ reckoned until its last sample is done (:mod:`~verl_rhyme.scheduling.placement.p
 
 **Bound late** (``late``). The samples of a pool get its free slots, the longest first. What finds none is not started
 and bound to no replica: when some have ended, and it is known how far the rest is, all that is left is cut into pools
-anew, single samples by their own distributions of lengths, not prompts.
+anew, single samples by their own distributions of lengths, not prompts. Slots that a pool leaves free serve the longest
+that wait for other pools, but only as many of these as would wait even if no slot stood idle: where there are slots for
+all, a slot is left free so that steps beside a long response are short.
 
 Within a replica the longest go first (``Rules.start_order``).
 """
@@ -44,6 +46,8 @@ _LOOK, _BLIND = 0.02, 0.25
 _WATCHED = 16384
 #: Where nobody knows a cache's room.
 _ROOMY = 1e15
+#: Rooms between two of so many powers of 2 for each doubling are one kind's: engines report each its own.
+_ROOMS = 16
 
 
 @dataclass(eq=False)
@@ -142,7 +146,10 @@ class SkewnessAware(PlacementPolicy):
         count = len(place.within(self._fleet)[0])
         if not count:
             return "its pool's replicas are gone: where the fewest tokens were"
-        return f"{place.name}, {roughly(place.tokens)} tokens or more expected: {count} of {len(self._fleet)} replicas"
+        told = f"{place.name}, {roughly(place.tokens)} tokens or more expected"
+        if self._late and replica not in place.share:
+            return f"{told}: in a slot that another pool left free"
+        return f"{told}: {count} of {len(self._fleet)} replicas"
 
     # ---- bound late ----
 
@@ -159,8 +166,10 @@ class SkewnessAware(PlacementPolicy):
         load = dict.fromkeys(fleet.names, 0.0)
         for i, run in enumerate(runs, len(own)):
             load[run.replica] += tokens[i]
-        free = {name: cost.slots - fleet.requests(name) for name, cost in zip(fleet.names, fleet.costs, strict=True)}
+        slots = zip(fleet.names, fleet.costs, strict=True)
+        free = {name: max(0, cost.slots - fleet.requests(name)) for name, cost in slots}
         places: Sequence[tuple[_Place | None, slice]] = self._places("", samples)
+        over: list[tuple[str, _Place | None]] = []
         for place, members in places or [(None, slice(None))]:
             share = dict.fromkeys(fleet.names, 1.0) if place is None else place.share
             heap = [(load[name] / each, i, name) for i, (name, each) in enumerate(share.items()) if free[name] > 0]
@@ -169,8 +178,7 @@ class SkewnessAware(PlacementPolicy):
                 if i >= len(own):
                     continue
                 if not heap:
-                    self._coming[requests[i].id] = None, place
-                    self._waiting = True
+                    over.append((requests[i].id, place))
                     continue
                 _, at, name = heap[0]
                 self._coming[requests[i].id] = name, place
@@ -180,6 +188,23 @@ class SkewnessAware(PlacementPolicy):
                     heapq.heapreplace(heap, (load[name] / share[name], at, name))
                 else:
                     heapq.heappop(heap)
+        self._spill(over, free)
+
+    def _spill(self, over: Sequence[tuple[str, _Place | None]], free: Mapping[str, int]) -> None:
+        """Of what found no slot in its pool, what goes to another pool's, the emptiest first."""
+        idle = sum(free.values())
+        lent = max(0, min(idle, len(over) - idle))
+        heap = [(-count, i, name) for i, (name, count) in enumerate(free.items()) if count > 0]
+        heapq.heapify(heap)
+        for name, place in over[:lent]:
+            count, at, replica = heap[0]
+            self._coming[name] = replica, place
+            if count < -1:
+                heapq.heapreplace(heap, (count + 1, at, replica))
+            else:
+                heapq.heappop(heap)
+        self._coming.update((name, (None, place)) for name, place in over[lent:])
+        self._waiting = lent < len(over)
 
     def started(self, request: Request, replica: str) -> None:
         if self._late:
@@ -216,7 +241,7 @@ class SkewnessAware(PlacementPolicy):
         fleet = self._fleet
         if len(fleet) < 2 or len(samples.tokens) < 2:
             return []
-        rooms = np.minimum(fleet.capacity, _ROOMY).tolist()
+        rooms = np.exp2(np.floor(np.log2(np.minimum(fleet.capacity, _ROOMY)) * _ROOMS) / _ROOMS).tolist()
         kinds = [
             (cost.step.base, cost.step.row, cost.step.cached, float(cost.slots), room)
             for cost, room in zip(fleet.costs, rooms, strict=True)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from verl_rhyme.lengths.outlook import certain, edges
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
-from verl_rhyme.scheduling.placement import Ahead, Load, Placement, Progress, Request
+from verl_rhyme.scheduling.placement import Ahead, Load, Placement, Progress, Request, skewness_aware
 from verl_rhyme.scheduling.placement.pools import Replicas, Samples, several, takes, two
+from verl_rhyme.scheduling.placement.skewness_aware import _Place
 
 FAST = ReplicaCost(StepCost(5e-3, 33e-6, 26e-9), slots=4, room=30_000)
 SLOW = ReplicaCost(StepCost(12e-3, 20e-6, 50e-9), slots=8, room=90_000)
@@ -278,6 +279,37 @@ def test_what_finds_no_slot_is_planned_anew_when_some_have_ended():
     assert placement.errors == 0, placement.last_error
 
 
+def late_with_the_tail_apart(counts, waiting):
+    """Three replicas of four slots and two pools, of which the first has so many samples to go, on one replica."""
+    placement = fleet([FAST] * 3, objective="max", late=True, tail=0.1)
+    placement.policy._places = lambda of, samples: [
+        (_Place("pool 1 of 2", 9_000.0, {"r0": 1.0}), slice(0, counts)),
+        (_Place("pool 2 of 2", 10.0, {"r1": 1.0, "r2": 1.0}), slice(counts, None)),
+    ]
+    requests = requests_of([9_000] * counts + list(range(2_000 + waiting, 2_000, -1)))
+    return placement, placement.place(requests)
+
+
+def test_no_slot_stands_idle_while_more_wait_than_there_are_slots():
+    """The longest of those that wait go where another pool has no use for a slot."""
+    placement, where = late_with_the_tail_apart(1, 40)
+    assert where[0] == "r0"
+    assert sorted(filter(None, where)) == ["r0"] * 4 + ["r1"] * 4 + ["r2"] * 4
+    assert where[1:9].count("r0") == 0, "its own pool's slots first"
+    assert where[9:12] == ["r0"] * 3, "then the longest of what is left"
+    assert placement.why("p10-0").endswith("in a slot that another pool left free")
+    assert "pool 2 of 2" in placement.why("p10-0")
+    assert placement.errors == 0, placement.last_error
+
+
+def test_a_slot_is_left_free_where_there_are_slots_for_all():
+    """Eleven for twelve slots: those of the second pool wait for theirs, and the long one has short steps."""
+    _, where = late_with_the_tail_apart(1, 10)
+    assert (where.count("r0"), where.count(None)) == (1, 2)
+    _, where = late_with_the_tail_apart(1, 12)  # one more than there are slots: one of four would wait anyhow
+    assert (where.count("r0"), where.count(None)) == (2, 3)
+
+
 def test_the_longest_have_the_first_slots_in_whatever_order_they_come():
     placement = fleet([FAST] * 2, objective="max", late=True)
     requests = requests_of([100, 18_000, 200, 17_000, *([300] * 20)])
@@ -285,6 +317,18 @@ def test_the_longest_have_the_first_slots_in_whatever_order_they_come():
     assert where["p1-0"] is not None
     assert where["p3-0"] is not None
     assert where["p0-0"] is None, "the shortest"
+
+
+def test_engines_whose_caches_differ_by_a_little_are_of_one_kind(monkeypatch):
+    """Each engine reports its own room; as so many kinds, a thousand replicas are planned three times as slowly."""
+    placement, seen = fleet([SLOW] * 6, objective="max", pools=3), []
+    monkeypatch.setattr(skewness_aware, "several", lambda *of: seen.append(of[1].kinds) or several(*of))
+    for number, room in enumerate((81_000, 80_990, 80_500, 81_200, 40_000, 40_100)):
+        placement.report(f"r{number}", room)
+    placement.plan(0, [Load(f"p{n}", 1, 100.0 * n, 100) for n in range(1, 20)])
+    assert placement.errors == 0, placement.last_error
+    assert len(seen[0]) == 2
+    assert all(0.95 * 40_000 < kind[4] <= 81_200 for kind in seen[0])
 
 
 @pytest.mark.parametrize("costs", [[SLOW] * 1024, [FAST, SLOW] * 512], ids=["alike", "two kinds"])
