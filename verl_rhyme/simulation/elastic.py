@@ -42,23 +42,17 @@ def remove(simulation: Simulation, name: str) -> int:
         raise ValueError("the last replica cannot go")
     now, engines = simulation.cluster.now, simulation.cluster.engines
     waiting = simulation._gates.pop(name, {})
-    taken = [(0, request, had) for request, had in engines[name].withdraw_all(now)]
-    taken += [(version, request, request.emitted) for version, request in waiting.values()]
+    taken = engines[name].withdraw_all(now)
+    taken += [(request, request.emitted) for _, request in waiting.values()]
     simulation._occupancy.more(now, -engines[name].cost.slots)
     simulation.placement.remove(name)
     simulation.cluster.remove(name)
     del simulation._versions[name]
-    for version, request, had in taken:
+    for request, had in taken:
         sample = simulation._under_way[str(request.name)]
-        if had and sample.first_version is None:
-            sample.first_version = sample.started
         attempt, prompt = sample.attempt, sample.prompt
         of = simulation._name(attempt), prompt.key, attempt.number, attempt.attempt, len(prompt.lengths), prompt.tokens
-        sample.replica, sample.kept = simulation.placement.acquire(Asked(*of)), had
-        sample.started = max(simulation._versions[sample.replica], version)
-        simulation._submit(sample.replica, version, request._replace(emitted=had))
-        simulation._renew(sample.replica)
-        simulation.cluster.touch(sample.replica)
+        simulation._go_on(sample, request, simulation.placement.acquire(Asked(*of)), had)
     return len(taken)
 
 

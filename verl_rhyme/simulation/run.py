@@ -29,14 +29,21 @@ from verl_rhyme.simulation.workload import Prompt
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way: which attempt, of which prompt, and the version and number of the tokens that it keeps."""
+    """A sample under way: which attempt, of which prompt, the version that it needs, and the version and number of the
+    tokens that it keeps."""
 
     attempt: Attempt
     prompt: Prompt
+    needs: int = 0
     replica: str = ""
     first_version: int | None = None
     kept: float = 0.0
     started: int = 0  # version of its replica when it started there
+
+    @property
+    def first(self) -> int:
+        """Version of the oldest of the tokens that it has."""
+        return self.started if self.first_version is None else min(self.first_version, self.started)
 
 
 class Simulation:
@@ -190,7 +197,7 @@ class Simulation:
             attempt = Attempt.named(start.name)
             prompt = self._loaded[attempt.uid]
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
-            sample = _Sample(attempt, prompt)
+            sample = _Sample(attempt, prompt, start.version)
             if start.partial and before is not None:
                 sample.kept, sample.first_version = before.kept, before.first_version
             sample.replica = replica = start.replica or self._route(start, attempt, prompt)
@@ -269,13 +276,20 @@ class Simulation:
         for move in self.dispatch.moves(emitted):
             sample = self._under_way[move.id]
             request, had = engines[sample.replica].withdraw(move.id, now)
-            engines[move.replica].submit(request._replace(emitted=had), now)
-            for replica in (sample.replica, move.replica):
-                self._renew(replica)
-                self.cluster.touch(replica)
-            if sample.first_version is None and had:
-                sample.first_version = sample.started
-            sample.replica, sample.kept = move.replica, had
+            self._go_on(sample, request, move.replica, had)
+
+    def _go_on(self, sample: _Sample, request: Request, replica: str, had: float) -> None:
+        """At another replica, with what it has; where that is too old a version, when it has a newer one."""
+        left = sample.replica
+        if had:
+            sample.first_version = sample.first
+        self._submit(replica, sample.needs, request._replace(emitted=had))
+        for each in (left, replica):
+            if each in self.cluster.engines:
+                self._renew(each)
+                self.cluster.touch(each)
+        sample.replica, sample.kept = replica, had
+        sample.started = max(self._versions[replica], sample.needs)
 
     def _generated(self, replica: str, request: Request) -> None:
         name, tokens = str(request.name), int(request.tokens)
@@ -283,8 +297,7 @@ class Simulation:
         prompt, (uid, number, _) = sample.prompt, sample.attempt
         self._renew(replica)
         self._left(name, sample, tokens)
-        first = sample.started if sample.first_version is None else sample.first_version
-        self.rollout.ended(Ended(name, "generated", tokens, first))
+        self.rollout.ended(Ended(name, "generated", tokens, sample.first))
         self.expectations.prompted(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         self._open[uid] -= 1
@@ -387,8 +400,8 @@ class Simulation:
                 sample = self._under_way[name]
                 tokens = int(emitted)
                 self._left(name, sample)
-                if tokens and sample.first_version is None:
-                    sample.first_version = sample.started
+                if tokens:
+                    sample.first_version = sample.first
                 sample.kept = emitted
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
             self.cluster.touch(replica)

@@ -198,24 +198,18 @@ def test_no_split_is_better_by_more_than_it_is_worth(here, there, price, overlap
 
 
 def test_it_is_no_further_from_the_best_than_a_split_is_worth():
-    """Over all arrangements together: not that much within one, and as much again between two."""
-    rng = np.random.default_rng(1)
-    for _ in range(40):
-        training = Training(float(10 ** rng.uniform(-4, -2)), 2.0, 2, 10e9)
-        pools = [
-            pool(
-                site,
-                gpus=8 * int(rng.integers(2, 9)),
-                cost=ReplicaCost(StepCost(8e-3 * rng.uniform(0.9, 1.1), 3e-5, 2e-8), 3e-5, 64, gpus=2),
-                training=training,
-            )
-            for site in ("here", "there")
-        ]
-        work = Work(LENGTHS, int(rng.integers(64, 1024)), 8, 200)
-        given = problem(*pools, overlap=Overlap(0), work=work, links={frozenset(("here", "there")): 1e11})
-        for objective in ("time", "cost"):
-            best = plan(given, objective).best
-            assert (best.step if objective == "time" else best.cost) <= exhaustive(given, objective) * 1.01001
+    """Over all arrangements together: not that much within one, and as much again between two. Generation on g GPUs
+    takes 8 + 2.8 / g seconds, or 0.7% more where g may also be 20."""
+    work = Work(np.full(7, 1000.0), 512, 8)
+    quick, slower = (ReplicaCost(StepCost(base, 2.72e-6), slots=1024, gpus=2) for base in (8e-3, 8.072e-3))
+    train = pool("a", gpus=2, cost=None, training=Training(1e-6, 1.0, 2))
+    coarse, fine = pool("b", gpus=64, cost=quick, training=None), pool("c", gpus=64, node=4, cost=slower, training=None)
+    links = {frozenset(("a", site)): 1e15 for site in "bc"}
+    given = problem(train, coarse, fine, overlap=Overlap(0), work=work, links=links)
+    found = plan(given)
+    shares = [(each.rollout[0][0].site, each.rollout_gpus) for each in (found.best, found.others[0])]
+    assert shares == [("b", 24), ("c", 20)]
+    assert found.best.step <= 1.01 * split(given, (train, 2), [(coarse, 64)], 2, "").step < found.others[0].step
 
 
 def test_a_split_fits_its_pool():
@@ -274,7 +268,7 @@ def test_pools_that_generate_together_are_whole_nodes_of_one_size():
         found = plan(problem(pool(training=heavy), there, links=links))
         assert all(len(each.rollout) == 1 for each in [found.best, *found.others])
         assert any(why in told for told in found.refused), found.refused
-        assert any(each.rollout[0][0] is there for each in found.others), "alone it may"
+        assert any(each.rollout[0][0] is there for each in [found.best, *found.others]), "alone it may"
 
 
 def test_gpus_for_nothing_cost_nothing():

@@ -12,7 +12,7 @@ import pytest
 from verl_rhyme.lengths.quality import rank_correlation
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, named
-from verl_rhyme.simulation.engine import Segment
+from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
@@ -127,6 +127,38 @@ def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
             assert first >= max(before, default=0.0), "it began beside what an older version answers"
             overlaps += step.ended < max(before, default=0.0)
     assert overlaps, "no replica was behind: the test sees nothing"
+
+
+def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
+    """A batch's tokens are at most a version old, and each is told as what it is of, also where replicas that lag take
+    over from others."""
+
+    class Watched(Simulation):
+        moved_back = 0
+
+        def _move(self) -> None:
+            before = {name: sample.replica for name, sample in self._under_way.items()}
+            super()._move()
+            for name, at in before.items():
+                now = self._under_way[name].replica
+                self.moved_back += self._versions[now] < self._versions[at]
+
+        def _generated(self, replica: str, request: Request) -> None:
+            served, batch = self._versions[replica], int(str(request.name).partition("_")[0]) // 8
+            assert served >= batch - 1
+            assert self._under_way[str(request.name)].first <= served
+            super()._generated(replica, request)
+
+    rules = Rules(**BATCH, **_ROLLING, harvest="loaded", on_interrupt="keep_running", start_order="longest")
+    seen = 0
+    for seed in range(6):
+        given = {"rules": rules, "placement": "makespan"}
+        simulation = Watched(scenario("rolling, runs on", **given), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
+        steps = simulation.run()
+        assert sum(step.samples for step in steps) == 64 * 4 * 2
+        assert simulation.placement.errors == 0, simulation.placement.last_error
+        seen += simulation.moved_back
+    assert seen, "nothing moved to an older version: the test sees nothing"
 
 
 def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_others():
