@@ -183,6 +183,21 @@ TABLE = (
         f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode, as +rhyme=stream does, or drop streaming.enable",
     ),
     Combination(
+        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.max_staleness", "rhyme.streaming.elastic.enable"),
+        lambda trainer, sorting, stale, elastic: (
+            elastic and (trainer != "separate_async" or not _mixes(sorting, trainer) or not stale)
+        ),
+        "whether a replica more or less would do better shows where rollout goes on while the actor trains",
+        f"set {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=stream, partial or histopipe and "
+        "sorting.max_staleness at least 1, or drop streaming.elastic",
+    ),
+    Combination(
+        (f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.streaming.elastic.enable"),
+        lambda backend, elastic: elastic and backend in ("kimi_ckpt_engine", "delta_sharded"),
+        "a replica that returns has to get the current weights alone, which this backend cannot send",
+        f"set {_ROLLOUT}.checkpoint_engine.backend=relay or nccl, or drop streaming.elastic",
+    ),
+    Combination(
         (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
         lambda trainer, sorting, ahead: ahead and (trainer, sorting) != ("separate_async", "on_policy"),
         "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",

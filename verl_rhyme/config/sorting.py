@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_rhyme.config.checks import nearest, require
 
@@ -132,6 +132,35 @@ class SortingConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Replicas that rest while generation is ahead of training, and return when it falls behind (docs/planning.md).
+
+    Attributes:
+        enable: Where rollout goes on while the actor trains: let the elastic rule decide after each step. All replicas
+            are launched, and some of them rest.
+        least, most: Replicas that generate; ``most=None``: all there are.
+        start: Those that generate at the beginning, also of a resumed run; ``None``: as many as may.
+        window: Steps whose medians the rule goes by.
+    """
+
+    enable: bool = False
+    least: int = 1
+    most: int | None = None
+    start: int | None = None
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        require(self.least >= 1, "streaming.elastic.least", self.least, "at least 1")
+        allowed = f"null, or at least streaming.elastic.least ({self.least})"
+        require(self.most is None or self.most >= self.least, "streaming.elastic.most", self.most, allowed)
+        start, most = self.start, self.most
+        allowed = f"null, or from streaming.elastic.least ({self.least}) to most ({'all' if most is None else most})"
+        fits = start is None or (start >= self.least and (most is None or start <= most))
+        require(fits, "streaming.elastic.start", start, allowed)
+        require(self.window >= 1, "streaming.elastic.window", self.window, "at least 1 (step)")
+
+
+@dataclass(frozen=True)
 class StreamingConfig:
     """Training beside the rollout: what of the next update batch is finished goes through its stages in parts.
 
@@ -141,11 +170,13 @@ class StreamingConfig:
         update: Gradients, too, where the update is one mini-batch of an estimator that compares a prompt's own samples
             only; the optimizer's step is that of the whole mini-batch.
         part: Share of an update batch that a part has, at least.
+        elastic: Replicas that rest and return; goes without the rest of this section.
     """
 
     enable: bool = False
     update: bool = True
     part: float = 0.125
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
         require(0 < self.part <= 1, "streaming.part", self.part, "above 0, and at most 1")

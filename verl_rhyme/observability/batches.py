@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 import numpy as np
@@ -10,6 +11,9 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.remembered import Batch, Record
+
+#: Of a request that tells how fast its replica is.
+_ENOUGH_TOKENS = 8
 
 
 class SlotAccount:
@@ -23,12 +27,13 @@ class SlotAccount:
     Times are seconds since the Unix epoch, as the engines' are.
 
     Args:
-        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`.
+        slots: Q of :func:`~verl_rhyme.observability.metrics.bubble_ratio`; where it changes between two harvests, the
+            latest counts.
         since: From when on; ``None``: the first request's start.
     """
 
     def __init__(self, slots: int, since: float | None = None) -> None:
-        self._slots, self._since = slots, since
+        self.slots, self._since = slots, since
         self._handed: dict[str, float] = {}  # when attempts were
         self._ran: list[tuple[float, float, float]] = []  # queued, started, finished
         self._held: list[tuple[float, float]] = []
@@ -68,10 +73,10 @@ class SlotAccount:
         busy, waiting = (_below(starts, at) for starts in (started, unknown))
         busy -= _below(finished, at)
         waiting[_below(held[:, 0], at) > _below(held[:, 1], at)] = 0
-        idle = float(np.dot((self._slots - busy - waiting).clip(0, self._slots), np.diff(cuts)))
+        idle = float(np.dot((self.slots - busy - waiting).clip(0, self.slots), np.diff(cuts)))
         self._since, self._ran, self._held = now, [], []
         self._handed = {name: when for name in running if (when := self._handed.get(name)) is not None}
-        return idle / (self._slots * (now - since)) if now > since else 0.0
+        return idle / (self.slots * (now - since)) if now > since else 0.0
 
 
 class Occupancy:
@@ -156,6 +161,16 @@ def batch_metrics(
     if taken is not None and batch.trained:
         metrics[names.STREAM_AHEAD] = max(0.0, taken - max(record["finished_at"] for record in batch.trained))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def replica_paces(records: Iterable[Record]) -> dict[int, float]:
+    """Seconds of a token of a request by the replica's rank: the median of its requests that ended."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        span, tokens = record["finished_at"] - record["first_token_at"], record["response_tokens"] - 1
+        if tokens >= _ENOUGH_TOKENS and np.isfinite(span) and span > 0:
+            seconds[record["replica"]].append(span / tokens)
+    return {replica: float(np.median(found)) for replica, found in seconds.items()}
 
 
 def _below(times: np.ndarray, at: np.ndarray) -> np.ndarray:

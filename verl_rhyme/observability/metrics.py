@@ -84,6 +84,9 @@ STREAM_REUSED = "training/stream/reused_bytes"
 STREAM_AHEAD = "training/stream/ahead_s"
 STREAM_BEHIND = "training/stream/behind_s"
 STREAM_ELASTIC = "training/stream/elastic"
+STREAM_REPLICAS = "training/stream/replicas"
+STREAM_MOVED = "training/stream/moved"
+STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 

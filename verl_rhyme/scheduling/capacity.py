@@ -20,11 +20,15 @@ class Capacity:
         limit: Samples at a time, whatever they hold.
         room: Tokens that they may hold together; ``None`` where nobody knows.
         state: Of an earlier one.
+
+    Attributes:
+        share: Of the replicas that limit and room are of, those that serve.
     """
 
     def __init__(self, limit: int, room: int | None = None, state: tuple[float, float] | None = None) -> None:
         self._most, self._room = limit, room
         self._lengths, self._held = state or (0.0, 0.0)
+        self.share = 1.0
 
     @property
     def state(self) -> tuple[float, float]:
@@ -44,6 +48,7 @@ class Capacity:
     @property
     def limit(self) -> int:
         """Samples at a time."""
-        if self._room is None or not self.held:
-            return self._most
-        return max(1, min(self._most, int(self._room / self.held)))
+        limit = float(self._most)
+        if self._room is not None and self.held:
+            limit = min(limit, self._room / self.held)
+        return max(1, int(self.share * limit))

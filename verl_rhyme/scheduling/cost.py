@@ -12,7 +12,7 @@ many. A prefill of P tokens takes ``prefill P`` and no row advances meanwhile: e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,17 @@ class ReplicaCost:
         for name in ("slots", "room", "gpus"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+    def slowed(self, factor: float) -> ReplicaCost:
+        """One like it whose work takes so many times as long.
+
+        Raises:
+            ValueError: As of the class.
+        """
+        if factor == 1:
+            return self
+        step = StepCost(*(factor * getattr(self.step, field.name) for field in fields(StepCost)))
+        return replace(self, step=step, prefill=factor * self.prefill)
 
     def alone(self, prompt: float, tokens: float) -> float:
         """Seconds of a response that has the replica to itself."""

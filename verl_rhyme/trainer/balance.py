@@ -5,17 +5,19 @@ by so much generation is slower. Or the batch was whole before the trainer came 
 both known, ``T_train = step - waited`` and ``T_gen = step - ahead`` go into the elastic rule
 (:class:`~verl_rhyme.scheduling.allocation.elastic.Elastic`).
 
-Nothing is started or stopped by it: docs/planning.md says what that would take.
+Whether anything comes of the advice is :mod:`~verl_rhyme.trainer.reserve`'s.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
+from verl_rhyme.scheduling.allocation.roster import Roster
 from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
 from verl_rhyme.workers.messages import Reply, Setting
 
@@ -27,10 +29,17 @@ class Balance:
 
     Args:
         setting: What the coordinator goes by: rules, what a replica costs.
+        roster: How fast each replica is, and which would come or go next; ``None``: they are alike.
+        limits: Of the rule.
+
+    Attributes:
+        advice: What the latest step says: 1, a replica more would do better; -1, one less; 0, neither.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, setting: Setting, roster: Roster | None = None, limits: Limits | None = None) -> None:
+        self._setting, self._roster = setting, roster
+        self._limits = Limits() if limits is None else limits
+        self.advice = 0
         self._elastic: Elastic | None = None
         self._work: Work | None = None
         self._trained = 0.0
@@ -49,6 +58,7 @@ class Balance:
         Returns:
             Metrics; none where rollout stands still while the actor trains.
         """
+        self.advice = 0
         ahead = reply.metrics.get(names.STREAM_AHEAD)
         if ahead is None or not (step > 0 and replicas):
             return {}
@@ -69,7 +79,8 @@ class Balance:
         self._work = Work(np.maximum(lengths, 1.0), len(real), group, max(0.0, float(prompts)))
         self._trained = step - waited
         if self._elastic is None:
-            self._elastic = Elastic(self._predict, replicas, Limits())
+            limits = self._limits
+            self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
         self._elastic.changed(replicas)
         advice = self._elastic.observe(step - ahead, step - waited)
         if advice.change and advice.change != self._told:
@@ -77,12 +88,16 @@ class Balance:
                 "%d replicas: %s would do better (generation %+.1f s against training, %.1f s a replica): %s",
                 *(replicas, "one more" if advice.change > 0 else "one less", advice.delta, advice.saving, advice.why),
             )
-        self._told = advice.change
+        self._told = self.advice = advice.change
         return {names.STREAM_BEHIND: advice.delta, names.STREAM_ELASTIC: float(advice.change)}
 
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
         rules = self._setting.rules
         overlap = Overlap(max(1, rules.max_staleness), drains=rules.runs_on and rules.max_staleness == 1)
-        fleet = [(self._setting.cost, np.array([replicas]))]
+        cost, roster = self._setting.cost, self._roster
+        order = [] if roster is None else roster.order()[:replicas]
+        paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()
+        paces[1.0] += replicas - len(order)  # one more than there are
+        fleet = [(cost.slowed(pace), np.array([count])) for pace, count in paces.items() if count]
         return float(generation(fleet, self._work, overlap, self._trained)[0])

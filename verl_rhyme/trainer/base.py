@@ -186,11 +186,16 @@ class RhymeTrainerMixin(PPOTrainer):
 
     def _rollout_servers(self) -> dict[str, Any]:
         """The one server of each replica that has its engine."""
-        return {
-            f"{i}/{replica.replica_rank}": replica.servers[0]
-            for i, manager in enumerate(self._rollout_server_managers())
-            for replica in manager.get_replicas()
-        }
+        return {f"{i}/{replica.replica_rank}": replica.servers[0] for i, replica in self._launched()}
+
+    def _launched(self) -> list[tuple[int, Any]]:
+        """All replicas, each with its manager's number."""
+        found = [(i, r) for i, manager in enumerate(self._rollout_server_managers()) for r in manager.get_replicas()]
+        return found + [(len(self._rollout_server_managers()) - 1, replica) for replica in self._resting()]
+
+    def _resting(self) -> list[Any]:
+        """Replicas, of the last manager, that do not serve for a while."""
+        return []
 
     # ---- recording: while the training of the step runs ----
 
@@ -288,5 +293,5 @@ class RhymeTrainerMixin(PPOTrainer):
             weights.close()
 
     def _stop_servers(self) -> None:
-        servers = [s for m in self._rollout_server_managers() for r in m.get_replicas() for s in r.servers]
+        servers = [server for _, replica in self._launched() for server in replica.servers]
         ray.wait([s.stop_engine.remote() for s in servers], num_returns=len(servers), timeout=_STOP_TIMEOUT_S)

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.trainer.topology import Topology
 from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Driver:
         self._state: dict[str, Any] | None = None  # of the last batch
         self._handed: list[Handed] = []  # prompts since then
         self._lengths: dict[str, Any] | None = None  # what was last told of them
+        self._serving: Serving | None = None
         self._version = 0
         self._batches_left = 0
         self._generation = 0
@@ -64,6 +65,12 @@ class Driver:
         """The engines run under the policy ``version`` from now on."""
         self._version, self._batches_left = version, batches_left
         self._supply(self._ask("publish", version, batches_left))
+
+    def serve(self, serving: Serving, leaves: str = "") -> int:
+        """So many replicas generate from now on; of one that ``leaves``, by its address, samples go on elsewhere: how
+        many."""
+        self._serving = serving
+        return self._ask("serve", serving, leaves)
 
     def pause(self) -> None:
         """Nothing is started until :meth:`publish`."""
@@ -149,7 +156,7 @@ class Driver:
         while True:
             self._generation += 1
             now = self._version, self._batches_left, self._generation
-            before = Before(self._state, list(self._handed), *now, self._lengths)
+            before = Before(self._state, list(self._handed), *now, self._lengths, self._serving)
             try:
                 return ray.get(self._actor.open.remote(self._setting, self._workers, before, fresh))
             except RayActorError as error:

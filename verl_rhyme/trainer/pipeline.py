@@ -39,6 +39,7 @@ from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.ranking import Ranking
+from verl_rhyme.trainer.reserve import Reserve
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers import router_file
@@ -75,6 +76,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     topology: Topology
     _reply: Reply
     _ranking: Ranking | None = None
+    _reserve: Reserve | None = None
 
     # ---- set-up ----
 
@@ -182,12 +184,32 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int(self._rhyme.streaming.part * self.rules.batch_samples)),
         )
-        self._balance = Balance(setting)
+        self._reserve = self._reserved()
+        resting = (None, None) if self._reserve is None else (self._reserve.roster, self._reserve.limits)
+        self._balance = Balance(setting, *resting)
         self.topology.begin(self.rules)
         self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
         self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
+        if self._reserve is not None:
+            self._reserve.begin(self._driver)
         self._publish(self.global_steps - 1)
         return 0
+
+    def _reserved(self) -> Reserve | None:
+        """Who lets replicas rest, where it is asked for."""
+        elastic = self._rhyme.streaming.elastic
+        if not elastic.enable:
+            return None
+        assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
+        engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
+        return Reserve(elastic, self.topology.servers(), engine, self.topology.spares, self._slots_now)
+
+    def _slots_now(self) -> int:
+        self.__dict__.pop("fillable_slots", None)
+        return self.fillable_slots
+
+    def _resting(self) -> list[Any]:
+        return self.topology.spares.resting if self._reserve is not None else []  # type: ignore[attr-defined]
 
     def _ranker(self) -> Ranking | None:
         """Beside the run, where it is asked for."""
@@ -360,7 +382,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
         metrics.update(self._reply.metrics)
         replicas = len(self.topology.servers().get_replicas())
+        if self._reserve is not None:
+            self._reserve.observe(self._reply.paces)
         metrics.update(self._balance.observe(replicas, timing_raw["step"], self._driver.waited, self._reply))
+        if self._reserve is not None and global_steps < self.total_training_steps:
+            metrics.update(self._reserve.act(self._balance.advice, global_steps))
         if self._ranking is not None:
             metrics.update(self._ranking.metrics())
 

@@ -175,13 +175,14 @@ class Separate(_OnVerl):
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well: there is no room to send weights from.
             return Colocated(self._trainer).mend(version)
-        died = self._spares.mend(version)
+        died = self.spares.mend(version)
         if isinstance(self._engines, RelayManager):
             self._engines.check()
         return died
 
     @functools.cached_property
-    def _spares(self) -> Spares:
+    def spares(self) -> Spares:
+        """Who replaces replicas, and lets them rest."""
         return Spares(self.servers(), self._engines)
 
 

@@ -23,7 +23,13 @@ import transfer_queue as tq
 
 from verl_rhyme.lengths.outlook import Outlook
 from verl_rhyme.observability.audible import keep_audible
-from verl_rhyme.observability.batches import SlotAccount, batch_metrics, forecast_metrics, placement_metrics
+from verl_rhyme.observability.batches import (
+    SlotAccount,
+    batch_metrics,
+    forecast_metrics,
+    placement_metrics,
+    replica_paces,
+)
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -32,7 +38,7 @@ from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.placement import Move, Placement
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
-from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Setting, Wants
+from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 from verl_rhyme.workers.moving import Moving
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
 from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
@@ -122,6 +128,8 @@ class Coordinator:
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
         self._trained = self._losing = None
         self._slots = SlotAccount(setting.slots, time.time() if running else None)
+        if before.serving is not None:
+            self._serve(before.serving)
         crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
             self._clean(listing, keep=set())
@@ -163,6 +171,23 @@ class Coordinator:
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
+
+    async def serve(self, serving: Serving, leaves: str = "") -> int:
+        """So many replicas generate from now on.
+
+        Args:
+            serving: How many.
+            leaves: Address of one that does no more, and that the router knows no more: what runs there goes on
+                elsewhere.
+
+        Returns:
+            How many samples did.
+        """
+        errands = self._errands
+        self._serve(serving)
+        moved = await errands.vacate(leaves) if leaves else await errands.look() or 0
+        self._go()
+        return moved
 
     async def pause(self) -> None:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
@@ -254,6 +279,7 @@ class Coordinator:
             state=state,
             lengths=self._expectations.news(),
             answered=answered,
+            paces=replica_paces(batch.ran),
         )
 
     async def state(self) -> dict[str, Any]:
@@ -330,6 +356,9 @@ class Coordinator:
             if not change.done():
                 change.set_result(None)
         self._changes.clear()
+
+    def _serve(self, serving: Serving) -> None:
+        self._capacity.share, self._slots.slots = serving
 
     def _move(self, moves: list[Move]) -> None:
         """Carry these out, and start what waited until it was known how far the rest is."""

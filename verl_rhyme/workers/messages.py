@@ -41,6 +41,18 @@ class Wants(NamedTuple):
     part: Part | None = None
 
 
+class Serving(NamedTuple):
+    """How many replicas generate, where some of them rest.
+
+    Attributes:
+        share: Of those that :class:`Setting` counts.
+        slots: Q of the bubble ratio.
+    """
+
+    share: float
+    slots: int
+
+
 @dataclass(frozen=True)
 class Setting:
     """What does not change in a run.
@@ -99,6 +111,7 @@ class Before:
         version, batches_left: Of the current policy, and update batches until training ends.
         generation: Above that of every coordinator before (:class:`Rollout`).
         lengths: What was last told of response lengths; ``None``: nothing.
+        serving: What was last told of the replicas; ``None``: all serve.
     """
 
     state: dict[str, Any] | None
@@ -107,6 +120,7 @@ class Before:
     batches_left: int
     generation: int
     lengths: dict[str, Any] | None = None
+    serving: Serving | None = None
 
 
 @dataclass
@@ -122,6 +136,7 @@ class Reply:
         state: What the coordinator can be opened with again.
         lengths: What is known of response lengths, where that is news; else ``None``.
         answered: Tokens of the responses to prompts that left since the last batch, by prompt key.
+        paces: Seconds of a token of a request since the last batch, by the replica's rank.
     """
 
     keys: list[str]
@@ -133,3 +148,4 @@ class Reply:
     state: dict[str, Any]
     lengths: dict[str, Any] | None = None
     answered: dict[str, list[int]] = field(default_factory=dict)
+    paces: dict[int, float] = field(default_factory=dict)

@@ -14,6 +14,8 @@ from verl_rhyme.scheduling.placement import Move
 
 logger = logging.getLogger(__name__)
 
+#: Seconds in which a request that was on its way to a replica has come there.
+_STRAY_S = 0.2
 #: Seconds between two looks whether samples are better off elsewhere, and those that a server or router has to answer.
 _MOVE_S = 2.0
 _ANSWER_S = 20.0
@@ -69,6 +71,28 @@ class Moving:
                 self._dispatch.take_up(await asyncio.wait_for(self._where(), _ANSWER_S))
             except asyncio.TimeoutError:  # a worker is stuck; the next look asks again
                 logger.warning("it is not known where requests of a replica that died went on")
+
+    async def vacate(self, replica: str) -> int:
+        """Let what runs at a replica go on at others, with the tokens it has; the router knows it no more.
+
+        Returns:
+            How many samples. What came there since is turned away by the replica's server.
+        """
+        await self.look()
+        moved: set[str] = set()
+        try:
+            while True:
+                at = await asyncio.wait_for(self._where(), _ANSWER_S)
+                names = [name for name, address in at.items() if address == replica and name not in moved]
+                if not names:
+                    break
+                self._moves([Move(name, "", "its replica rests") for name in names])
+                moved.update(names)
+                await asyncio.sleep(_STRAY_S)
+        except asyncio.TimeoutError:
+            logger.warning("it is not known what runs at a replica that is to rest: it is cut short")
+        await self.look()
+        return len(moved)
 
     def tell_errors(self) -> None:
         """A plan that failed is told, once: samples start all the same."""

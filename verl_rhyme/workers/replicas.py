@@ -1,4 +1,5 @@
-"""Others in the place of rollout replicas that died (:mod:`verl_rhyme.workers.deaths`)."""
+"""Rollout replicas that come and go: others in the place of those that died (:mod:`verl_rhyme.workers.deaths`), and
+those that rest for a while."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
+from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
+from verl_rhyme.workers.weights.folder import WeightsError
 from verl_rhyme.workers.weights.manager import RelayManager
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a server has to tell its capacity.
-_ANSWER_S = 60.0
+#: Seconds that a server has to tell its capacity, and to go to rest once nothing runs there.
+_ANSWER_S, _REST_S = 60.0, 120.0
 #: Seconds that a new replica has to be up, its engine compiled.
 _START_S = 1200.0
 #: Seconds for which one is tried to be started while others serve, and where none is left; those between two tries.
@@ -93,9 +96,13 @@ def obstacle(engine: Any, workers: int) -> str:
 
 
 class Spares:
-    """Puts new replicas in the place of dead ones among those that have devices of their own.
+    """Puts others in the place of dead replicas among those that have devices of their own: such as rest, or new ones.
 
     What could not be started is owed, and tried again at a later :meth:`mend`, after pauses that grow.
+
+    A replica that rests keeps its processes and its place in Ray; it gets no requests and no weights, and gives the
+    memory of its devices back where its engine can. Before it serves again it gets the current weights, as a new one
+    does.
 
     Args:
         servers: verl's ``LLMServerManager`` of them.
@@ -110,6 +117,10 @@ class Spares:
         self._retry_at = 0.0
         #: Replicas that were started in the place of dead ones.
         self.started = 0
+        #: Those that rest.
+        self.resting: list[Any] = []
+        #: How many more could be started: those that rested took the places of as many that died.
+        self.vacant = 0
 
     def mend(self, version: int) -> int:
         """Take dead replicas out of service, and start as many with the actor's weights, which are ``version``'s.
@@ -143,9 +154,72 @@ class Spares:
             self._fill(version)
         return len(gone)
 
+    def rest(self, replica: Any, vacate: Callable[[str], int]) -> int:
+        """Let one that serves rest.
+
+        Args:
+            replica: The one; not the last.
+            vacate: Has what runs at an address go on elsewhere.
+
+        Returns:
+            How many samples go on elsewhere.
+        """
+        manager = self._servers
+        address = replica._server_address
+        self._set([each for each in manager.rollout_replicas if each is not replica])
+        self.resting.append(replica)
+        ray.get(manager.global_load_balancer.remove_servers.remote([address]))
+        moved = vacate(address)
+        try:
+            if isinstance(self._weights, RelayManager):
+                self._weights.part_with(replica)
+            ray.get([server.rest.remote() for server in replica.servers], timeout=_REST_S)
+        except (RayError, WeightsError) as error:  # it has no requests any more: whoever wakes it finds out
+            logger.warning("replica %d does not go to rest as it should: %s", replica.replica_rank, last_line(error))
+        return moved
+
+    def wake(self, version: int, replica: Any = None) -> Any:
+        """Let one that rests serve again, with the actor's weights, which are ``version``'s.
+
+        Args:
+            version: Of the policy.
+            replica: The one; ``None``: any, or a new one in the place of one that died.
+
+        Returns:
+            It; or, if it has died meanwhile, a new one in its place; ``None``: none could be started yet.
+
+        Raises:
+            ReplicaDied: It did not get its weights.
+        """
+        if replica is None and self.resting:
+            replica = self.resting[0]
+        if replica is not None:
+            self.resting.remove(replica)
+            if gone := dead([replica]):
+                logger.warning("replica %d, which rested, is gone: %s", replica.replica_rank, gone[replica])
+                _end(replica)
+                replica, self.vacant = None, self.vacant + 1
+        if replica is None:
+            if not self.vacant:
+                return None
+            self.vacant, self._owed = self.vacant - 1, self._owed + 1
+            before = len(self._servers.rollout_replicas)
+            self._fill(version)
+            return next(iter(self._servers.rollout_replicas[before:]), None)
+        self._send(replica, version)
+        self._enter(replica)
+        return replica
+
+    def _enter(self, replica: Any) -> None:
+        self._set([*self._servers.rollout_replicas, replica])
+        _admit(self._servers.global_load_balancer, {replica._server_address: replica._server_handle})
+
     def _fill(self, version: int) -> None:
         """Start what is owed, or fail after some tries: devices come free a while after those that held them died."""
         manager = self._servers
+        while self._owed and self.resting:
+            self._owed, self.vacant = self._owed - 1, self.vacant + 1
+            self.wake(version)
         began = time.monotonic()
         while self._owed:
             try:
@@ -170,8 +244,7 @@ class Spares:
                     "%d replicas are missing, the next try to start one is in %.0f s: %s", self._owed, pause, error
                 )
                 return
-            self._set([*manager.rollout_replicas, new])
-            _admit(manager.global_load_balancer, {new._server_address: new._server_handle})
+            self._enter(new)
             self._owed -= 1
             self._failures = 0
             self.started += 1
@@ -204,7 +277,7 @@ class Spares:
                 CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(
-                f"rollout replica {new.replica_rank}, in the place of a dead one, did not get its weights: {error}\n"
+                f"rollout replica {new.replica_rank}, which is to serve from now on, did not get its weights: {error}\n"
                 "The same command goes on from the last checkpoint."
             ) from error
 

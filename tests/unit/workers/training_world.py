@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from verl_rhyme.config import ElasticConfig
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.cost import TYPICAL
@@ -26,15 +27,20 @@ from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers import agent_loop, coordinator, crew, reports, stored_attempts
+from verl_rhyme.trainer.reserve import Reserve
+from verl_rhyme.workers import agent_loop, coordinator, crew, replicas, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import Coordinator
+from verl_rhyme.workers.deaths import ReplicaDied
 from verl_rhyme.workers.messages import Handed, Setting
+from verl_rhyme.workers.replicas import Spares
 from verl_rhyme.workers.router import PlacementRouter
 from verl_rhyme.workers.session import PROMPTS, STARTS, current
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.vllm.gate import Gate
+from verl_rhyme.workers.weights import manager
 from verl_rhyme.workers.weights.delivery import Delivery
+from verl_rhyme.workers.weights.manager import RelayManager
 
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 
@@ -69,6 +75,9 @@ MODES = {
     "partial one by one": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial placed": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
     "partial keeps running": ("partial", True, {"max_staleness": 2}, {"one_by_one": True, **_KEEP}),
+    "partial elastic": ("partial", True, {"max_staleness": 1}),
+    "histopipe elastic": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
+    "stream elastic": ("stream", True, {"max_staleness": 1, "harvest_tokens": None}, {"one_by_one": True}),
 }
 
 
@@ -126,7 +135,9 @@ class World:
             "start_order": random.Random(seed).choice(["load", "load", "longest", "shortest"]),
         }
         self.rules = replace(named(rules, **{**given, **more}), **dict(*later))
-        slots = REPLICAS * 8
+        self.elastic = "elastic" in mode
+        self.launched = REPLICAS + self.elastic
+        slots = self.launched * 8
         limit = self.random.choice([slots, 2 * slots, 4])
         self.placed = rules in ("histopipe", "stream") or "placed" in mode
         # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
@@ -143,7 +154,7 @@ class World:
         self.salt = self.random.getrandbits(60)
         self.tokens: dict[int, Token] = {}
         self.checkpoint = None
-        self.runs = self.reopened = self.steps = self.moved = self.parts = 0
+        self.runs = self.reopened = self.steps = self.moved = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
         rollout = SimpleNamespace(name="vllm", response_length=10**6, full_determinism=True)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
@@ -185,7 +196,7 @@ class World:
             try:
                 self._run()
                 return
-            except (Killed, RunEnded) as error:
+            except (Killed, RunEnded, ReplicaDied) as error:
                 self.deaths.append(f"run ({type(error).__name__})")
                 self.cluster.kill_run()
                 self.cluster.clock.run_until_complete(asyncio.sleep(1))
@@ -199,8 +210,8 @@ class World:
         self.trained = {} if saved is None else dict(saved.trained)  # (row, number) -> step
         self.loaded, self.gone = (0, 0) if saved is None else (saved.loaded, saved.gone)
         self.uids = {row: uid for row, uid in self.uids.items() if row < self.loaded}
-        self.replicas = {f"r{n}": Handle(self.cluster, lambda: Engine(self, step)) for n in range(REPLICAS)}
-        self.named, self.deliveries = REPLICAS, {}
+        self.named, self.deliveries, self.version = 0, {}, step
+        self.rollout_replicas = [self.make_replica(step) for _ in range(self.launched)]
         servers = dict(self.replicas)
         balancer = PlacementRouter if self.placed else GlobalRequestLoadBalancer
         self.balancer = Handle(self.cluster, lambda: balancer(servers))
@@ -208,9 +219,18 @@ class World:
             self.setting = replace(self.setting, router=self.balancer, placement=self.placement)
         self.coordinator = Handle(self.cluster, Coordinator, restarts=True)
         self.global_steps = step + 1
+        self.weights, self.global_load_balancer = Weights(self), self.balancer
+        self.spares = WorldSpares(self)
+        self.spares._set(self.rollout_replicas)
         self.topology = (Separate if self.separate else Colocated)(self)
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
+        if self.elastic:
+            start = self.random.choice([1, 2, None])
+            self.reserve = Reserve(
+                ElasticConfig(True, 1, None, start), self, self.weights.config, self.spares, self.slots
+            )
+            self.reserve.begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
             step += 1
@@ -235,6 +255,11 @@ class World:
             assert set(self.queue.partitions[TRAIN]) >= {*reply.keys, *padding}, "the trainer's batch is cleared"
             self.cluster.run(self.queue.clear([*reply.keys, *padding], TRAIN))
             self.steps = step
+            if self.elastic and step < STEPS:
+                self.reserve.observe({})
+                told = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
+                self.rested += "training/stream/moved" in told
+                self.returned += "training/stream/change_s" in told and "training/stream/moved" not in told
         self.finish()
 
     def work_on(self, part):
@@ -276,10 +301,28 @@ class World:
 
     def deliver(self, version):
         """Each replica takes it by itself, and the trainer goes on; who dies meanwhile is replaced."""
-        for name, handle in self.replicas.items():
-            delivery = self.deliveries.setdefault(name, Delivery(contextlib.nullcontext))
-            taking = delivery.take(Replica(self, handle), version, self.rules.runs_on)
-            self.cluster.clock.create_task(_unless_dead(taking))
+        for replica in self.rollout_replicas:
+            self.weights.send(replica, version, self.rules.runs_on)
+
+    # ---- replicas, as verl's LLMServerManager has them ----
+
+    def get_replicas(self):
+        return self.rollout_replicas
+
+    def slots(self):
+        return 8 * len(self.rollout_replicas)
+
+    def make_replica(self, version):
+        """One of verl's."""
+        handle, rank = Handle(self.cluster, lambda: Engine(self, version)), self.named
+        self.named += 1
+        about = {"replica_rank": rank, "_server_address": f"r{rank}", "_server_handle": handle, "servers": [handle]}
+        return Namespace(**about, workers=[], resource_pool=None)
+
+    @property
+    def replicas(self):
+        """Handles of those that serve, by address."""
+        return {replica._server_address: replica._server_handle for replica in self.rollout_replicas}
 
     # ---- deaths ----
 
@@ -304,7 +347,7 @@ class World:
             for worker in self.workers:
                 worker.die()
         elif whom == "replica":
-            self.random.choice(list(self.replicas.values())).die()
+            self.random.choice([*self.rollout_replicas, *self.spares.resting])._server_handle.die()
         else:
             self.cluster.kill_run()
         self._plan_death()
@@ -395,6 +438,7 @@ class Engine:
         self.open.set()
         self.gate = Gate()
         self.gate.version = version
+        self.asleep = False
 
     async def generate(self, request_id, prompt_ids, sampling_params, rhyme, **_):
         if not await self.gate.enter(request_id, rhyme["version"]):
@@ -413,6 +457,8 @@ class Engine:
                 return self._output([], "aborted", rhyme)
             await self.open.wait()
         clock, world, pace = asyncio.get_running_loop(), self.world, 0.25
+        if self.asleep:
+            world.cluster.faults.append(AssertionError("a request runs at a replica that rests"))
         began, cut = clock.time(), clock.create_future()
         made = lambda: int((clock.time() - began) / pace)  # noqa: E731
         self.running[request_id] = cut, rhyme["name"], made
@@ -481,8 +527,16 @@ class Engine:
         self.open.set()
 
     async def update(self, version):
-        self.version = version
+        self.version, self.asleep = version, False
         await self.gate.serve(version)
+
+    async def rest(self):
+        await self.gate.shut_out()
+        self.stop(True)
+        self.asleep = True
+
+    def cache_tokens(self):
+        return 0
 
 
 class Replica:
@@ -499,6 +553,57 @@ class Replica:
         await asyncio.sleep(self._world.random.choice([0.0, 1.0, 10.0]))
         await self._engine.update.remote(version)
         await self._engine.resume.remote()
+
+
+class Namespace(SimpleNamespace):
+    """Told apart by what it is, not by what is in it."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Weights(RelayManager):
+    """The trainer's end of the relay, over make-believe deliveries."""
+
+    def __init__(self, world):
+        self._world, self._nodes, self._under_way = world, {}, {}
+        self.config, self.replicas = SimpleNamespace(backend="relay"), []
+
+    def send(self, replica, version, patient):
+        delivery = self._world.deliveries.setdefault(replica, Delivery(contextlib.nullcontext))
+        taking = delivery.take(Replica(self._world, replica._server_handle), version, patient)
+        self._under_way[replica] = task = self._world.cluster.clock.create_task(_unless_dead(taking))
+        return task
+
+    def deliver(self, replicas):
+        self._world.cluster.get([self.send(replica, self._world.version, False) for replica in replicas])
+        if not all(replica._server_handle.alive for replica in replicas):
+            raise RayActorError
+
+    def part_with(self, replica):
+        try:
+            super().part_with(replica)
+        finally:
+            self._world.deliveries.pop(replica, None)
+
+
+class WorldSpares(Spares):
+    """The real one, but for the start of a process."""
+
+    def __init__(self, world):
+        super().__init__(world, world.weights)
+        self._world = world
+
+    def _start(self, version):
+        self._world.cluster.sleep(5.0)
+        return self._world.make_replica(version)
+
+    def _enter(self, replica):
+        engine = replica._server_handle.process
+        if engine is not None:
+            assert not engine.object.asleep, "it serves and sleeps"
+            assert engine.object.version == self._world.version, "it does not have the current version"
+        super()._enter(replica)
 
 
 async def _unless_dead(taking):
@@ -563,17 +668,7 @@ class Separate(Colocated):
         return rules.max_staleness == 0 and not (rules.draft_ahead or rules.runs_on)
 
     def mend(self, version):
-        world = self.world
-        gone = [name for name, replica in world.replicas.items() if not replica.alive]
-        for name in gone:
-            del world.replicas[name]
-            world.cluster.get(world.balancer.remove_servers.remote([name]))
-            world.cluster.sleep(5.0)
-            new = f"r{world.named}"
-            world.named += 1
-            world.replicas[new] = Handle(world.cluster, lambda: Engine(world, version))
-            world.cluster.get(world.balancer.add_servers.remote({new: world.replicas[new]}))
-        return len(gone)
+        return self.world.spares.mend(version)
 
     def publish(self, version):
         self.mend(version)
@@ -673,7 +768,13 @@ def install(world, monkeypatch):
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, crew, driver_module):
         monkeypatch.setattr(module, "ray", ray)
-    monkeypatch.setattr(driver_module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
+    for module in (replicas, manager):
+        monkeypatch.setattr(module, "ray", ray)
+    for module in (driver_module, replicas):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
+    gone = lambda replicas: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
+    monkeypatch.setattr(replicas, "dead", gone)
+    monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
 

@@ -11,6 +11,7 @@ class Gate:
     def __init__(self) -> None:
         self.version = 0
         self.running = 0
+        self.shut = False
         self._waiting: dict[object, str] = {}  # who waits, by a mark of its own
         self._unwanted: set[object] = set()  # of these
         self._changed = asyncio.Condition()
@@ -19,18 +20,20 @@ class Gate:
         """Wait until that version or a newer one is served.
 
         Returns:
-            False where :meth:`turn_away` came first; else :meth:`leave` is to follow.
+            False where :meth:`turn_away` came first, or the gate is shut; else :meth:`leave` is to follow.
         """
-        if version > self.version:
+        if version > self.version and not self.shut:
             self._waiting[mark := object()] = request
             try:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: version <= self.version or mark in self._unwanted)
+                    await self._changed.wait_for(lambda: version <= self.version or mark in self._unwanted or self.shut)
                 if mark in self._unwanted:
                     return False
             finally:
                 del self._waiting[mark]
                 self._unwanted.discard(mark)
+        if self.shut:
+            return False
         self.running += 1
         return True
 
@@ -40,8 +43,13 @@ class Gate:
             await self._tell()
 
     async def serve(self, version: int) -> None:
-        """This policy's weights are in the engine."""
-        self.version = version
+        """This policy's weights are in the engine; whoever was turned away may come."""
+        self.version, self.shut = version, False
+        await self._tell()
+
+    async def shut_out(self) -> None:
+        """Whoever waits, or comes before :meth:`serve`, is turned away."""
+        self.shut = True
         await self._tell()
 
     async def turn_away(self, request: str) -> bool:

@@ -172,6 +172,16 @@ class RhymeHttpServer(vLLMHttpServer):
         """Wait until nothing runs; what needs newer weights waits for these."""
         await self._gate.empty()
 
+    async def rest(self) -> None:
+        """Leave the rotation until new weights come: what comes is turned away, what runs is cut short, and the memory
+        of the devices is given back where the engine can (vLLM's sleep; not on a CPU, nor with
+        ``free_cache_engine=false``).
+        """
+        await self._gate.shut_out()
+        await self.abort_all_requests(reject_request=True)
+        if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:
+            await self.engine.sleep(level=self._resolve_sleep_level())
+
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
         if self.node_rank == 0:

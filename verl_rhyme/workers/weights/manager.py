@@ -147,6 +147,17 @@ class RelayManager(CheckpointEngineManager):
             self._spread()
         ray.get([self._deliver(replica) for replica in replicas])
 
+    def part_with(self, replica: Any) -> None:
+        """A replica, no longer among :attr:`replicas`, is about to rest; what it was to take is taken before.
+
+        Raises:
+            RayError, WeightsError: It could not be.
+        """
+        if self._under_way.pop(replica, None) is not None:
+            self.deliver([replica])
+        if replica in self._nodes:
+            ray.get(self._relay(self._nodes[replica][0]).forget.remote(replica.replica_rank))
+
     # ---- within ----
 
     def _deliver(self, replica: Any, patient: bool = False) -> Any:

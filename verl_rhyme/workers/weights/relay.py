@@ -235,6 +235,10 @@ class Relay:
         delivery = self._deliveries.setdefault(replica.rank, Delivery(self._held))
         await delivery.take(replica, version, patient)
 
+    async def forget(self, rank: int) -> None:
+        """A replica rests: when it returns it takes a version whatever it has had."""
+        self._deliveries.pop(rank, None)
+
     # ---- within ----
 
     @asynccontextmanager
