@@ -1,6 +1,7 @@
 """In a process with this folder in PYTHONPATH, a decoding step of vLLM takes at least ``STEADY_STEP_MS`` milliseconds,
 and verl's update of the actor at least ``STEADY_UPDATE_S`` seconds, or ``STEADY_TRAIN_MS`` milliseconds for each sample
-with a third of that for its old log-probability; each where it is set.
+with a third of that for its old log-probability; each where it is set. ``STEADY_STEP_MS=90,60`` is 90 on replicas 0, 2,
+4 ..., and 60 on the others: replicas of unequal step floors.
 
 On a GPU a step takes as long for one request as for a few dozen, because it waits for the weights; on two CPU cores it
 gets faster with every request less. The sleep stands for the first, so that idle slots cost what they cost there.
@@ -36,7 +37,9 @@ class _Finder(MetaPathFinder):
 
 
 def _steady_step(module):
-    runner, seconds = module.GPUModelRunner, float(os.environ["STEADY_STEP_MS"]) / 1000
+    floors = os.environ["STEADY_STEP_MS"].split(",")
+    seconds = float(floors[int(os.environ.get("VERL_REPLICA_RANK", 0)) % len(floors)]) / 1000
+    runner = module.GPUModelRunner
     execute, sample = runner.execute_model, runner.sample_tokens
 
     def execute_model(self, *args, **kwargs):

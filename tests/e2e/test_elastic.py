@@ -1,0 +1,72 @@
+"""Replicas that rest and return while a run goes on, as a user has it: lengths grow, and shrink again."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import whole_run
+from growing_loop import STAYED, tokens
+from test_stream import BATCH, SAMPLES, SMALL
+from whole_run import ROOT, SLOW
+
+from verl_rhyme.observability import events
+
+pytestmark = [SLOW, pytest.mark.timeout(1500), pytest.mark.whole_run, pytest.mark.alone]
+PROMPTS = 96
+RHYME = "actor_rollout_ref.rollout.custom.rhyme"
+#: Milliseconds that a decoding step takes at least, by replica; those that training a sample does.
+FLOORS, TRAIN = "90,60", "300"
+
+
+def test_the_rule_fires_and_reverses(tmp_path):
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = (
+        *SMALL,
+        f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'growing_loop.yaml'}",
+        f"{agent}.default_agent_loop=growing",
+        "data.shuffle=false",
+        f"{RHYME}.drafting.enable=false",
+        f"{RHYME}.streaming.elastic.enable=true",
+        f"{RHYME}.streaming.elastic.start=1",
+        f"{RHYME}.streaming.elastic.window=2",
+    )
+    folders = [str(ROOT / "tests" / "e2e"), str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
+    settings = {"RHYME": "stream", "STREAM_MODE": "async", "REPLICAS": "2", "PROMPTS": str(PROMPTS)}
+    settings |= {"STEADY_STEP_MS": FLOORS, "STEADY_TRAIN_MS": TRAIN, "PYTHONPATH": os.pathsep.join(folders)}
+    whole_run.finish(whole_run.start(tmp_path, *overrides, epochs=1, **settings), tmp_path, timeout=1200)
+    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    assert len(steps) == PROMPTS // BATCH
+    for step, metrics in enumerate(steps, 1):  # for who reads the test's output
+        told = {name.rpartition("/")[2]: metrics.get(f"training/stream/{name}", 0.0) for name in TOLD}
+        print(step, {**told, "step_s": metrics["timing_s/step"], "tokens": metrics["response_length/mean"]})
+
+    serving = [int(metrics["training/stream/replicas"]) for metrics in steps]
+    fired = serving.index(2)  # after that step
+    reversed_ = serving.index(1, fired)
+    assert serving == [1] * fired + [2] * (reversed_ - fired) + [1] * (len(serving) - reversed_), "once each way"
+    assert 16 // BATCH < fired <= STAYED // BATCH < reversed_, "as lengths had grown, and as they were short again"
+    assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.95 for metrics in steps)
+
+    requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
+    trained = requests["trained"]
+    late = requests["step"][trained] - 1 - requests["policy_version_start"][trained]
+    assert late.min() >= 0
+    assert late.max() <= 1
+    lengths = dict[tuple, int]()
+    for uid, sample, count in zip(*(requests[name] for name in ("uid", "sample", "response_tokens")), strict=True):
+        lengths[uid, sample] = lengths.get((uid, sample), 0) + count
+    assert len(lengths) == PROMPTS * SAMPLES, "each sample is trained once"
+    wanted = sorted(tokens(index, sample) for index in range(PROMPTS) for sample in range(SAMPLES))
+    assert sorted(lengths.values()) == wanted, "what is moved keeps its tokens"
+    assert len({(requests["uid"][row], requests["sample"][row]) for row in np.flatnonzero(trained)}) == len(lengths)
+
+    first, second = (requests["replica"] == rank for rank in (0, 1))
+    assert requests["policy_version_start"][second].min() >= fired, "it returned with the current weights"
+    assert requests["policy_version_start"][first].max() <= reversed_, "the slower one rests, and gets no requests"
+    assert requests["policy_version_start"][second].max() == len(steps) - 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= 1
+
+
+TOLD = ("replicas", "elastic", "behind_s", "ahead_s", "moved", "change_s")
