@@ -54,6 +54,10 @@ class Server:
     async def cache_tokens(self) -> int:
         return 4096
 
+    async def rest(self) -> None:
+        if not self.engine:
+            raise EngineDeadError
+
     async def generate(self) -> None:
         await asyncio.Event().wait()
 
@@ -314,6 +318,41 @@ def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> Non
     assert world.spares.mend(7) == 0
     assert world.ranks() == [1, 2]
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s1": 4096, "s2": 4096}
+
+
+def test_one_that_rests_is_out_of_service_and_returns_with_weights(world: World) -> None:
+    [first, second], left = world.servers.rollout_replicas, []
+    assert world.spares.rest(first, lambda address: left.append((address, world.ranks())) or 3) == 3
+    assert left == [("s0", [1])], "it is out of the router before what runs there moves"
+    assert world.spares.mend(5) == 0
+    assert world.ranks() == [1]
+    assert world.spares.wake(7, first) is first
+    assert (world.ranks(), Weights.sent) == ([1, 0], [(0, 7)])
+    assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s0": 4096}
+    assert world.spares.wake(7) is None, "nobody rests"
+    assert second.pid()
+
+
+def test_one_that_rests_takes_the_place_of_one_that_dies(world: World) -> None:
+    """And the place that is left is filled when one more is wanted."""
+    first = world.servers.rollout_replicas[0]
+    world.spares.rest(first, lambda address: 0)
+    world.kill(1)
+    assert world.spares.mend(4) == 1
+    assert (world.ranks(), world.spares.started, world.spares.vacant) == ([0], 0, 1)
+    new = world.spares.wake(5)
+    assert (new.replica_rank, world.ranks(), world.spares.vacant) == (2, [0, 2], 0)
+    assert Weights.sent == [(0, 4), (2, 5)]
+
+
+def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World, warned: list[str]) -> None:
+    first = world.servers.rollout_replicas[0]
+    ray.get(first._server_handle.lose_engine.remote())
+    world.spares.rest(first, lambda address: 0)
+    assert "replica 0 does not go to rest as it should" in warned[-1]
+    assert world.spares.mend(4) == 0
+    assert world.spares.wake(5, first).replica_rank == 2
+    assert (world.ranks(), Weights.sent, world.spares.resting) == ([1, 2], [(2, 5)], [])
 
 
 @pytest.mark.parametrize(

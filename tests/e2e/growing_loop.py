@@ -1,5 +1,5 @@
-"""Responses whose lengths grow, and shrink again, with a prompt's place in the data: a policy that learns to reason, and
-one that learns to be short, in a few minutes. Tokens are the model's; the end is not its own."""
+"""Responses whose lengths grow, and shrink again, with a prompt's place in the data: as of a policy that learns to
+reason, and then to be short. Tokens are the model's; where it ends is not its own."""
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 

@@ -64,7 +64,7 @@ def test_the_rule_fires_and_reverses(tmp_path):
     first, second = (requests["replica"] == rank for rank in (0, 1))
     assert requests["policy_version_start"][second].min() >= fired, "it returned with the current weights"
     assert requests["policy_version_start"][first].max() <= reversed_, "the slower one rests, and gets no requests"
-    assert requests["policy_version_start"][second].max() == len(steps) - 1
+    assert requests["policy_version_start"][second].max() >= reversed_
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= 1
 

@@ -112,6 +112,16 @@ CASES = [
         ["streaming.enable=true with", "sorting.mode=on_policy", "drop streaming.enable"],
     ),
     (
+        "stream",
+        [f"{CONFIG_PATH}.sorting.max_staleness=0", f"{CONFIG_PATH}.streaming.elastic.enable=true"],
+        ["sorting.max_staleness=0 with", "streaming.elastic.enable=true", "max_staleness at least 1"],
+    ),
+    (
+        "stream",
+        [f"{R}.checkpoint_engine.backend=delta_sharded", f"{CONFIG_PATH}.streaming.elastic.enable=true"],
+        ["backend=delta_sharded with", "current weights alone", "backend=relay or nccl"],
+    ),
+    (
         "sorted",
         [*APART, f"{CONFIG_PATH}.sorting.mode=partial", f"{CONFIG_PATH}.sorting.draft_ahead=true"],
         ["sorting.mode=partial with", "sorting.draft_ahead=true", "drop draft_ahead"],
@@ -241,6 +251,8 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histopipe", [*APART, f"{CONFIG_PATH}.streaming.enable=true"]),
         ("sorted", [*APART, f"{CONFIG_PATH}.streaming.enable=true"]),
         ("stream", [f"{CONFIG_PATH}.sorting.harvest=shortest"]),
+        ("stream", [f"{CONFIG_PATH}.streaming.elastic.enable=true", f"{R}.checkpoint_engine.backend=relay"]),
+        ("full", [f"{CONFIG_PATH}.streaming.elastic.enable=true"]),
         ("full", []),
         ("full", ["trainer.v1.separate_async.parameter_sync_step=1", f"{CONFIG_PATH}.sorting.load=rolling"]),
         ("histospec", ["trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=relay"]),

@@ -54,6 +54,11 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ({"sorting": {"harvest": "loaded", "harvest_tokens": 9}}, ["harvest_tokens", "sorting.harvest=shortest"]),
         ({"sorting": {"start_order": None}}, ["sorting.start_order"]),
         ({"poll_interval": 0}, ["poll_interval"]),
+        ({"streaming": {"elastic": {"least": 0}}}, ["streaming.elastic.least", "at least 1"]),
+        ({"streaming": {"elastic": {"least": 3, "most": 2}}}, ["streaming.elastic.most", "least (3)"]),
+        ({"streaming": {"elastic": {"least": 2, "start": 1}}}, ["streaming.elastic.start", "from", "(2)", "all"]),
+        ({"streaming": {"elastic": {"most": 2, "start": 3}}}, ["streaming.elastic.start", "most (2)"]),
+        ({"streaming": {"elastic": {"window": 0}}}, ["streaming.elastic.window"]),
         (
             {"placement": {"policy": "sticky"}},
             ["placement.policy", "least_loaded, sticky_group", "did you mean sticky_group?"],

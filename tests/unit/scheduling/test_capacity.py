@@ -45,3 +45,13 @@ def test_without_a_known_room_slots_alone_bound():
     capacity = Capacity(64)
     capacity.observe(10, 10**6)
     assert capacity.limit == 64
+
+
+def test_replicas_that_rest_hold_nothing():
+    for capacity in (Capacity(100), Capacity(1000, 60_000)):
+        capacity.observe(500, 200)
+        whole = capacity.limit
+        capacity.share = 0.25
+        assert capacity.limit == whole // 4
+        capacity.share = 0.001
+        assert capacity.limit == 1

@@ -4,6 +4,8 @@ import pytest
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
+from verl_rhyme.scheduling.allocation.elastic import Limits
+from verl_rhyme.scheduling.allocation.roster import Roster
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
@@ -68,3 +70,23 @@ def test_how_long_a_batch_was_whole_before_it_was_taken():
     assert batch_metrics(batch, 4, 0.5, taken=120.0)[names.STREAM_AHEAD] == 6.0
     assert batch_metrics(batch, 4, 0.5, taken=113.0)[names.STREAM_AHEAD] == 0.0  # clocks of two machines
     assert names.STREAM_AHEAD not in batch_metrics(batch, 4, 0.5)
+
+
+def test_a_slow_replica_is_worth_less():
+    """The rule looks at the fleet there would be: one that is four times as slow would hardly help."""
+    told = []
+    for paces in ({}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 4.0}):
+        roster = Roster(range(5), start=4)
+        roster.paced(paces)
+        balance = Balance(setting(), roster, Limits(1, 5, window=1))
+        told.append(balance.observe(4, 20.0, 12.0, reply(0.0)))
+        assert balance.advice == told[-1][names.STREAM_ELASTIC] == 1
+        work = [balance._predict(count) for count in (3, 4, 5)]
+        assert work == sorted(work, reverse=True)
+        told[-1] = 1 - work[2] / work[1]
+    assert told[1] < 0.5 * told[0]
+
+
+def test_no_more_than_there_are():
+    balance = Balance(setting(), Roster(range(4)), Limits(1, 4, window=1))
+    assert balance.observe(4, 20.0, 12.0, reply(0.0))[names.STREAM_ELASTIC] == balance.advice == 0

@@ -35,3 +35,11 @@ def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
     assert (world.parts > 0) == world.streams, "no part came before its batch"
+
+
+def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):
+    """No request runs at one that rests, and one that returns has the current weights: the world looks."""
+    worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(3)]
+    assert all(world.deaths == [] for world in worlds)
+    assert sum(world.rested for world in worlds) > 3
+    assert sum(world.returned for world in worlds) > 3

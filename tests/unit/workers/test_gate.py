@@ -59,3 +59,19 @@ async def test_a_caller_that_is_gone_leaves_nothing():
     assert not await gate.turn_away("a")
     await gate.serve(1)
     assert gate.running == 0
+
+
+async def test_one_that_rests_turns_away_who_waits_and_who_comes_until_it_has_weights():
+    gate = Gate()
+    waits = await started(gate.enter("next", 1))
+    await gate.shut_out()
+    assert not await waits
+    assert not await gate.enter("late", 0)
+    assert not await gate.enter("later", 7)
+    assert gate.running == 0
+    await gate.serve(7)
+    assert await gate.enter("again", 7)
+    waits = await started(gate.enter("next", 8))
+    assert not waits.done()
+    await gate.serve(8)
+    assert await waits

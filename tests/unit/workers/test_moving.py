@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from verl_rhyme.scheduling.placement import Move
+from verl_rhyme.workers import moving as module
 from verl_rhyme.workers.moving import Moving
 
 
@@ -52,3 +53,26 @@ def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
     caplog.clear()
     _look([])
     assert not caplog.records
+
+
+def _vacate(looks):
+    """What is ordered of these answers to where attempts run."""
+    dispatch, ordered, seen = _Dispatch([]), [], []
+
+    async def where():
+        seen.append(1)
+        if isinstance(found := looks[min(len(seen), len(looks)) - 1], Exception):
+            raise found
+        return found
+
+    moving = Moving(dispatch, None, ordered.extend, where, lambda: True)
+    return asyncio.run(moving.vacate("a")), [move[:2] for move in ordered]
+
+
+def test_what_runs_at_one_that_rests_goes_wherever_the_router_says(monkeypatch):
+    monkeypatch.setattr(module, "_STRAY_S", 0.0)
+    looks = [{"0_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "a", "1_0_1": "b"}, {"0_0_1": "a", "2_0_1": "b"}]
+    moved = [("0_0_1", ""), ("2_0_1", "")]  # the first is between two requests: it stays there until its next
+    assert _vacate(looks) == (2, moved)
+    assert _vacate([{"1_0_1": "b"}]) == (0, [])
+    assert _vacate([{"0_0_1": "a"}, asyncio.TimeoutError()]) == (1, [("0_0_1", "")])
