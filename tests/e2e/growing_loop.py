@@ -5,7 +5,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 #: Prompts after which lengths have grown, have stayed, and are short again; tokens when short and when long.
 GROWN, STAYED = 40, 60
-SHORT, LONG = 16, 120
+SHORT, LONG = 12, 150
 #: Of the samples of a prompt, in turn.
 SPREAD = (0.75, 1.0, 1.25)
 

@@ -16,7 +16,7 @@ pytestmark = [SLOW, pytest.mark.timeout(1500), pytest.mark.whole_run, pytest.mar
 PROMPTS = 96
 RHYME = "actor_rollout_ref.rollout.custom.rhyme"
 #: Milliseconds that a decoding step takes at least, by replica; those that training a sample does.
-FLOORS, TRAIN = "90,60", "300"
+FLOORS, TRAIN = "90,60", "400"
 
 
 def test_the_rule_fires_and_reverses(tmp_path):

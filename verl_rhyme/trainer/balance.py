@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from statistics import median
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Balance:
         self.advice = 0
         self._elastic: Elastic | None = None
         self._work: Work | None = None
-        self._trained = 0.0
+        self._scale = 1.0
         self._told = 0
         self._failed = False
 
@@ -77,7 +78,9 @@ class Balance:
         rules = self._setting.rules
         group = max(1, rules.batch_samples // rules.batch_prompts)
         self._work = Work(np.maximum(lengths, 1.0), len(real), group, max(0.0, float(prompts)))
-        self._trained = step - waited
+        if reply.paces:  # beside seconds of training, those of generation are to be this machine's
+            rows = min(self._setting.cost.slots, max(1, len(real) // replicas))
+            self._scale = median(reply.paces.values()) / self._setting.cost.step.seconds(rows)
         if self._elastic is None:
             limits = self._limits
             self._elastic = Elastic(self._predict, min(max(replicas, limits.least), limits.most), limits)
@@ -99,5 +102,5 @@ class Balance:
         order = [] if roster is None else roster.order()[:replicas]
         paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()
         paces[1.0] += replicas - len(order)  # one more than there are
-        fleet = [(cost.slowed(pace), np.array([count])) for pace, count in paces.items() if count]
-        return float(generation(fleet, self._work, overlap, self._trained)[0])
+        fleet = [(cost.slowed(pace * self._scale), np.array([count])) for pace, count in paces.items() if count]
+        return float(generation(fleet, self._work, overlap)[0])  # alone: it is compared with training
