@@ -190,22 +190,36 @@ def test_a_bad_run_is_not(world, overrides, name, words):
     assert words in found.get((name, "fail"), ""), found
 
 
-def test_the_relay_needs_room_for_two_versions(world, tmp_path, monkeypatch):
+def test_the_relay_needs_room_for_two_versions_and_better_three(world, tmp_path, monkeypatch):
     folder = f"+{R}.checkpoint_engine.engine_kwargs.relay.folder"
     for overrides, place in ((RELAY, "/dev/shm"), ([*RELAY, f"{folder}={tmp_path}/made/later"], str(tmp_path))):
         monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
         found = preflight(world, *overrides)
         [told] = [check.detail for check in found.checks if check.name == "weights" and "free" in check.detail]
         assert told.startswith(f"{place}: ")
-        assert told.endswith(f"{gib(4 * found.estimate.parameters)} for two versions of the weights, by the relay")
-        needed = 4 * found.estimate.parameters
-        monkeypatch.setattr(machine_checks, "free_disk", lambda path, least=needed: (tmp_path, least))
-        assert "--shm-size" in complaints(preflight(world, *overrides))["weights", "fail"]
-        monkeypatch.setattr(machine_checks, "free_disk", lambda path, least=needed: (tmp_path, least + 1))
-        assert not complaints(preflight(world, *overrides)).get(("weights", "fail"))
+        one = found.plan.sent_bytes * found.estimate.parameters
+        assert f"{gib(2 * one)} for two versions of the weights, {gib(3 * one)} for three on the actor's node" in told
+        for free, status in ((2 * one, "fail"), (2 * one + 1, "warn"), (3 * one, "warn"), (3 * one + 1, None)):
+            monkeypatch.setattr(machine_checks, "free_disk", lambda path, free=free: (tmp_path, free))
+            told = complaints(preflight(world, *overrides))
+            assert [each for each in ("fail", "warn") if ("weights", each) in told] == ([status] if status else [])
+            assert status is None or "--shm-size" in told["weights", status]
     monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
     nowhere = [*RELAY, f"{folder}=/proc/x", "actor_rollout_ref.model.path=/nowhere"]
     assert "/proc: 0.0 MiB free" in complaints(preflight(world, *nowhere))["weights", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        ([f"{R}.dtype=bfloat16"], 2),  # of FSDP's float32
+        ([f"{R}.dtype=float32"], 4),
+        ([f"{R}.dtype=bfloat16", f"{R}.quantization=fp8"], 4),
+        ([f"{R}.dtype=float32", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], 2),
+    ],
+)
+def test_the_relay_holds_what_engines_compute_in(world, overrides, bytes_each):
+    assert preflight(world, *RELAY, *overrides).plan.sent_bytes == bytes_each
 
 
 def test_carriers_are_those_that_verl_registers():

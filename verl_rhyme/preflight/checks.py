@@ -72,7 +72,7 @@ def examine(
         there += machine_checks.gpu_memory(found, plan, machine)
         there += machine_checks.host_memory(found, config, machine)
     there += machine_checks.disk(config, found)
-    there += machine_checks.weights(config, found)
+    there += machine_checks.weights(config, plan, found)
     there += machine_checks.ranker(config)
     there += history_room.check(config)
     checks: list[Check] = []

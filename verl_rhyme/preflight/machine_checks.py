@@ -273,22 +273,27 @@ def ranker(config: Any) -> Iterator[Check]:
         yield Check(name, OK, f"{tree.lengths.ranker.kind}, beside the run")
 
 
-def weights(config: Any, found: Estimate | None) -> Iterator[Check]:
-    """Room for two versions of the weights in the relay's folder."""
+def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
+    """Room for versions of the weights in the relay's folder: two, and on the actor's node a third while an engine or
+    another site is still at an old one.
+    """
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     if engine.backend != RELAY:
         return
     told = OmegaConf.select(engine, f"engine_kwargs.{RELAY}.folder")
     folder, free = free_disk(Path(str(told)) if told else SHARED_MEMORY)
-    needed = 2 * 2 * found.parameters if found else 0  # as bf16; where the model is not known, anything at all
-    ok = free > needed and os.access(folder, os.W_OK)
-    detail = f"{folder}: {gib(free)} free, {gib(needed)} for two versions of the weights, by the relay"
+    one = plan.sent_bytes * found.parameters if found else 0  # where the model is not known, anything at all
+    fits = int(free > 2 * one) + int(free > 3 * one) if os.access(folder, os.W_OK) else 0
+    detail = (
+        f"{folder}: {gib(free)} free, beside Ray's object store where that lies there; {gib(2 * one)} for two versions "
+        f"of the weights, {gib(3 * one)} for three on the actor's node while an engine or a site is behind, by the relay"
+    )
     remedy = "give the container a larger --shm-size, or name a folder with room that can be written: "
     yield Check(
         "weights",
-        OK if ok else FAIL,
+        (FAIL, WARN, OK)[fits],
         detail,
-        "" if ok else f"{remedy}{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
+        "" if fits == 2 else f"{remedy}{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
     )
 
 

@@ -37,6 +37,7 @@ class Plan:
         replica_gpus: GPUs of one vLLM replica.
         reference, critic: Models beside the actor.
         lora: The rank, 0 without.
+        sent_bytes: Of an element of the weights as the relay holds them.
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Plan:
     reference: bool
     critic: bool
     lora: int
+    sent_bytes: int
 
     @property
     def replicas(self) -> int:
@@ -129,6 +131,7 @@ def read(config: Any, max_positions: int | None = None) -> Plan:
         reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
         critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
         lora=lora,
+        sent_bytes=_sent(rollout, training),
     )
 
 
@@ -200,6 +203,12 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
         cache_bytes=weight if cache == "auto" else _size(cache),
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
     )
+
+
+def _sent(rollout: Any, training: Training | None) -> int:
+    """FSDP's float32 is narrowed to what engines compute in, unless they quantise it: ``workers/weights/engine.py``."""
+    held = 2 if training is not None and training.engine == "megatron" else getattr(training, "parameter_bytes", 4)
+    return held if rollout.get("quantization") else min(held, max(2, _size(rollout.dtype)))
 
 
 def _size(dtype: Any) -> int:

@@ -113,7 +113,8 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
             if (weights := getattr(self, name, None)) is not None:
-                setattr(self, name, Outliving(relayed(weights, self._rhyme.weights)))
+                ours = relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
+                setattr(self, name, Outliving(ours))
         router = self._router()
         asked = router is not None or self._event_log is not None
         rooms = self._cache_tokens(self._serving()) if asked else {}

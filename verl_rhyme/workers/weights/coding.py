@@ -106,6 +106,11 @@ def decode(coded: Bytes, size: int, base: Bytes | None = None) -> Bytes:
     return np.concatenate([words.view(np.uint8), tail])
 
 
+def differs(coded: Bytes) -> bool:
+    """Whether it is what differs from another version, rather than all bytes."""
+    return int(coded[0]) in (Form.DELTA, Form.GAPS)
+
+
 def _words(data: Bytes) -> tuple[Words, Bytes]:
     """And the last byte of an odd number."""
     even = len(data) // 2 * 2

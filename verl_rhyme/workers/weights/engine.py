@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.device import get_device_id, get_device_name
 
 from verl_rhyme.workers.weights import BACKEND
 from verl_rhyme.workers.weights.folder import PART_BYTES, Folder
@@ -17,20 +19,33 @@ from verl_rhyme.workers.weights.folder import PART_BYTES, Folder
 #: Seconds for which a worker waits for a version that another node's relay was told to have.
 _TIMEOUT_S = 600.0
 _PAUSE_S = 0.02
+#: Matrices that engines may hold in float32 whatever they compute in: routers of experts.
+_ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
+
+
+def narrowed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What an engine that computes in ``dtype`` makes of a tensor when it loads it, made before it travels.
+
+    FSDP holds float32: half of the bytes, and all that makes one version unlike the next in nearly every word, would
+    be dropped on arrival. Vectors (norms, biases) and routers are small, and may be held wider: they go as they are.
+    """
+    wide = dtype is not None and tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
+    return tensor.to(dtype) if wide and tensor.ndim > 1 and not _ROUTER.search(name) else tensor
 
 
 class RelayCheckpointEngine(CheckpointEngine):
     """verl's workers have one each; :class:`~verl_rhyme.workers.weights.manager.RelayManager` tells them their folder.
 
     Args:
-        bucket_size: Bytes of a part at most, but for larger tensors.
+        bucket_size: Bytes that a worker hands to its engine at a time; a part has no more, but for larger tensors.
         is_master: The actor's rank 0, which writes.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
         self.is_master = is_master
-        self._part_bytes = min(bucket_size, PART_BYTES)
+        self._bucket, self._part_bytes = bucket_size, min(bucket_size, PART_BYTES)
         self._folder: Folder | None = None
+        self._dtype: torch.dtype | None = None
 
     def prepare(self) -> dict[str, Any]:
         return {"node": ray.get_runtime_context().get_node_id()}
@@ -43,8 +58,10 @@ class RelayCheckpointEngine(CheckpointEngine):
             f"checkpoint_engine.backend={BACKEND} needs a trainer of verl-rhyme: +rhyme=..., with enable=true"
         )
 
-    def init_process_group(self, path: str) -> None:
+    def init_process_group(self, path: str, dtype: str | None = None) -> None:
+        """Where the node's weights lie and, to the actor, the type that matrices are written in (:func:`narrowed`)."""
         self._folder = Folder(path)
+        self._dtype = None if dtype is None else getattr(torch, dtype)
 
     def finalize(self) -> None:
         pass
@@ -57,7 +74,7 @@ class RelayCheckpointEngine(CheckpointEngine):
         writer = self._folder.writer(global_steps, self._part_bytes) if self.is_master else None
         async for name, weight in ensure_async_iterator(weights):  # every rank drains it: gathering is collective
             if writer is not None:
-                writer.add(name, weight)
+                writer.add(name, narrowed(name, weight, self._dtype))
         if writer is not None:
             writer.close()
 
@@ -70,7 +87,12 @@ class RelayCheckpointEngine(CheckpointEngine):
                 raise TimeoutError(f"no weights {global_steps} in {self._folder.path} after {_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_PAUSE_S)
         for name, weight in self._folder.read(global_steps):
-            yield name, weight
+            # verl hands one that is larger than its bucket to the engine as it is, by a handle that only devices have
+            yield name, weight.to(_device()) if weight.nbytes > self._bucket else weight
+
+
+def _device() -> str:
+    return "cpu" if get_device_name() == "cpu" else f"{get_device_name()}:{get_device_id()}"
 
 
 def register() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from verl_rhyme.workers.weights.transfer import CHUNK_BYTES, Chunk, Part, digest
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 #: Where none is named: memory, which all processes of a node share.
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,6 +51,10 @@ class WeightsError(RuntimeError):
     """Weights are missing, damaged, or find no room; the message says how to mend it."""
 
 
+class UnsentError(WeightsError):
+    """A node was not told to fetch a version: it may be told again."""
+
+
 class Folder:
     """See the module. Of each version there is one writer at a time.
 
@@ -68,10 +75,8 @@ class Folder:
         Raises:
             WeightsError: It is not here.
         """
-        try:
-            return _parts((self._of(version) / _MANIFEST).read_text())
-        except FileNotFoundError:
-            raise WeightsError(f"{self.path} has no weights of version {version}, only of {self.versions()}") from None
+        with self._manifest(version) as manifest:
+            return _parts(manifest.read())
 
     def chunk(self, version: int, chunk: Chunk, part: Part) -> NDArray[np.uint8] | None:
         """uint8[N] of a chunk as it lies there, right or not, or ``None``: it does not lie there in full."""
@@ -150,20 +155,37 @@ class Folder:
         unfinished.rename(manifest)
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, mapped rather than copied where that can be done.
+        """Names and tensors, mapped rather than copied where that can be done. Until the last, :meth:`read_now`.
 
         Raises:
-            WeightsError: The version is not here, or a part is not whole.
+            WeightsError: The version is not here, or a part is not whole; behind the last tensor: the version was
+                written anew meanwhile, and what was read may be of both.
         """
         from safetensors import safe_open
 
-        for number, part in enumerate(self.parts(version)):
-            file = self._file(version, number)  # its bytes were checked when it came
-            if not file.exists() or file.stat().st_size != part.bytes:
-                raise WeightsError(f"{file} is not whole: weights {version} cannot be served from it")
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    yield name, tensors.get_tensor(name)
+        with self._manifest(version) as manifest:
+            fcntl.flock(manifest, fcntl.LOCK_SH)  # until it is closed, or this process ends
+            parts = _parts(manifest.read())
+            for number, part in enumerate(parts):
+                file = self._file(version, number)  # its bytes were checked when it came
+                if not file.exists() or file.stat().st_size != part.bytes:
+                    raise WeightsError(f"{file} is not whole: weights {version} cannot be served from it")
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - not a dict
+                        yield name, tensors.get_tensor(name)
+        if self.parts(version) != parts:
+            raise WeightsError(f"weights {version} were written anew while they were read: they may be of both")
+
+    def read_now(self, version: int) -> bool:
+        """Whether a process reads a version, also one that this node's relay did not send."""
+        try:
+            with self._manifest(version) as manifest:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except (WeightsError, OSError):  # it is not here, or the file system has no such locks
+            pass
+        return False
 
     def close(self) -> None:
         """All of it goes."""
@@ -172,6 +194,12 @@ class Folder:
     def remove(self, version: int) -> None:
         (self._of(version) / _MANIFEST).unlink(missing_ok=True)  # first: it is not whole from now on
         shutil.rmtree(self._of(version), ignore_errors=True)
+
+    def _manifest(self, version: int) -> IO[str]:
+        try:
+            return (self._of(version) / _MANIFEST).open()
+        except FileNotFoundError:
+            raise WeightsError(f"{self.path} has no weights of version {version}, only of {self.versions()}") from None
 
     def _of(self, version: int) -> Path:
         return self.path / str(version)
@@ -309,5 +337,8 @@ def _remove_leftovers(root: Path) -> None:
         descriptor = _try_lock(lock)
         if descriptor >= 0:
             for left in root.glob(f"{lock.stem}*"):  # earlier versions left files beside it
-                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+                try:
+                    left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+                except OSError as error:  # another's, say; it is no reason not to run
+                    logger.warning("%s, of a run that ended, cannot be removed: %s", left, error.strerror)
             os.close(descriptor)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.config import WeightsConfig
@@ -17,11 +18,15 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.weights import BACKEND, relay
 from verl_rhyme.workers.weights.delivery import Target
-from verl_rhyme.workers.weights.folder import WeightsError
+from verl_rhyme.workers.weights.folder import UnsentError, WeightsError
 from verl_rhyme.workers.weights.sites import tree
 
 #: Seconds that relays have to remove what they hold when the run ends.
 _CLOSE_S = 20.0
+#: Seconds between two looks at relays while replicas are waited for, and before one is told again.
+_LOOK_S, _PAUSE_S = 20.0, 1.0
+#: What verl's rollouts may compute in that is narrower than float32.
+_NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _DEFAULT = WeightsConfig()
 
 logger = logging.getLogger(__name__)
@@ -37,11 +42,19 @@ class RelayManager(CheckpointEngineManager):
         actor_wg: The actor's workers.
         replicas: Those that take weights.
         options: How they go between sites.
+        dtype: What matrices are written in (``engine.narrowed``); ``None``: as the actor has them.
     """
 
-    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any], options: WeightsConfig = _DEFAULT) -> None:
+    def __init__(
+        self,
+        config: Any,
+        actor_wg: Any,
+        replicas: list[Any],
+        options: WeightsConfig = _DEFAULT,
+        dtype: str | None = None,
+    ) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._options = options
+        self._options, self._dtype = options, dtype
         self._root = (config.engine_kwargs.get(BACKEND) or {}).get("folder")
         self._relays: dict[str, Any] = {}  # by node
         self._folders: dict[str, str] = {}  # theirs, also of those that died
@@ -89,16 +102,15 @@ class RelayManager(CheckpointEngineManager):
             del self._under_way[replica]
             try:
                 ray.get(delivery)
-            except WeightsError:
+            except Exception as error:  # it died, which the next look finds, or its relay did, or a link was cut
                 if replica in self.replicas:
-                    raise
-            except Exception as error:  # it died, which the next look finds, or its relay did
-                if replica in self.replicas:
+                    if isinstance(error, WeightsError) and not isinstance(error, UnsentError):
+                        raise
                     logger.warning("replica %d did not take new weights: %s", replica.replica_rank, last_line(error))
                     self._part_with_dead(needed=True)
                     with suppress(RayActorError):
-                        if self._meet([replica]):
-                            self._spread()
+                        self._meet([replica])
+                        self._spread()
                     if replica in self._nodes:
                         self._under_way[replica] = self._deliver(replica, self.patient)
         return len(self._under_way)
@@ -122,21 +134,24 @@ class RelayManager(CheckpointEngineManager):
             WeightsError: There is no room for them.
         """
         ranks = self.actor_wg.world_size
-        told = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))
+        node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
         self._part_with_dead(needed=False)
-        node = told[0]["node"]
         source = self._relay(node)
-        ray.get([relay.expect.remote(version) for relay in self._relays.values()])
-        self._folders[node] = ray.get(source.folder.remote())
-        paths = [self._folders[node]] * ranks
-        ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, path=paths))
+        self._folders[node] = self._answer(source.folder.remote(), node)
+        asked = {each: relay.expect.remote(version) for each, relay in self._relays.items()}
+        self._answer(asked.pop(node), node)
+        self._answers(asked, "makes no room for new weights yet")  # it does when it fetches them
+        told = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
+        ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **told))
         ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
-        self._published = node, version, ray.get(source.written.remote(version))
+        self._published = node, version, self._answer(source.written.remote(version), node)
         self._meet(self.replicas)
         self._spread()
 
     def deliver(self, replicas: Iterable[Any]) -> None:
         """Have these replicas take the newest version, and wait until they have.
+
+        A relay that dies or hangs meanwhile is replaced, and a link that is cut waited for (``link_patience``).
 
         Raises:
             RayError, WeightsError: One could not.
@@ -145,7 +160,33 @@ class RelayManager(CheckpointEngineManager):
         replicas = list(replicas)
         if self._meet(replicas):
             self._spread()
-        ray.get([self._deliver(replica) for replica in replicas])
+        waiting = {self._deliver(replica): replica for replica in replicas}
+        until = 0.0  # of all that goes wrong
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=_LOOK_S)
+            again, failed = [], None
+            for delivery in done:
+                replica = waiting.pop(delivery)
+                try:
+                    ray.get(delivery)
+                except (RayActorError, UnsentError) as error:
+                    again.append(replica)
+                    failed = error
+            if done and failed is None:
+                continue
+            died = self._part_with_dead(needed=True)
+            if failed is not None:
+                until = until or time.monotonic() + self._options.link_patience
+                if not (died or isinstance(failed, (ActorUnavailableError, UnsentError))) or time.monotonic() > until:
+                    raise failed  # of the replica itself
+                logger.warning("replicas are told again to take new weights: %s", last_line(failed))
+                time.sleep(_PAUSE_S)
+            if again or died:
+                lost = [each for each, replica in waiting.items() if replica not in self._nodes]
+                again += [waiting.pop(each) for each in lost]
+                self._meet(replicas)
+                self._spread()
+                waiting |= {self._deliver(replica): replica for replica in again}
 
     def part_with(self, replica: Any) -> None:
         """A replica, no longer among :attr:`replicas`, is about to rest; what it was to take is taken before.
@@ -163,7 +204,9 @@ class RelayManager(CheckpointEngineManager):
     def _deliver(self, replica: Any, patient: bool = False) -> Any:
         """By the relay of its first worker's node."""
         assert self._published is not None
-        return self._relay(self._nodes[replica][0]).deliver.remote(Target.of(replica), self._published[1], patient)
+        _, version, identity = self._published
+        relay = self._relay(self._nodes[replica][0])
+        return relay.deliver.remote(Target.of(replica), version, patient, identity)
 
     def _relay(self, node: str) -> Any:
         if node not in self._relays:
@@ -180,7 +223,8 @@ class RelayManager(CheckpointEngineManager):
         workers = [worker for replica in new for worker in replica.workers]
         told = ray.get([worker.execute_checkpoint_engine.remote("prepare") for worker in workers])
         asked = {each["node"]: self._relay(each["node"]) for each in told}  # which starts those that are missing
-        self._folders |= dict(zip(asked, ray.get([each.folder.remote() for each in asked.values()]), strict=True))
+        folders = {node: each.folder.remote() for node, each in asked.items()}
+        self._folders |= {node: self._answer(answer, node) for node, answer in folders.items()}
         places = [(worker, self._folders[each["node"]]) for worker, each in zip(workers, told, strict=True)]
         ray.get([worker.execute_checkpoint_engine.remote("init_process_group", path=at) for worker, at in places])
         nodes = iter(told)
@@ -195,46 +239,72 @@ class RelayManager(CheckpointEngineManager):
         if not {source, *needed} <= self._sites.keys():
             self._sites = sites_of({source, *needed}, self._options.site_label)
         asked = tree(source, needed, self._sites)
-        fetches = [
-            self._relay(node).fetch.remote(version, identity, [(self._relay(hop.node), hop.far) for hop in hops])
+        fetches = {
+            node: self._relay(node).fetch.remote(version, identity, [(self._relay(hop.node), hop.far) for hop in hops])
             for node, hops in asked.items()
-        ]
-        for fetch in fetches:
-            try:
-                ray.get(fetch)
-            except RayActorError as error:  # those who take it there find out
-                logger.warning("a node gets no weights: %s", last_line(error))
+        }
+        self._answers(fetches, "gets no weights yet")  # those who take it there have it told again
 
-    def _part_with_dead(self, needed: bool) -> None:
-        """Relays that died, and who read from them; others start in their place.
+    def _answer(self, call: Any, node: str) -> Any:
+        """A relay's to a question that cannot wait.
+
+        Raises:
+            WeightsError: It does not come.
+        """
+        try:
+            return ray.get(call, timeout=self._options.link_patience)
+        except GetTimeoutError as error:
+            raise WeightsError(
+                f"the relay of weights on node {node} has not answered for {self._options.link_patience:.0f} s "
+                "(rhyme's weights.link_patience)\nThe same command goes on from the last checkpoint."
+            ) from error
+
+    def _answers(self, calls: dict[str, Any], else_: str) -> dict[str, Exception]:
+        """Wait for what nodes' relays do, all together; errors of those that did not, which are told in the log."""
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=self._options.link_patience)
+        failed: dict[str, Exception] = {}
+        for node, call in calls.items():
+            try:
+                ray.get(call, timeout=0)
+            except (RayActorError, GetTimeoutError) as error:
+                failed[node] = error
+                logger.warning("node %s %s: %s", node, else_, last_line(error))
+        return failed
+
+    def _part_with_dead(self, needed: bool) -> set[str]:
+        """Relays that died, or hang, and who read from them; others start in their place.
 
         Args:
             needed: The newest version is yet to be fetched.
 
+        Returns:
+            Their nodes.
+
         Raises:
             WeightsError: It cannot be, for it was the relay of the actor's node.
         """
-        answers = {node: each.folder.remote() for node, each in self._relays.items()}
-        for node, answer in answers.items():
-            try:
-                ray.get(answer)
-            except ActorUnavailableError:  # the network between: it may come back
+        asked = {node: each.folder.remote() for node, each in self._relays.items()}
+        died = set[str]()
+        for node, error in self._answers(asked, "has a relay that does not answer").items():
+            if isinstance(error, ActorUnavailableError):  # the network between: it may come back
                 continue
-            except RayActorError as error:
-                del self._relays[node]
-                self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}
-                if needed and self._published is not None and self._published[0] == node and not self._revived():
-                    raise WeightsError(
-                        f"the actor's node lost its weights before all replicas had them: {last_line(error)}\nThe "
-                        "same command goes on from the last checkpoint."
-                    ) from error
+            ray.kill(self._relays.pop(node))
+            died.add(node)
+            self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}
+            if needed and self._published is not None and self._published[0] == node and not self._revived():
+                raise WeightsError(
+                    f"the actor's node lost its weights before all replicas had them: {last_line(error)}\nThe "
+                    "same command goes on from the last checkpoint."
+                ) from error
+        return died
 
     def _revived(self) -> bool:
         """Whether what the dead relay of the actor's node has left is there, and all right."""
         assert self._published is not None
         node, version, identity = self._published
         try:
-            return ray.get(self._relay(node).revive.remote(version, identity))
+            return self._answer(self._relay(node).revive.remote(version, identity), node)
         except (RayActorError, WeightsError):
             return False
 
@@ -244,8 +314,8 @@ class RelayManager(CheckpointEngineManager):
             return {}
         tallies: Counter[str] = Counter()
         for answer in [each.tally.remote() for each in self._relays.values()]:
-            with suppress(RayActorError):  # of one that died the next look finds out
-                tallies.update(ray.get(answer))
+            with suppress(RayActorError, GetTimeoutError):  # of one that died the next look finds out
+                tallies.update(ray.get(answer, timeout=_CLOSE_S))
         return {
             names.SLOW_LINK_MB: tallies["far_bytes"] / 1e6,
             names.DAMAGED_CHUNKS: float(tallies["damaged"]),
@@ -259,8 +329,23 @@ def sites_of(nodes: Iterable[str], label: str | None) -> dict[str, str | None]:
     return {node: labels.get(node, {}).get(label) for node in nodes}
 
 
-def relayed(manager: CheckpointEngineManager, options: WeightsConfig = _DEFAULT) -> CheckpointEngineManager:
-    """Ours in the place of verl's, where the relay is what carries weights."""
+def relayed(
+    manager: CheckpointEngineManager, options: WeightsConfig = _DEFAULT, rollout: Any = None
+) -> CheckpointEngineManager:
+    """Ours in the place of verl's, where the relay is what carries weights.
+
+    Args:
+        manager: verl's.
+        options: Ours.
+        rollout: verl's config of the engines, which tells what they make of weights.
+    """
     if manager.backend != BACKEND:
         return manager
-    return RelayManager(manager.config, manager.actor_wg, manager.replicas, options)
+    return RelayManager(manager.config, manager.actor_wg, manager.replicas, options, travels_in(rollout))
+
+
+def travels_in(rollout: Any) -> str | None:
+    """What matrices are written in: what engines compute in, but for those that quantise what the actor has."""
+    if rollout is None or rollout.get("quantization"):
+        return None
+    return _NARROW.get(str(rollout.get("dtype")).removeprefix("torch."))

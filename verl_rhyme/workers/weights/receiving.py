@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl_rhyme.workers.weights.coding import DamagedError, decode
+from verl_rhyme.workers.weights.coding import DamagedError, decode, differs
 from verl_rhyme.workers.weights.folder import Folder, WeightsError
 from verl_rhyme.workers.weights.sending import Base, counterpart
 from verl_rhyme.workers.weights.transfer import WINDOW, Chunk, Part, Transfer, identity
@@ -167,6 +167,7 @@ class Receiver:
         if await asyncio.shield(write):
             self._heard, self._pause = time.monotonic(), _PAUSE_S
             if transfer.kept(chunk, len(coded)):
+                self.counts.whole += pack and self._base is not None and not differs(coded)
                 await self._kept(chunk)
             return
         self._again(transfer.damaged(chunk, len(coded)), f"{chunk} of weights {version} was damaged on its way")

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.weights.delivery import Delivery, Target
-from verl_rhyme.workers.weights.folder import SHARED_MEMORY, Folder, WeightsError, claim
+from verl_rhyme.workers.weights.folder import SHARED_MEMORY, Folder, UnsentError, WeightsError, claim
 from verl_rhyme.workers.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
 from verl_rhyme.workers.weights.sending import Base, Sender
 from verl_rhyme.workers.weights.transfer import Chunk, Part, all_chunks, identity
@@ -38,16 +38,16 @@ _CALLS = 1024
 
 
 class RaySource:
-    """:class:`~verl_rhyme.workers.weights.receiving.Source` by calls of another node's relay."""
+    """:class:`~verl_rhyme.workers.weights.receiving.Source` by calls of another node's relay, perhaps a far one."""
 
-    def __init__(self, relay: Any) -> None:
-        self._relay = relay
+    def __init__(self, relay: Any, far: bool) -> None:
+        self._relay, self._far = relay, far
 
     async def parts(self, version: int) -> list[Part]:
         return await _answered(self._relay.parts.remote(version))
 
     async def chunk(self, version: int, chunk: Chunk, base: Base | None, pack: bool) -> np.ndarray:
-        return await _answered(self._relay.chunk.remote(version, chunk, base, pack))
+        return await _answered(self._relay.chunk.remote(version, chunk, base, pack, self._far))
 
 
 async def _answered(call: Any) -> Any:
@@ -77,6 +77,8 @@ class Relay:
         self._tally: Counter[str] = Counter()
         self._asked: dict[int, float] = {}  # when another site last asked for a version, or against it
         self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()  # also those of versions that are none any more
+        self._wanted: dict[int, str] = {}  # identities, as the trainer tells them
         self._told: dict[int, list[Part]] = {}  # of versions that are here, or come
         self._changed = asyncio.Condition()
         self._here: dict[int, set[Chunk]] = {}  # chunks that came
@@ -117,8 +119,9 @@ class Relay:
         """
         parts = self._folder.parts(version)
         self._here[version], self._told[version] = set(all_chunks(parts)), parts
+        self._wanted[version] = identity(parts)
         await self._tell()
-        return identity(parts)
+        return self._wanted[version]
 
     async def revive(self, version: int, wanted: str) -> bool:
         """Whether a relay that died has left that version whole here."""
@@ -138,11 +141,13 @@ class Relay:
         await self._until(version, lambda: version in self._told)
         return self._told[version]
 
-    async def chunk(self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False) -> np.ndarray:
-        """uint8[M], coded, as soon as it is here. Raises as :meth:`parts`."""
+    async def chunk(
+        self, version: int, chunk: Chunk, base: Base | None = None, pack: bool = False, far: bool = False
+    ) -> np.ndarray:
+        """uint8[M], coded, as soon as it is here; to another site where ``far``. Raises as :meth:`parts`."""
         await self._until(version, lambda: chunk in self._here.get(version, ()))
         parts = self._told[version]
-        if pack:
+        if far:
             self._asked |= dict.fromkeys((version, *(base or ())[:1]), asyncio.get_running_loop().time())
         return await asyncio.to_thread(self._sender.answer, version, chunk, parts, base, pack)
 
@@ -155,18 +160,14 @@ class Relay:
             wanted: Its identity: what has another one is not it, whatever its number.
             sources: Relays, each with whether it is at another site.
         """
+        self._want(version, wanted)
         known = self._fetches.get(version)
-        if version in self._folder.versions():
-            if identity(self._folder.parts(version)) == wanted:
-                return
-            self._remove(version)
-            for delivery in self._deliveries.values():
-                delivery.forget(version)
-        elif known is not None and not known.done():
+        if version in self._folder.versions() or (known is not None and not known.done()):
             return
-        before = [fetch for fetch in self._fetches.values() if not fetch.done()]
-        fetch = asyncio.create_task(self._fetch_from(version, wanted, sources, before))
+        fetch = asyncio.create_task(self._fetch_from(version, wanted, sources, list(self._running)))
         fetch.add_done_callback(lambda each: each.cancelled() or each.exception())  # perhaps nobody takes this version
+        fetch.add_done_callback(self._running.discard)
+        self._running.add(fetch)
         self._fetches[version] = fetch
 
     async def _fetch_from(
@@ -176,7 +177,7 @@ class Relay:
             await asyncio.wait(before)
         for other in self._folder.unfinished():
             if other != version:
-                self._remove(other)
+                self._folder.remove(other)
         self._forget(version)
         self._gone.discard(version)
         await self._tell()
@@ -184,7 +185,7 @@ class Relay:
             return
         receiver: Receiver | None = None
         for left, (relay, far) in zip(reversed(range(len(sources))), sources, strict=True):
-            source = RaySource(relay)
+            source = RaySource(relay, far)
             try:
                 parts = await ask_parts(source, version, self._patience)
                 if identity(parts) != wanted:
@@ -193,8 +194,8 @@ class Relay:
                     receiver = await self._receiver(version, parts)
                 await self._receive(receiver, source, version, far)
                 return
-            except (RayError, LinkError, WeightsError) as error:
-                if not left:
+            except Exception as error:
+                if not left or not isinstance(error, (RayError, LinkError, WeightsError)):
                     if self._fetches.get(version) is not asyncio.current_task():
                         raise  # it is written anew meanwhile
                     self._told.pop(version, None)
@@ -227,11 +228,23 @@ class Relay:
             came.subtract(before)
             self._tally.update(came)
             self._tally["far_bytes"] += came["bytes"] * far
+            if came["whole"] > came["chunks"] / 2:
+                logger.warning(
+                    "weights %d: %d of %d chunks came whole from another site, not as what changed: the version before "
+                    "is no longer there, or has another layout",
+                    *(version, came["whole"], came["chunks"]),
+                )
 
     # ---- replicas ----
 
-    async def deliver(self, replica: Target, version: int, patient: bool = False) -> None:
-        """Have a replica of this node take a version, as soon as it is here. As :meth:`Delivery.take`."""
+    async def deliver(self, replica: Target, version: int, patient: bool = False, wanted: str | None = None) -> None:
+        """Have a replica of this node take a version, as soon as it is here. As :meth:`Delivery.take`.
+
+        Args:
+            wanted: The version's identity; ``None``: as it was told before.
+        """
+        if wanted is not None:
+            self._want(version, wanted)
         delivery = self._deliveries.setdefault(replica.rank, Delivery(self._held))
         await delivery.take(replica, version, patient)
 
@@ -251,14 +264,27 @@ class Relay:
             self._taking[version] -= 1
 
     async def _arrived(self, version: int) -> None:
-        if version in self._folder.versions():
-            return
-        if (fetch := self._fetches.get(version)) is None:
-            raise WeightsError(f"nobody has sent weights {version} to this node; it has {self._folder.versions()}")
-        try:
-            await asyncio.shield(fetch)
-        except (RayError, LinkError) as error:
-            raise WeightsError(f"weights {version} could not be fetched from another node: {error}") from error
+        while version not in self._folder.versions():
+            if (fetch := self._fetches.get(version)) is None:
+                raise UnsentError(f"nobody has sent weights {version} to this node; it has {self._folder.versions()}")
+            try:
+                return await asyncio.shield(fetch)
+            except (RayError, LinkError) as error:
+                raise WeightsError(f"weights {version} could not be fetched from another node: {error}") from error
+            except asyncio.CancelledError:
+                if not fetch.cancelled():
+                    raise  # else they are written anew
+
+    def _want(self, version: int, wanted: str) -> None:
+        """What is here of that number, or comes, and is another version, goes."""
+        known = self._wanted.get(version)
+        if known is None and version in self._folder.versions():
+            known = identity(self._folder.parts(version))
+        if known not in (None, wanted):
+            self._remove(version)
+            for delivery in self._deliveries.values():
+                delivery.forget(version)
+        self._wanted[version] = wanted
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -279,13 +305,15 @@ class Relay:
         since = asyncio.get_running_loop().time() - self._patience.answer
         asked = [version for version in old if self._asked.get(version, since) > since]
         for version in old:
-            if not self._taking[version] and version not in asked[-1:]:
+            if not self._taking[version] and version not in asked[-1:] and not self._folder.read_now(version):
                 self._remove(version)
 
     def _remove(self, version: int) -> None:
         self._folder.remove(version)
         self._gone.add(version)
-        for known in (self._told, self._here, self._fetches, self._asked):
+        if fetch := self._fetches.get(version):
+            fetch.cancel()
+        for known in (self._told, self._here, self._fetches, self._asked, self._wanted):
             known.pop(version, None)
 
 

@@ -57,6 +57,7 @@ class Counts:
         damaged: Answers that were not what the manifest tells.
         lost: Asked for without an answer.
         found: Chunks that were here from before it was cut, and were not sent again.
+        whole: Chunks that were kept and came as all their bytes, though what differs from a version here was asked for.
     """
 
     bytes: int = 0
@@ -64,6 +65,7 @@ class Counts:
     damaged: int = 0
     lost: int = 0
     found: int = 0
+    whole: int = 0
 
 
 def digest(data: bytes | memoryview) -> str:

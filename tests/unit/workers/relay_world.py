@@ -1,0 +1,122 @@
+"""Nodes of a relay in one process, and the replicas of a node, without verl and Ray."""
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from ray.exceptions import RayActorError
+
+from verl_rhyme.workers.weights.delivery import Target
+from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
+from verl_rhyme.workers.weights.folder import claim
+from verl_rhyme.workers.weights.transfer import identity
+
+
+def weights(version, tensors=5, size=1000):
+    generator = torch.Generator().manual_seed(version)
+    made = {f"layer.{n}": torch.randn(size, generator=generator).to(torch.bfloat16) for n in range(tensors)}
+    made["shared"] = made["layer.0"]  # as tied embeddings
+    made["strided"] = torch.arange(12.0).reshape(3, 4).T
+    return made
+
+
+def write(folder, version, part_bytes=3000):
+    writer = folder.writer(version, part_bytes, 1000)
+    for name, tensor in weights(version).items():
+        writer.add(name, tensor)
+    writer.close()
+
+
+def known(version):
+    """The version's identity, as its writer tells it."""
+    with tempfile.TemporaryDirectory() as place:
+        writer = claim(Path(place)).writer(version, 3000)
+        for name, tensor in weights(version).items():
+            writer.add(name, tensor)
+        writer.close()
+        return identity(writer._folder.parts(version))
+
+
+def let_go(folder):
+    """As if the process that claimed it had ended."""
+    for each in Path("/proc/self/fd").iterdir():
+        if os.path.exists(each) and os.path.realpath(each) == f"{folder.path}.lock":
+            os.close(int(each.name))
+
+
+def same(folder, version):
+    read = dict(folder.read(version))
+    wanted = weights(version)
+    return read.keys() == wanted.keys() and all(torch.equal(read[name], wanted[name]) for name in wanted)
+
+
+class Near:
+    """A relay as others see it: its methods are called by messages."""
+
+    def __init__(self, relay, altered=None):
+        self.relay, self.sent, self._altered = relay, 0, altered
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            told = await getattr(self.relay, name)(*arguments)
+            if name == "chunk":
+                self.sent += 1
+                told = told if self._altered is None else self._altered(arguments[1], told.copy())
+            return told
+
+        return SimpleNamespace(remote=call)
+
+
+def told(log, name, work=None):
+    """A method as messages call it, which is noted."""
+
+    async def call(**given):
+        log.append(name)
+        return None if work is None else await work(**given)
+
+    return SimpleNamespace(remote=call)
+
+
+class Replica:
+    """What a relay sees of one: what it was told, in order, and the weights that it has."""
+
+    def __init__(self, relay, fails=False, idle=None):
+        self.told, self.loaded, self.fails = [], None, fails
+        before = ("abort_all_requests", "release_kv_cache")
+        after = ("resume_kv_cache", "resume_engine_generation", "open_submission_gate")
+        self.server = SimpleNamespace(**{name: told(self.told, name) for name in (*before, *after)}, ended=False)
+        self.server.idle = SimpleNamespace(remote=idle)
+        self.worker = SimpleNamespace(update_weights=told(self.told, "update_weights", self._update))
+        self._engine = RelayCheckpointEngine(1 << 20)
+        self._engine.init_process_group(str(relay._folder.path))
+        self.target = Ended(0, (self.server,), (self.worker,))
+
+    async def _update(self, global_steps):
+        if self.fails:
+            raise RuntimeError("the engine died")
+        self.loaded = {name: tensor async for name, tensor in self._engine.receive_weights(global_steps)}
+
+
+class Ended(Target):
+    def end(self):
+        self.servers[0].ended = True
+
+
+async def publish(relay, version):
+    await relay.expect(version)
+    engine = RelayCheckpointEngine(3000, is_master=True)
+    engine.init_process_group(await relay.folder())
+    await engine.send_weights(iter(weights(version).items()), global_steps=version)
+    return await relay.written(version)
+
+
+class Dead:
+    """A relay whose process is gone."""
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            raise RayActorError
+
+        return SimpleNamespace(remote=call)
