@@ -5,10 +5,14 @@ The nodes are two names for one machine; each has a relay and a folder of its ow
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from verl_rhyme.config import WeightsConfig
 from verl_rhyme.workers.weights import manager as managers
 from verl_rhyme.workers.weights import relay
 from verl_rhyme.workers.weights.engine import RelayCheckpointEngine, register
@@ -44,6 +49,8 @@ class Actor:
         self.loaded: dict[str, torch.Tensor] = {}
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
+        if method == "dtype":
+            return self.engine._dtype
         told = getattr(self.engine, method)(**kwargs)
         return {"node": self.node} if method == "prepare" else told
 
@@ -77,10 +84,12 @@ class ActorGroup:
     def __init__(self, ranks: list[Any]) -> None:
         self.ranks, self.world_size = ranks, len(ranks)
 
-    def execute_checkpoint_engine(self, method: list[str], path: list[str] | None = None) -> list[Any]:
-        more = [{}] * len(method) if path is None else [{"path": each} for each in path]
-        told = zip(self.ranks, method, more, strict=True)
-        return [rank.execute_checkpoint_engine.remote(name, **each) for rank, name, each in told]
+    def execute_checkpoint_engine(self, method: list[str], **told: list[Any]) -> list[Any]:
+        """As verl dispatches them: each argument has a value for each rank."""
+        return [
+            rank.execute_checkpoint_engine.remote(method[n], **{name: each[n] for name, each in told.items()})
+            for n, rank in enumerate(self.ranks)
+        ]
 
     def update_weights(self, global_steps: int, mode: str) -> list[Any]:
         assert mode == "relay"
@@ -208,12 +217,73 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     assert served(manager) == [90.0] * 2
 
 
+def test_where_all_wait_a_relay_that_dies_or_was_not_told_is_no_end(
+    manager: RelayManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.waits = True
+    spread, missed = manager._spread, []
+
+    def cut() -> None:  # as a link does just then
+        if missed:
+            spread()
+        missed.append(1)
+
+    monkeypatch.setattr(manager, "_spread", cut)
+    manager.update_weights(10)
+    assert served(manager) == [100.0] * 2
+    monkeypatch.undo()
+    deliver = manager._deliver
+
+    def dying(replica: Any, patient: bool = False) -> Any:
+        monkeypatch.undo()
+        ray.kill(manager._relays["far"])
+        return deliver(replica, patient)
+
+    monkeypatch.setattr(manager, "_deliver", dying)
+    manager.update_weights(11)
+    assert served(manager) == [110.0] * 2
+    manager.waits = False
+    missed.clear()
+    monkeypatch.setattr(manager, "_spread", cut)
+    manager.update_weights(12)
+    for _ in range(100):
+        if not manager.check():
+            break
+        time.sleep(0.2)
+    assert served(manager) == [120.0] * 2
+
+
+def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager.waits = True
+    monkeypatch.setattr(manager, "_options", WeightsConfig(link_patience=20.0))
+    monkeypatch.setattr(managers, "_LOOK_S", 2.0)
+    os.kill(owner(manager._folders["far"]), signal.SIGSTOP)
+    manager.deliver(manager.replicas)
+    manager.update_weights(13)
+    assert served(manager) == [130.0] * 2
+
+
+def owner(folder: str) -> int:
+    """The process that holds a folder's lock."""
+    inode = os.stat(f"{folder}.lock").st_ino
+    held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return next(int(lock[4]) for lock in held if lock[5].endswith(f":{inode}"))
+
+
+def test_matrices_travel_as_engines_hold_them(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "_dtype", "bfloat16")
+    manager.update_weights(14)
+    assert served(manager) == [140.0] * 2, "vectors are as they were"
+    told = ray.get([rank.execute_checkpoint_engine.remote("dtype") for rank in manager.actor_wg.ranks])
+    assert told == [torch.bfloat16]
+
+
 def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayManager) -> None:
     for rank in manager.actor_wg.ranks:
         ray.kill(rank)
     new = Replica(2, "far")
     manager.deliver([new])
-    assert new.serves() == 90.0
+    assert new.serves() == 140.0
 
 
 def test_other_engines_keep_verls_manager() -> None:

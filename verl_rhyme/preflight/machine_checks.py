@@ -286,7 +286,7 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
     fits = int(free > 2 * one) + int(free > 3 * one) if os.access(folder, os.W_OK) else 0
     detail = (
         f"{folder}: {gib(free)} free, beside Ray's object store where that lies there; {gib(2 * one)} for two versions "
-        f"of the weights, {gib(3 * one)} for three on the actor's node while an engine or a site is behind, by the relay"
+        f"of the weights, {gib(3 * one)} for three on the actor's node while an engine or site is behind, by the relay"
     )
     remedy = "give the container a larger --shm-size, or name a folder with room that can be written: "
     yield Check(

@@ -25,29 +25,30 @@ def nodes(tmp_path, monkeypatch):
     return [Relay(str(tmp_path / str(n))) for n in range(3)]
 
 
+MODEL = {
+    "model.layers.0.mlp.up_proj.weight": torch.randn(64, 32),
+    "model.layers.0.mlp.experts.3.gate_proj.weight": torch.randn(64, 32),
+    "model.layers.0.mlp.gate.weight": torch.randn(8, 32),
+    "model.layers.0.block_sparse_moe.router.weight": torch.randn(8, 32),
+    "model.norm.weight": torch.randn(32),
+    "model.layers.0.mlp.gate.e_score_correction_bias": torch.randn(8),
+    "half": torch.randn(4, 4).to(torch.float16),
+    "table": torch.arange(6).reshape(2, 3),
+}
+
+
 class TestTypes:
     """FSDP holds float32, engines bf16: what they would drop does not travel."""
-
-    MODEL = {
-        "model.layers.0.mlp.up_proj.weight": torch.randn(64, 32),
-        "model.layers.0.mlp.experts.3.gate_proj.weight": torch.randn(64, 32),
-        "model.layers.0.mlp.gate.weight": torch.randn(8, 32),
-        "model.layers.0.block_sparse_moe.router.weight": torch.randn(8, 32),
-        "model.norm.weight": torch.randn(32),
-        "model.layers.0.mlp.gate.e_score_correction_bias": torch.randn(8),
-        "half": torch.randn(4, 4).to(torch.float16),
-        "table": torch.arange(6).reshape(2, 3),
-    }
 
     async def test_matrices_are_written_as_engines_hold_them(self, tmp_path):
         folder = claim(tmp_path)
         for version, dtype in ((1, None), (2, "bfloat16")):
             actor = RelayCheckpointEngine(1 << 20, is_master=True)
             actor.init_process_group(str(folder.path), dtype)
-            await actor.send_weights(iter(self.MODEL.items()), global_steps=version)
+            await actor.send_weights(iter(MODEL.items()), global_steps=version)
         as_is, read = dict(folder.read(1)), dict(folder.read(2))
-        assert all(torch.equal(as_is[name], tensor) for name, tensor in self.MODEL.items())
-        for name, tensor in self.MODEL.items():
+        assert all(torch.equal(as_is[name], tensor) for name, tensor in MODEL.items())
+        for name, tensor in MODEL.items():
             narrow = name.endswith("_proj.weight")
             assert read[name].dtype == (torch.bfloat16 if narrow else tensor.dtype)
             parameter = torch.empty_like(tensor, dtype=read[name].dtype)  # an engine's

@@ -246,7 +246,7 @@ class BadLink:
         return self.what(chunk, answer.copy())
 
 
-SHORT, LONG = Patience(0.05, 0.5), Patience(0.05, 30.0)
+SHORT, LONG = Patience(30.0, 0.5), Patience(30.0, 30.0)
 
 
 def some_files(seed, changed=0.0):
@@ -403,7 +403,7 @@ class TestReceiver:
 
             for _ in range(50):
                 try:
-                    source, patience = BadLink(near, bad), Patience(0.05, rng.choice([0.0, 30.0]))
+                    source, patience = BadLink(near, bad), Patience(30.0, rng.choice([0.0, 30.0]))
                     await fetched(far, version, source, patience, base=base_of(far, version), pack=True)
                     break
                 except LinkError:

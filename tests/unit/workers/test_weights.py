@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
