@@ -4,7 +4,9 @@
 
 ``coding``: real updates in bf16, of the tiny world's Qwen2 after optimizer steps on its own answers, with what the
 relay sends (``delta``; ``packed`` where there is no version to send against) and with what it does not: positions and
-values (verl's delta engine's form, without and with zstandard), all words' exclusive or, zlib. Seconds are of one core.
+values (verl's delta engine's form, without and with zstandard), all words' exclusive or, zlib, and the float32 numbers
+that FSDP holds. Ratios and seconds are per byte of the bf16 numbers; seconds are of one core. ``checksum``: xxh3, the
+same.
 ``transfer``: such numbers through the product's two ends, between two network namespaces (``far_link.py``; needs root),
 over a link of so many bits a second, 10 ms long. ``cut``: the link is cut for two seconds in the middle of a version
 that goes as it is.
@@ -34,7 +36,7 @@ from benchmarks.sorted_gradients import responses
 from verl_rhyme.workers.weights.coding import decode, encode
 from verl_rhyme.workers.weights.folder import Folder, claim
 from verl_rhyme.workers.weights.receiving import Patience, Receiver, base_of, begin
-from verl_rhyme.workers.weights.transfer import Chunk, identity
+from verl_rhyme.workers.weights.transfer import Chunk, digest, identity
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -51,15 +53,16 @@ DELAY_S, CUT_S = 0.01, 2.0
 # ---- real updates ----
 
 
-def updates(steps: int = STEPS) -> dict[float, list[np.ndarray]]:
-    """By learning rate: uint16 [parameters], the policy in bf16 before and after each optimizer step.
+def updates(steps: int = STEPS) -> tuple[dict[float, list[np.ndarray]], dict[float, list[np.ndarray]]]:
+    """By learning rate: uint16 [parameters], the policy in bf16 before and after each optimizer step; and float32
+    [parameters], as it is trained, of the last two.
 
     The float32 parameters that the optimizer has start anywhere within what rounds to their bf16 numbers, as after many
     steps; from the bf16 numbers themselves, as in a run's first steps, hardly any would change.
     """
     model, prompts, texts, advantages = responses(4, 0)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    versions = {}
+    versions, held = {}, {}
     for rate in LEARNING_RATES:
         model.load_state_dict(start)
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +71,7 @@ def updates(steps: int = STEPS) -> dict[float, list[np.ndarray]]:
                 spacing = (parameter.abs().clamp_min(1e-30).log2().floor() - 7).exp2()
                 parameter.add_((torch.rand(parameter.shape, generator=generator) - 0.5) * spacing)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        versions[rate] = [words(model)]
+        versions[rate], held[rate] = [words(model)], [floats(model)]
         for step in range(steps):
             optimizer.zero_grad()
             for n in range(RESPONSES_A_STEP):
@@ -80,7 +83,12 @@ def updates(steps: int = STEPS) -> dict[float, list[np.ndarray]]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             versions[rate].append(words(model))
-    return versions
+            held[rate] = [held[rate][-1], floats(model)]
+    return versions, held
+
+
+def floats(model: Any) -> np.ndarray:
+    return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
 
 
 def words(model: Any) -> np.ndarray:
@@ -111,10 +119,16 @@ WAYS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
 }
 
 
-def coding(versions: dict[float, list[np.ndarray]], repeats: int) -> Iterator[dict[str, Any]]:
+def coding(
+    versions: dict[float, list[np.ndarray]], held: dict[float, list[np.ndarray]], repeats: int
+) -> Iterator[dict[str, Any]]:
+    some = np.random.default_rng(0).integers(0, 256, 16 << 20, dtype=np.uint8)
+    _, seconds = timed(partial(digest, some.data), repeats)
+    yield {"part": "checksum", "code_s_per_gb": round(seconds / some.nbytes * 1e9, 3)}
     for rate, seen in versions.items():
         old, new = seen[-2:]
-        for way, code in WAYS.items():
+        wide = {"delta of float32": lambda _, __, wide=held[rate]: encode(raw(wide[1]), raw(wide[0]))}
+        for way, code in {**WAYS, **wide}.items():
             coded, seconds = timed(partial(code, old, new), repeats)
             row: dict[str, Any] = {
                 "part": "coding",
@@ -245,8 +259,8 @@ def main(
         else:
             print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
-    versions = updates(3 if quick else STEPS)
-    for row in coding(versions, 3 if quick else 15):
+    versions, held = updates(3 if quick else STEPS)
+    for row in coding(versions, held, 3 if quick else 15):
         show(row)
     if why := far_link.missing():
         raise typer.Exit(typer.echo(f"no link is measured: it {why}", err=True))

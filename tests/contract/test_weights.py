@@ -289,3 +289,9 @@ def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayM
 def test_other_engines_keep_verls_manager() -> None:
     theirs = SimpleNamespace(backend="nccl")
     assert relayed(theirs) is theirs
+    config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
+    theirs = SimpleNamespace(backend="relay", config=config, actor_wg=None, replicas=[])
+    register()
+    ours = relayed(theirs, WeightsConfig(pack=False), {"dtype": "bfloat16"})
+    assert isinstance(ours, RelayManager)
+    assert (ours._dtype, ours._options.pack) == ("bfloat16", False)

@@ -214,6 +214,24 @@ async def test_it_is_told_when_all_of_a_version_crosses_the_link(nodes, caplog):
     assert "chunks came whole from another site" in caplog.text
 
 
+async def test_the_end_of_a_run_ends_what_is_under_way(nodes):
+    await publish(nodes[0], 1)
+    gate, chunk = asyncio.Event(), nodes[0].chunk
+
+    async def slow(*asked):
+        await gate.wait()
+        return await chunk(*asked)
+
+    nodes[0].chunk = slow
+    await nodes[1].fetch(1, known(1), [(Near(nodes[0]), False)])
+    await asyncio.sleep(0.1)
+    await nodes[1].close()
+    gate.set()
+    await asyncio.sleep(0.1)
+    assert not nodes[1]._running
+    assert not nodes[1]._folder.path.exists()
+
+
 async def test_a_transfer_that_ends_with_any_error_is_tried_anew(nodes, monkeypatch):
     await publish(nodes[0], 1)
 

@@ -99,7 +99,11 @@ class Relay:
             delivery.forget(version)
 
     async def close(self) -> None:
-        """The run ends: what is here goes."""
+        """The run ends: what is here goes, and nothing comes any more."""
+        for fetch in self._running:
+            fetch.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
         self._folder.close()
 
     async def tally(self) -> dict[str, int]:
