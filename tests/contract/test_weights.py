@@ -242,15 +242,24 @@ def test_where_all_wait_a_relay_that_dies_or_was_not_told_is_no_end(
     monkeypatch.setattr(manager, "_deliver", dying)
     manager.update_weights(11)
     assert served(manager) == [110.0] * 2
+
+    def lost() -> None:  # the actor's, between what it announced and the first question
+        monkeypatch.undo()
+        ray.kill(manager._relays["near"])
+        spread()
+
+    monkeypatch.setattr(manager, "_spread", lost)
+    manager.update_weights(12)
+    assert served(manager) == [120.0] * 2
     manager.waits = False
     missed.clear()
     monkeypatch.setattr(manager, "_spread", cut)
-    manager.update_weights(12)
+    manager.update_weights(13)
     for _ in range(100):
         if not manager.check():
             break
         time.sleep(0.2)
-    assert served(manager) == [120.0] * 2
+    assert served(manager) == [130.0] * 2
 
 
 def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +268,8 @@ def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypat
     monkeypatch.setattr(managers, "_LOOK_S", 2.0)
     os.kill(owner(manager._folders["far"]), signal.SIGSTOP)
     manager.deliver(manager.replicas)
-    manager.update_weights(13)
-    assert served(manager) == [130.0] * 2
+    manager.update_weights(14)
+    assert served(manager) == [140.0] * 2
 
 
 def owner(folder: str) -> int:
@@ -272,8 +281,8 @@ def owner(folder: str) -> int:
 
 def test_matrices_travel_as_engines_hold_them(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "_dtype", "bfloat16")
-    manager.update_weights(14)
-    assert served(manager) == [140.0] * 2, "vectors are as they were"
+    manager.update_weights(15)
+    assert served(manager) == [150.0] * 2, "vectors are as they were"
     told = ray.get([rank.execute_checkpoint_engine.remote("dtype") for rank in manager.actor_wg.ranks])
     assert told == [torch.bfloat16]
 
@@ -283,7 +292,7 @@ def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayM
         ray.kill(rank)
     new = Replica(2, "far")
     manager.deliver([new])
-    assert new.serves() == 140.0
+    assert new.serves() == 150.0
 
 
 def test_other_engines_keep_verls_manager() -> None:

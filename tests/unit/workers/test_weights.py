@@ -16,7 +16,7 @@ from relay_world import Dead, Near, Replica, known, let_go, publish, same, weigh
 from verl_rhyme.workers.weights import folder as folders
 from verl_rhyme.workers.weights import relay as relays
 from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
-from verl_rhyme.workers.weights.folder import Folder, WeightsError, claim
+from verl_rhyme.workers.weights.folder import Folder, UnsentError, WeightsError, claim
 from verl_rhyme.workers.weights.relay import Relay
 from verl_rhyme.workers.weights.transfer import identity
 
@@ -192,7 +192,7 @@ async def test_where_the_next_node_is_gone_it_comes_from_the_first(nodes):
     await nodes[1].deliver(replica.target, 1)
     assert replica.loaded
     await nodes[2].fetch(1, known(1), [(Dead(), False)])
-    with pytest.raises(WeightsError, match="could not be fetched"):
+    with pytest.raises(UnsentError, match="could not be fetched"):  # the trainer looks for another relay
         await nodes[2].deliver(Replica(nodes[2]).target, 1)
 
 

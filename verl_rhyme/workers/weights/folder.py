@@ -52,7 +52,7 @@ class WeightsError(RuntimeError):
 
 
 class UnsentError(WeightsError):
-    """A node was not told to fetch a version: it may be told again."""
+    """A version has not come to a node, which may be told again to fetch it."""
 
 
 class Folder:

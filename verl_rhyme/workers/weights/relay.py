@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.observability.audible import keep_audible
@@ -273,6 +273,8 @@ class Relay:
                 raise UnsentError(f"nobody has sent weights {version} to this node; it has {self._folder.versions()}")
             try:
                 return await asyncio.shield(fetch)
+            except RayActorError as error:  # another may be in its place
+                raise UnsentError(f"weights {version} could not be fetched from a node: {last_line(error)}") from error
             except (RayError, LinkError) as error:
                 raise WeightsError(f"weights {version} could not be fetched from another node: {error}") from error
             except asyncio.CancelledError:
