@@ -69,8 +69,8 @@ class SortingConfig:
             trains. What they say before the new version can only become drafts, and counts as wasted.
         stop_wait: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge); then
             the sample starts again, and the update goes on without it.
-        lost_after: Seconds without an answer after which an agent loop worker is given up, and its samples start again
-            elsewhere.
+        lost_after: Seconds without an answer after which an agent loop worker or a replica is given up, and its samples
+            start again elsewhere.
     """
 
     mode: str | None = None

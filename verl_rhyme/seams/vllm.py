@@ -225,6 +225,12 @@ SEAMS: tuple[Seam, ...] = (
         contains=("worker_class.__bases__ = worker_class.__bases__ + (worker_extension_cls,)",),
     ),
     Seam("vllm.v1.engine.async_llm:AsyncLLM.check_health", "whether an engine has died", signature="(self)"),
+    Seam(
+        "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping",
+        "whether an engine hangs: it answers between two steps",
+        signature="(self)",
+        contains=("self.engine_core.is_sleeping_async()",),
+    ),
     Seam("vllm.v1.engine.exceptions:EngineDeadError", "whether an engine has died"),  # by its name
     Seam(
         "vllm.v1.engine.output_processor:OutputProcessor.__init__",

@@ -79,6 +79,12 @@ class _OnVerl:
     def _engines(self) -> Any:
         raise NotImplementedError
 
+    @property
+    def _hung_s(self) -> float | None:
+        """Seconds without an answer after which a replica is taken for dead."""
+        rhyme = self._trainer._rhyme
+        return None if rhyme is None else rhyme.sorting.lost_after
+
     def begin(self, rules: Rules) -> None:
         pass
 
@@ -112,7 +118,7 @@ class Colocated(_OnVerl):
         self._engines.sleep_replicas()
 
     def mend(self, version: int) -> int:
-        gone = dead(self.servers().get_replicas())
+        gone = dead(self.servers().get_replicas(), self._hung_s)
         if gone:
             replica, why = next(iter(gone.items()))
             raise ReplicaDied(
@@ -183,7 +189,7 @@ class Separate(_OnVerl):
     @functools.cached_property
     def spares(self) -> Spares:
         """Who replaces replicas, and lets them rest."""
-        return Spares(self.servers(), self._engines)
+        return Spares(self.servers(), self._engines, self._hung_s)
 
 
 def mend_while_waiting(trainer: Any, buffer: Any, mend: Callable[[int], object]) -> None:

@@ -87,16 +87,17 @@ class _Requests(LLMServerClient):
         session.moving = False
         planned, why = session.planned, session.why
         told = {**kwargs, FIELD: meta.to_dict()}
-        output = await self._somewhere(session, request_id, prompt_ids=prompt_ids, **told)
+        output = await self._somewhere(session, request_id, said, prompt_ids=prompt_ids, **told)
         for record in output.extra_fields.pop(FIELD, []):
             record["why_there"] = why if session.call.server == planned else ""
             conversation.records.append(record)
             session.records.append(record)
         return output
 
-    async def _somewhere(self, session: Session, request_id: str, **kwargs: Any) -> TokenOutput:
-        """On another replica, if one dies; what it had made is lost with it."""
+    async def _somewhere(self, session: Session, request_id: str, said: int, **kwargs: Any) -> TokenOutput:
+        """On another replica, if one dies; what it had made is lost with it, but for what was ``said`` before."""
         while True:
+            began = time.monotonic()
             call = session.call = _Call()
             _CALL.set(call)
             try:
@@ -109,7 +110,10 @@ class _Requests(LLMServerClient):
             except Exception as error:
                 if call.server is None or not is_death(error):  # without one it is the router that died
                     raise
-                logger.warning("a replica died: its requests go to others (%s)", first_line(error))
+                logger.warning(
+                    "a replica died: %s goes on at another, with %d tokens of its turn and without those of %.1f s (%s)",
+                    *(session.name or request_id, said, time.monotonic() - began, first_line(error)),
+                )
                 await self._load_balancer.remove_servers.remote([call.server])
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:

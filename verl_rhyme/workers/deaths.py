@@ -17,8 +17,9 @@ from verl_rhyme.observability.errors import last_line
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without an answer after which a server is warned of, and after which it is taken for dead. Where a process is
-#: gone Ray says so: one that is silent lives and may be busy, but one that hangs would hold up the next weight sync.
+#: Seconds without an answer after which a server is warned of, and after which it is taken for dead, unless the user
+#: says otherwise (``sorting.lost_after``). Where a process is gone Ray says so: one that is silent lives and may be busy,
+#: but one that hangs would hold up the next weight sync.
 _SILENT_S, _HUNG_S = 60.0, 300.0
 #: Seconds between two questions to one whose connection broke.
 _PAUSE_S = 2.0
@@ -37,8 +38,14 @@ def is_death(error: Exception) -> bool:
     return gone or "EngineDeadError" in kinds
 
 
-def dead(replicas: Iterable[Any]) -> dict[Any, str]:
-    """Those of verl's replicas that cannot serve any more, and why: a process of theirs is gone, or an engine."""
+def dead(replicas: Iterable[Any], hung_s: float | None = None) -> dict[Any, str]:
+    """Those of verl's replicas that cannot serve any more, and why: a process of theirs is gone, or an engine.
+
+    Args:
+        replicas: verl's.
+        hung_s: Seconds without an answer after which one is taken for dead.
+    """
+    hung_s = _HUNG_S if hung_s is None else hung_s
     began, found, replicas = time.monotonic(), {}, list(replicas)
     questions = _of_servers(replicas)
     questions += [(replica, worker.__ray_ready__) for replica in replicas for worker in replica.workers]
@@ -46,7 +53,7 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
     while questions or asked:
         asked |= {ask.remote(): (replica, ask) for replica, ask in questions}
         questions = []
-        left = _HUNG_S - (time.monotonic() - began)
+        left = hung_s - (time.monotonic() - began)
         told, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(0.0, min(_SILENT_S, left)))
         for answer in told:
             replica, ask = asked.pop(answer)
@@ -58,11 +65,11 @@ def dead(replicas: Iterable[Any]) -> dict[Any, str]:
                 found[replica] = last_line(error)
         missing = {replica for replica, _ in [*questions, *asked.values()]}
         if missing and left <= 0:
-            return {**dict.fromkeys(missing, f"no answer for {_HUNG_S:.0f} s"), **found}
+            return {**dict.fromkeys(missing, f"no answer for {hung_s:.0f} s"), **found}
         if missing:
             logger.warning(
                 "replicas %s live, but do not answer; after %.0f s they are taken for dead",
-                *(sorted(replica.replica_rank for replica in missing), _HUNG_S),
+                *(sorted(replica.replica_rank for replica in missing), hung_s),
             )
         if questions:
             time.sleep(_PAUSE_S)

@@ -107,10 +107,11 @@ class Spares:
     Args:
         servers: verl's ``LLMServerManager`` of them.
         weights: verl's ``CheckpointEngineManager`` of them.
+        hung_s: Seconds without an answer after which one is taken for dead; ``None``: five minutes.
     """
 
-    def __init__(self, servers: Any, weights: Any) -> None:
-        self._servers, self._weights = servers, weights
+    def __init__(self, servers: Any, weights: Any, hung_s: float | None = None) -> None:
+        self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # A new name for each one's actors: Ray may know those of dead ones for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
         self._owed = self._failures = 0
@@ -133,7 +134,7 @@ class Spares:
                 cannot (:func:`obstacle`).
         """
         manager = self._servers
-        gone = dead(manager.rollout_replicas)
+        gone = dead(manager.rollout_replicas, self._hung_s)
         for replica, why in gone.items():
             logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)
         if gone:

@@ -69,8 +69,8 @@ def test_where_the_actors_devices_serve_as_well_none_is_started(monkeypatch):
     replica = Mock(replica_rank=0)
     servers = {"llm_server_manager": [], "standalone_server_manager": [replica]}
     managers = {name: SimpleNamespace(get_replicas=lambda held=held: held) for name, held in servers.items()}
-    trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, **managers)
-    monkeypatch.setattr(topology, "dead", lambda replicas: dict.fromkeys(replicas, "gone"))
+    trainer = SimpleNamespace(current_mode=HybridEngineMode.ROLLOUT, _rhyme=None, **managers)
+    monkeypatch.setattr(topology, "dead", lambda replicas, hung_s: dict.fromkeys(replicas, "gone"))
     monkeypatch.setattr(topology, "serve", lambda servers: None)
     assert Separate(trainer).mend(1) == 0
     servers["llm_server_manager"].append(replica)

@@ -24,6 +24,8 @@ from verl_rhyme.workers.vllm.gate import Gate
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between two looks whether an engine that does not answer is there.
+_HEALTH_POLL_S = 1.0
 #: Seconds between two looks whether the engine knows a request.
 _ADMISSION_POLL_S = 0.002
 #: In place of a first output: no tokens yet.
@@ -47,6 +49,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._node_id = ray.get_runtime_context().get_node_id()
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
         self._gate = Gate()
+        self._told = 0  # calls to the engine that take their time: weights
         self._aborts: set[asyncio.Task[None]] = set()
         self._names: dict[str, str] = {}  # request id -> attempt's name, of a coordinator's
         self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
@@ -142,9 +145,32 @@ class RhymeHttpServer(vLLMHttpServer):
             output = await anext(outputs, None)
 
     async def healthy(self) -> None:
-        """Raises if the engine has died; this actor may outlive it."""
-        if self.node_rank == 0:
-            await self.engine.check_health()
+        """As soon as the engine, too, has answered, which it does between two steps; it has a process of its own, which
+        may hang while this one runs. One that is about something longer, its weights, is not asked.
+
+        Raises:
+            EngineDeadError: It has died (vLLM's class); this actor may outlive it.
+        """
+        if self.node_rank != 0:
+            return
+        await self.engine.check_health()
+        if self._told:
+            return
+        answer = asyncio.ensure_future(self.engine.is_sleeping())
+        try:
+            while not (await asyncio.wait({answer}, timeout=_HEALTH_POLL_S))[0]:
+                await self.engine.check_health()  # vLLM leaves calls open whose engine died meanwhile
+            answer.result()
+        finally:
+            answer.cancel()
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's."""
+        self._told += 1
+        try:
+            return await super().collective_rpc(*args, **kwargs)
+        finally:
+            self._told -= 1
 
     async def cache_tokens(self) -> int:
         """Tokens that fit into the engine's KV cache; 0 where vLLM does not say."""

@@ -289,6 +289,7 @@ class RelayManager(CheckpointEngineManager):
         for node, error in self._answers(asked, "has a relay that does not answer").items():
             if isinstance(error, ActorUnavailableError):  # the network between: it may come back
                 continue
+            logger.warning("the relay of node %s is gone, another one takes its place: %s", node, last_line(error))
             ray.kill(self._relays.pop(node))
             died.add(node)
             self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}

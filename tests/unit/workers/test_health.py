@@ -1,0 +1,67 @@
+"""A replica is healthy when its engine answers, too."""
+
+import asyncio
+
+import pytest
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+from verl_rhyme.workers.vllm import server as servers
+from verl_rhyme.workers.vllm.server import RhymeHttpServer
+
+
+class Engine:
+    """vLLM's front end, and its process behind it."""
+
+    def __init__(self):
+        self.error, self.steps = None, asyncio.Event()
+
+    async def check_health(self):
+        if self.error is not None:
+            raise self.error
+
+    async def is_sleeping(self):
+        await self.steps.wait()
+        return False
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(servers, "_HEALTH_POLL_S", 0.01)
+    built = object.__new__(RhymeHttpServer)
+    built.node_rank, built.engine, built._told = 0, Engine(), 0
+    return built
+
+
+async def test_an_engine_that_hangs_is_not(server):
+    asked = asyncio.create_task(server.healthy())
+    done, _ = await asyncio.wait({asked}, timeout=0.1)
+    assert not done, "its process does nothing"
+    server.engine.steps.set()
+    await asyncio.wait_for(asked, 1)
+    await asyncio.wait_for(server.healthy(), 1)
+
+
+async def test_nor_one_that_dies_while_it_is_asked(server):
+    asked = asyncio.create_task(server.healthy())
+    await asyncio.sleep(0.05)
+    server.engine.error = RuntimeError("it has died")
+    with pytest.raises(RuntimeError, match="it has died"):
+        await asyncio.wait_for(asked, 1)
+
+
+async def test_one_that_takes_weights_has_its_time(server, monkeypatch):
+    taken = asyncio.Event()
+    monkeypatch.setattr(vLLMHttpServer, "collective_rpc", lambda self, method: taken.wait())
+    loads = asyncio.create_task(server.collective_rpc("update_weights"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(server.healthy(), 1)
+    taken.set()
+    await loads
+    done, _ = await asyncio.wait({asked := asyncio.create_task(server.healthy())}, timeout=0.1)
+    assert not done
+    asked.cancel()
+
+
+async def test_what_has_no_engine_is(server):
+    server.node_rank = 1
+    await asyncio.wait_for(server.healthy(), 1)
