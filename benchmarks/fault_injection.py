@@ -1,0 +1,251 @@
+"""Faults of a real run's processes at random times, and what the run's log says of each.
+
+``kill``: of a replica its server or its engine's process is killed. ``hang``: either is stopped, and stays so.
+``slow``: a replica's engine is stopped for four fifths of each second, for some seconds. ``relay``: the relay of
+weights is killed. ``trainer``: the process of the trainer is; the run ends, and whoever started it starts it again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+#: Of the processes that are looked for: how the titles begin that Ray and vLLM give them.
+TITLES = {
+    "server": "ray::RhymeHttpServer",
+    "engine": "VLLM::EngineCore",
+    "relay": "ray::Relay",
+    "trainer": "ray::TaskRunnerV1",
+}
+#: What the log says of the next fault of these kinds that it has not spoken of.
+TOLD = {
+    "replica": re.compile(r"replica \d+ \(\S+\) is gone: "),
+    "relay": re.compile(r"the relay of node \w+ is gone, another one takes its place"),
+}
+REPLACED = re.compile(r"replica \d+ takes the place of a dead one")
+_KEPT = re.compile(
+    r"a replica died: (\S+) goes on at another, with (\d+) tokens of its turn and without those of (\S+) s"
+)
+_SPAN_S, _PULSE_S, _STOPPED = 8.0, 1.0, 0.8
+#: Seconds between two faults; a few come at once.
+_PAUSES_S = (0.3, 3.0, 8.0)
+#: Seconds that what hangs may outlive the line that it is gone.
+_LINGER_S = 20.0
+
+
+def processes(run: Path, kind: str) -> list[psutil.Process]:
+    """Of this run and no other: they have inherited its environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or [])
+        if title.startswith(TITLES[kind]) and _is_of(process, run):
+            found.append(process)
+    return found
+
+
+def end(run: Path) -> None:
+    """Kill all that is left of a run."""
+    for process in psutil.process_iter():
+        if process.pid != psutil.Process().pid and _is_of(process, run):
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def _is_of(process: psutil.Process, run: Path) -> bool:
+    try:
+        return process.environ().get("RUN_DIR") == str(run)
+    except psutil.Error:
+        return False
+
+
+@dataclass
+class Injection:
+    """One fault.
+
+    Attributes:
+        kind: See the module.
+        process: A name of :data:`TITLES`.
+        at: Seconds since the epoch.
+        told_after_s: When the log told of it; of ``trainer``, when the run had ended. ``None``: it did not.
+        cut_short: The run ended before it was told.
+        outlived: A process that hung was still there after its replica was given up.
+    """
+
+    kind: str
+    process: str
+    at: float
+    told_after_s: float | None = None
+    cut_short: bool = False
+    outlived: bool = False
+
+
+def redispatched(log: str) -> dict[str, Any]:
+    """Requests that went to another replica when theirs died, as a log tells them: how many, the tokens that they had
+    from before and kept, and the seconds of generation that were lost with the replica."""
+    found = _KEPT.findall(log)
+    return {
+        "redispatched": len(found),
+        "kept_tokens": sum(int(tokens) for _, tokens, _ in found),
+        "kept_some": sum(int(tokens) > 0 for _, tokens, _ in found),
+        "lost_request_s": round(sum(float(seconds) for _, _, seconds in found), 1),
+    }
+
+
+class Injector:
+    """Injects into a run, from its first step on, until it ends or there were enough.
+
+    Args:
+        run: ``RUN_DIR``.
+        wanted: How many of each kind.
+        seed: Of times and victims.
+    """
+
+    def __init__(self, run: Path, wanted: Mapping[str, int], seed: int) -> None:
+        self._run, self._rng = run, random.Random(seed)
+        self._deck = [kind for kind, count in wanted.items() for _ in range(count)]
+        self._rng.shuffle(self._deck)
+        self.done: list[Injection] = []
+        self.replaced = 0
+        self._down: dict[int, psutil.Process] = {}  # servers whose replica is dead or hangs
+        self._hung: dict[int, tuple[psutil.Process, Injection]] = {}
+        self._slow: tuple[psutil.Process, float] | None = None  # and when it ends
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._read, self._next, self._started = 0, 0.0, time.time()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._loop, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def ended(self) -> None:
+        """The run has ended; it may be started again."""
+        self._follow()
+        with self._lock:
+            for injection in self.done:
+                if injection.kind == "trainer" and injection.told_after_s is None:
+                    injection.told_after_s = round(time.time() - injection.at, 1)
+                elif injection.told_after_s is None and injection.kind != "slow":
+                    injection.cut_short = True
+            self._down, self._hung, self._slow = {}, {}, None
+            self._started = time.time()
+
+    def told(self) -> list[dict[str, Any]]:
+        return [asdict(injection) for injection in self.done]
+
+    # ---- within ----
+
+    def _loop(self) -> None:
+        while not self._over.wait(0.1):
+            self._follow()
+            with self._lock, suppress(psutil.Error):
+                self._pulse()
+                self._inject()
+
+    def _follow(self) -> None:
+        """What the log says by now."""
+        log = self._run / "train.log"
+        if not log.exists():
+            return
+        with self._lock, log.open("rb") as file:
+            file.seek(self._read)
+            came = file.read()
+            whole = came.rfind(b"\n") + 1
+            self._read += whole
+            for line in came[:whole].decode(errors="replace").splitlines():
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        self.replaced += bool(REPLACED.search(line))
+        for kind, says in TOLD.items():
+            if not says.search(line):
+                continue
+            mine = ("kill", "hang") if kind == "replica" else (kind,)
+            waits = [i for i in self.done if i.kind in mine and i.told_after_s is None and not i.cut_short]
+            hangs = "no answer for" in line  # else its process was gone
+            waits = [i for i in waits if (i.kind == "hang") == hangs] or waits
+            if waits:
+                waits[0].told_after_s = round(time.time() - waits[0].at, 1)
+
+    def _pulse(self) -> None:
+        now = time.time()
+        if self._slow is not None:
+            process, until = self._slow
+            stops = now < until and now % _PULSE_S < _STOPPED * _PULSE_S
+            process.send_signal(signal.SIGSTOP if stops else signal.SIGCONT)
+            if now >= until:
+                self._slow = None
+        for process, injection in self._hung.values():
+            after = injection.told_after_s
+            if after is not None and now > injection.at + after + _LINGER_S:
+                injection.outlived = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+    def _inject(self) -> None:
+        metrics = self._run / "metrics.jsonl"
+        if time.time() < self._next or not _written_since(metrics, self._started):
+            return
+        for place, kind in enumerate(self._deck):
+            if (victim := self._victim(kind)) is None:
+                continue
+            name, process = victim
+            self._do(kind, name, process)
+            del self._deck[place]
+            self._next = time.time() + self._rng.choice(_PAUSES_S)
+            return
+
+    def _victim(self, kind: str) -> tuple[str, psutil.Process] | None:
+        """``None``: there is none now. One replica is left in peace, for the run to go on with."""
+        if kind == "trainer":
+            saved = self._run / "checkpoints" / "latest_checkpointed_iteration.txt"
+            if not _written_since(saved, self._started):
+                return None
+        if kind in ("relay", "trainer"):
+            found = processes(self._run, kind)
+            return (kind, self._rng.choice(found)) if found else None
+        pairs = []
+        for server in processes(self._run, "server"):
+            engines = [child for child in server.children(recursive=True) if _is_engine(child)]
+            if server.pid not in self._down and engines and (self._slow is None or engines[0] != self._slow[0]):
+                pairs.append((server, engines[0]))
+        if not pairs or (kind != "slow" and len(pairs) < 2) or (kind == "slow" and self._slow is not None):
+            return None
+        server, engine = self._rng.choice(sorted(pairs, key=lambda pair: pair[0].pid))
+        name = "engine" if kind == "slow" else self._rng.choice(["server", "engine"])
+        if kind != "slow":
+            self._down[server.pid] = server
+        return name, server if name == "server" else engine
+
+    def _do(self, kind: str, name: str, process: psutil.Process) -> None:
+        injection = Injection(kind, name, time.time())
+        self.done.append(injection)
+        if kind == "hang":
+            process.suspend()
+            self._hung[process.pid] = process, injection
+        elif kind == "slow":
+            self._slow = process, time.time() + _SPAN_S
+        else:
+            process.kill()
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline()).startswith(TITLES["engine"])
+    return False
+
+
+def _written_since(file: Path, when: float) -> bool:
+    return file.exists() and file.stat().st_mtime > when

@@ -1,0 +1,287 @@
+"""Faults in real runs: does each sample come to be trained once whatever dies, hangs, is slow or cut?
+
+    python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--out DIR] [KIND ...]
+
+Real verl, vLLM and GRPO on the tiny world: engines apart from training, three replicas, weights by the relay, training
+in parts (``stream``), and all together (``full``). Beside a run its processes are killed, stopped and slowed
+(:mod:`benchmarks.fault_injection`: ``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several
+at once; a run that ends is started again. What is found afterwards in its event log and metrics is in its row: whether
+each sample was trained once, under a version that is young enough, with the tokens that the engines made; what its log
+told of each fault; and what requests kept whose replica died. ``cut``: a version of weights that crosses a link between
+two network namespaces (root), which is cut at a random moment for a random time.
+
+Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import far_link, tiny_run
+from benchmarks.fault_injection import Injector, end, redispatched
+from benchmarks.machine import commit, describe
+from benchmarks.real_run import Cell, Kept, faults, short
+from benchmarks.tiny_run import RHYME, ROLLOUT
+from verl_rhyme.observability import metrics, steps
+from verl_rhyme.simulation import recorded
+
+REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 4
+STEADY_MS, TRAIN_MS, HUNG_S, SAVED = 60.0, 60.0, 20.0, 2
+#: Of each kind in a run, where it lasts long enough for all of them.
+WANTED = {"kill": 4, "hang": 3, "slow": 3, "relay": 3, "trainer": 1}
+STALE, STARTS, SYSTEMS, CUTS = 1, 8, ("stream", "full"), 20
+KINDS = (*WANTED, "cut")
+_LINK, _PORT, _MBIT = "link", 9000, 100e6
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+def cells(kinds: Sequence[str], repeats: int) -> Iterator[Cell]:
+    """Runs in their order."""
+    of_runs = [kind for kind in kinds if kind != "cut"]
+    for seed in range(1, 1 + repeats):
+        yield from (Cell(system, ", ".join(of_runs), seed) for system in SYSTEMS if of_runs)
+        if "cut" in kinds:
+            yield Cell(_LINK, "cut", seed)
+
+
+# ---- a run ----
+
+
+def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[str, Any]:
+    """Make a run, with faults, to its end. Returns what was injected, and what ended it meanwhile."""
+    folder = cell.folder(out)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    settings = {"RHYME": cell.setting, "REPLICAS": str(REPLICAS), "MODE": "separate_async"}
+    settings |= {"EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": str(cell.seed)}
+    overrides = [
+        *tiny_run.sizes(BATCH, SAMPLES, SLOTS, 1),
+        *(f"trainer.save_freq={SAVED}", f"{RHYME}.sorting.lost_after={HUNG_S}"),
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={SAMPLES}",
+    ]
+    injector, ends, began = Injector(folder, wanted, cell.seed), list[str](), time.monotonic()
+    try:
+        with injector.running():
+            for _ in range(STARTS):
+                try:
+                    tiny_run.train(folder, settings, overrides, STEADY_MS, timeout=900, train_ms=TRAIN_MS)
+                    break
+                except subprocess.CalledProcessError:
+                    injector.ended()
+                    ends.append(last_words(folder.parent / f"{folder.name}.log"))
+    finally:
+        end(folder)
+    injector.ended()
+    told = injector.told()
+    return {"seconds": round(time.monotonic() - began), "ends": ends, "replaced": injector.replaced, "told": told}
+
+
+def last_words(log: Path) -> str:
+    """The end of what a run said that failed."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-3:])[-400:]
+
+
+def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """What became of the samples, and of the faults."""
+    by_step = [row for _, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items())]
+    run, samples = recorded.read(folder), BATCH * SAMPLES
+    found = faults(run, by_step, samples, LIMIT, STALE)
+    wrong = [*found["faults"], *not_once(run, epochs * PROMPTS // BATCH, epochs, PROMPTS * SAMPLES)]
+    told = injected.pop("told")
+    requests = run.requests
+    thrown = ~requests["trained"] & ~requests["validate"]
+    correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step]
+    return {
+        **{"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, "steps": len(by_step), "samples": samples},
+        **injected,
+        "injected": Counter(each["kind"] for each in told),
+        "told": Counter(each["kind"] for each in told if each["told_after_s"] is not None),
+        "cut_short": Counter(each["kind"] for each in told if each["cut_short"]),
+        "told_after_s": {
+            kind: [each["told_after_s"] for each in told if each["kind"] == kind and each["told_after_s"] is not None]
+            for kind in {each["kind"]: None for each in told}
+        },
+        "processes": Counter(f"{each['kind']} {each['process']}" for each in told),
+        "outlived": sum(each["outlived"] for each in told),
+        **redispatched((folder / "train.log").read_text(errors="replace")),
+        "thrown_away_tokens": int(requests["response_tokens"][thrown].sum()),
+        "trained_tokens": int(requests["response_tokens"][requests["trained"]].sum()),
+        "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step]))),
+        "pearson_least": short(float(min(correlation))),
+        "spanning": found["spanning"],
+        "faults": wrong,
+    }
+
+
+def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -> list[str]:
+    """What is missing, and what was trained twice, in words.
+
+    Args:
+        run: Its event log.
+        wanted_steps: That it was to train.
+        epochs: That it was to train.
+        of_epoch: Samples of an epoch.
+    """
+    requests = run.requests
+    rows, found = np.flatnonzero(requests["trained"]), []
+    if (told := np.unique(requests["step"][rows]).tolist()) != list(range(1, wanted_steps + 1)):
+        found.append(f"steps {sorted({*range(1, wanted_steps + 1)} ^ {*told})} are missing, or too many")
+    trained_in: dict[tuple[str, int], set[int]] = {}
+    by_epoch: dict[int, Counter[tuple[str, int]]] = {epoch: Counter() for epoch in range(epochs)}
+    for row in rows.tolist():
+        uid, number = str(requests["uid"][row]), int(requests["sample"][row])
+        seen = trained_in.setdefault((uid, number), set())
+        if not seen:
+            key = str(requests["prompt_key"][row]), number
+            by_epoch.setdefault(int(requests["epoch"][row]), Counter())[key] += 1
+        seen.add(int(requests["step"][row]))
+    found += [f"{uid}-{number} in steps {sorted(seen)}" for (uid, number), seen in trained_in.items() if len(seen) > 1]
+    for epoch, counts in by_epoch.items():
+        twice = sum(count - 1 for count in counts.values())
+        if twice or len(counts) != of_epoch:
+            found.append(f"epoch {epoch}: {of_epoch - len(counts)} samples lost, {twice} trained twice")
+    return found
+
+
+# ---- a link ----
+
+
+async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
+    """Versions over a link that is cut in each, once; after every other cut the receiver starts anew, too."""
+    from benchmarks.weights_across_sites import fetch, write  # with what makes its updates: seconds
+    from verl_rhyme.workers.weights.folder import claim
+    from verl_rhyme.workers.weights.transfer import identity
+
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    there, here = claim(root / "there"), claim(root / "here")
+    model = {f"layer.{n}": (torch.randn(500_000, generator=generator) / 50).to(torch.bfloat16) for n in range(8)}
+    first, wrong, done, version, kinds = list[float](), list[str](), 0, 0, Counter[str]()
+    with far_link.two_sites(_MBIT) as (name, host), far_link.sender(name, there, host, _PORT):
+        wire = far_link.Wire(host, _PORT, delay_s=0.01, seed=seed)
+        async with wire.running():
+            while done < count:
+                version += 1
+                for tensor in model.values():  # four words in ten change, as in the tiny world
+                    tensor.view(torch.int16).bitwise_xor_(
+                        (torch.rand(tensor.shape, generator=generator) < 0.4).to(torch.int16)
+                    )
+                size, packed = write(there, version, model), rng.random() < 0.5
+                came: list[float] = []
+                fetching = asyncio.create_task(fetch(here, there, version, wire, packed, came))
+                until = wire.bytes + size * (0.25 if packed and version > 1 else 0.9) * rng.random()
+                while wire.bytes < until and not fetching.done():
+                    await asyncio.sleep(0.005)
+                if not fetching.done():
+                    wire.cut()
+                    if version in here.versions():
+                        wrong.append(f"version {version} was there before it had come")
+                    if done % 2:
+                        fetching.cancel()
+                        await asyncio.wait([fetching])
+                    await asyncio.sleep(rng.uniform(0.1, 2.0))
+                    wire.mend()
+                    mended = time.perf_counter()
+                    if done % 2:
+                        fetching = asyncio.create_task(fetch(here, there, version, wire, packed, came))
+                    await fetching
+                    first += [min(when for when in came if when > mended) - mended]
+                    done += 1
+                    kinds["packed" if packed else "as it is"] += 1
+                await fetching
+                read = dict(here.read(version))
+                if identity(here.parts(version)) != identity(there.parts(version)) or not all(
+                    torch.equal(read[name], tensor) for name, tensor in model.items()
+                ):
+                    wrong.append(f"version {version} is not what was sent")
+                for folder in (here, there):
+                    for old in folder.versions()[:-1]:
+                        folder.remove(old)
+    return {
+        **{"injected": {"cut": done}, "versions": version, "megabytes": round(size / 1e6, 1), "how": kinds},
+        "first_chunk_after_s": [short(float(np.median(first))), short(max(first))],
+        "faults": wrong,
+    }
+
+
+# ---- what is shown ----
+
+
+def totals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of all runs."""
+    rows = list(rows)
+    summed = {
+        name: sum((Counter(row.get(name, {})) for row in rows), Counter[str]())
+        for name in ("injected", "told", "cut_short")
+    }
+    return {"total": True, "runs": len(rows), **summed, "faults": sum(len(row["faults"]) for row in rows)}
+
+
+def _told(row: dict[str, Any]) -> str:
+    which = "all" if row.get("total") else f"{row['setting']}, seed {row['seed']}"
+    injected = ", ".join(f"{kind} {count}" for kind, count in row["injected"].items())
+    return f"{which}: {injected or 'nothing injected'}; faults: {row['faults'] or 'none'}"
+
+
+@app.command()
+def main(
+    kinds: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
+    quick: Annotated[bool, typer.Option(help="one short run (five minutes), and two cuts")] = False,
+    runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
+    repeats: Annotated[int, typer.Option(help="of each system, and of the link")] = 4,
+    out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/faults"),
+) -> None:
+    """Train, inject, look, print."""
+    chosen = kinds or list(KINDS)
+    if unknown := sorted(set(chosen) - set(KINDS)):
+        raise typer.BadParameter(f"no kind {'; '.join(unknown)}; there are: {'; '.join(KINDS)}")
+    wanted = [cell for cell in cells(chosen, 1 if quick else repeats) if not quick or cell.setting != "full"]
+    epochs = 3 if quick else EPOCHS
+    each = {kind: 1 if quick else count for kind, count in WANTED.items() if kind in chosen}
+    kept = Kept(out)
+    out.mkdir(parents=True, exist_ok=True)
+    left = kept.left(wanted)
+    about = {"benchmark": "faults", "machine": describe(), "commit": commit()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what a run has started would outlive this
+    for cell in left[:runs]:
+        if cell.setting == _LINK:
+            if why := far_link.missing():
+                typer.echo(f"no link is cut: it {why}", err=True)
+                continue
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+                found = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
+            row = {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **found}
+        else:
+            injected = train(cell, out, each, epochs)
+            row = {**about, **measure(cell, cell.folder(out), injected, epochs)}
+        kept.add(row)
+        if not as_json:
+            print(_told(row), flush=True)
+    if runs and len(left) > runs:
+        typer.echo(f"{len(left) - runs} runs are left", err=True)
+        return
+    shown = [row for row in kept.rows if any((row["setting"], row["arm"]) == (c.setting, c.arm) for c in wanted)]
+    for row in [*(shown if as_json else []), {**about, **totals(shown)}]:
+        print(json.dumps(row) if as_json else _told(row), flush=True)
+
+
+if __name__ == "__main__":
+    app()
