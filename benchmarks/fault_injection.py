@@ -7,11 +7,13 @@ weights is killed. ``trainer``: the process of the trainer is; the run ends, and
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +22,8 @@ from typing import Any
 
 import psutil
 
+#: In the run's folder.
+KEPT = "injections.json"
 #: Of the processes that are looked for: how the titles begin that Ray and vLLM give them.
 TITLES = {
     "server": "ray::RhymeHttpServer",
@@ -33,9 +37,7 @@ TOLD = {
     "relay": re.compile(r"the relay of node \w+ is gone, another one takes its place"),
 }
 REPLACED = re.compile(r"replica \d+ takes the place of a dead one")
-_KEPT = re.compile(
-    r"a replica died: (\S+) goes on at another, with (\d+) tokens of its turn and without those of (\S+) s"
-)
+_KEPT = re.compile(r"a replica died: (\S+) goes on at another with (\d+) tokens of its turn, without those of (\S+) s")
 _SPAN_S, _PULSE_S, _STOPPED = 8.0, 1.0, 0.8
 #: Seconds between two faults; a few come at once.
 _PAUSES_S = (0.3, 3.0, 8.0)
@@ -102,7 +104,8 @@ def redispatched(log: str) -> dict[str, Any]:
 
 
 class Injector:
-    """Injects into a run, from its first step on, until it ends or there were enough.
+    """Injects into a run, from its first step on, until it ends or there were enough; keeps in the run's folder what
+    was done, and goes on from there.
 
     Args:
         run: ``RUN_DIR``.
@@ -111,16 +114,24 @@ class Injector:
     """
 
     def __init__(self, run: Path, wanted: Mapping[str, int], seed: int) -> None:
-        self._run, self._rng = run, random.Random(seed)
-        self._deck = [kind for kind, count in wanted.items() for _ in range(count)]
+        self._run, self._kept = run, run / KEPT
+        kept = json.loads(self._kept.read_text()) if self._kept.exists() else {}
+        self.done = [Injection(**each) for each in kept.get("done", ())]
+        self.replaced: int = kept.get("replaced", 0)
+        #: How each start of the run ended that did not come to its end, and the seconds that all took.
+        self.ends: list[str] = kept.get("ends", [])
+        self.seconds: float = kept.get("seconds", 0.0)
+        left = Counter(wanted) - Counter(each.kind for each in self.done)
+        self._rng = random.Random(f"{seed} {len(self.done)}")
+        self._deck = sorted(left.elements())
         self._rng.shuffle(self._deck)
-        self.done: list[Injection] = []
-        self.replaced = 0
         self._down: dict[int, psutil.Process] = {}  # servers whose replica is dead or hangs
         self._hung: dict[int, tuple[psutil.Process, Injection]] = {}
         self._slow: tuple[psutil.Process, float] | None = None  # and when it ends
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._read, self._next, self._started = 0, 0.0, time.time()
+        log = run / "train.log"
+        self._read = log.stat().st_size if log.exists() else 0
+        self._next, self._started = 0.0, time.time()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -132,8 +143,12 @@ class Injector:
             self._over.set()
             thread.join()
 
-    def ended(self) -> None:
-        """The run has ended; it may be started again."""
+    def ended(self, how: str = "") -> None:
+        """The run has ended; it may be started again.
+
+        Args:
+            how: It did not come to its end.
+        """
         self._follow()
         with self._lock:
             for injection in self.done:
@@ -142,7 +157,12 @@ class Injector:
                 elif injection.told_after_s is None and injection.kind != "slow":
                     injection.cut_short = True
             self._down, self._hung, self._slow = {}, {}, None
+            self.seconds += time.time() - self._started
             self._started = time.time()
+            self.ends += [how] * bool(how)
+            if self._run.is_dir():
+                kept = {"done": self.told(), "replaced": self.replaced, "ends": self.ends, "seconds": self.seconds}
+                self._kept.write_text(json.dumps(kept))
 
     def told(self) -> list[dict[str, Any]]:
         return [asdict(injection) for injection in self.done]
@@ -248,4 +268,4 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def _written_since(file: Path, when: float) -> bool:
-    return file.exists() and file.stat().st_mtime > when
+    return file.exists() and file.stat().st_size > 0 and file.stat().st_mtime > when

@@ -10,7 +10,8 @@ each sample was trained once, under a version that is young enough, with the tok
 told of each fault; and what requests kept whose replica died. ``cut``: a version of weights that crosses a link between
 two network namespaces (root), which is cut at a random moment for a random time.
 
-Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run.
+Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run; one
+that was ended in its midst (SIGTERM, as ``timeout`` sends it) goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 import typer
 
 from benchmarks import far_link, tiny_run
-from benchmarks.fault_injection import Injector, end, redispatched
+from benchmarks.fault_injection import KEPT, Injector, end, redispatched
 from benchmarks.machine import commit, describe
 from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
@@ -67,7 +68,8 @@ def cells(kinds: Sequence[str], repeats: int) -> Iterator[Cell]:
 def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[str, Any]:
     """Make a run, with faults, to its end. Returns what was injected, and what ended it meanwhile."""
     folder = cell.folder(out)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    if not (folder / KEPT).exists():
+        shutil.rmtree(folder, ignore_errors=True)
     settings = {"RHYME": cell.setting, "REPLICAS": str(REPLICAS), "MODE": "separate_async"}
     settings |= {"EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": str(cell.seed)}
     overrides = [
@@ -76,7 +78,7 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={SAMPLES}",
     ]
-    injector, ends, began = Injector(folder, wanted, cell.seed), list[str](), time.monotonic()
+    injector = Injector(folder, wanted, cell.seed)
     try:
         with injector.running():
             for _ in range(STARTS):
@@ -84,13 +86,16 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
                     tiny_run.train(folder, settings, overrides, STEADY_MS, timeout=900, train_ms=TRAIN_MS)
                     break
                 except subprocess.CalledProcessError:
-                    injector.ended()
-                    ends.append(last_words(folder.parent / f"{folder.name}.log"))
-    finally:
+                    injector.ended(last_words(folder.parent / f"{folder.name}.log"))
+            else:
+                raise RuntimeError(f"{folder} did not come to its end in {STARTS} starts: {injector.ends}")
+    except BaseException:
         end(folder)
+        injector.ended("ended from outside")
+        raise
     injector.ended()
-    told = injector.told()
-    return {"seconds": round(time.monotonic() - began), "ends": ends, "replaced": injector.replaced, "told": told}
+    seconds = round(injector.seconds)
+    return {"seconds": seconds, "ends": injector.ends, "replaced": injector.replaced, "told": injector.told()}
 
 
 def last_words(log: Path) -> str:

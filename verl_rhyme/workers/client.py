@@ -111,7 +111,7 @@ class _Requests(LLMServerClient):
                 if call.server is None or not is_death(error):  # without one it is the router that died
                     raise
                 logger.warning(
-                    "a replica died: %s goes on at another, with %d tokens of its turn and without those of %.1f s (%s)",
+                    "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)",
                     *(session.name or request_id, said, time.monotonic() - began, first_line(error)),
                 )
                 await self._load_balancer.remove_servers.remote([call.server])

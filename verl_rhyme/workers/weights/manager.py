@@ -27,6 +27,8 @@ _CLOSE_S = 20.0
 _LOOK_S, _PAUSE_S = 20.0, 1.0
 #: What verl's rollouts may compute in that is narrower than float32.
 _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+#: How often relays may die while one version is published.
+_DEATHS = 3
 _DEFAULT = WeightsConfig()
 
 logger = logging.getLogger(__name__)
@@ -128,11 +130,21 @@ class RelayManager(CheckpointEngineManager):
             ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
 
     def publish(self, version: int) -> None:
-        """The actor's weights are that version from now on; they are on their way to all nodes.
+        """The actor's weights are that version from now on; they are on their way to all nodes. Where a relay dies
+        meanwhile, they are written once more.
 
         Raises:
             WeightsError: There is no room for them.
         """
+        for _ in range(_DEATHS):
+            try:
+                return self._publish(version)
+            except RayActorError:
+                if not self._part_with_dead(needed=False):
+                    raise  # another's death
+        self._publish(version)
+
+    def _publish(self, version: int) -> None:
         ranks = self.actor_wg.world_size
         node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
         self._part_with_dead(needed=False)

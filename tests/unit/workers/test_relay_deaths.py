@@ -1,0 +1,117 @@
+"""Relays that die while the trainer asks them for something, and who does it in their place."""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from ray.exceptions import ActorDiedError, RayActorError
+
+from verl_rhyme.workers.weights import manager as managers
+from verl_rhyme.workers.weights.engine import register
+from verl_rhyme.workers.weights.manager import RelayManager
+
+
+class Told:
+    """What a call gives, or raises."""
+
+    def __init__(self, value=None, error=None):
+        self.value, self.error = value, error
+
+
+class Relay:
+    """Of a node; it dies when it is asked for what ``dies_at`` names."""
+
+    answers: ClassVar = {"folder": "/weights", "written": "identity", "revive": True}
+
+    def __init__(self, world):
+        self.world, self.lives = world, True
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *arguments: self.asked(name, arguments))
+
+    def asked(self, name, arguments):
+        if self.world.dies_at[:1] == [name]:
+            self.world.dies_at.pop(0)
+            self.lives = False
+        if not self.lives:
+            return Told(error=ActorDiedError())
+        if name == "deliver":
+            target, version, _ = arguments
+            if target.rank in self.world.dead:
+                return Told(error=ActorDiedError())
+            self.world.taken.append((target.rank, version))
+        return Told(self.answers.get(name))
+
+
+class World:
+    """One node, with the actor and two replicas."""
+
+    def __init__(self, monkeypatch):
+        self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
+        monkeypatch.setattr(managers, "ray", SimpleNamespace(get=self.get, nodes=lambda: []))
+        monkeypatch.setattr(managers.relay, "start", lambda *_: self.relays.append(Relay(self)) or self.relays[-1])
+        worker = SimpleNamespace(remote=lambda method, **_: Told({"node": "n"} if method == "prepare" else None))
+        self.replicas = [
+            SimpleNamespace(replica_rank=rank, servers=[], workers=[SimpleNamespace(execute_checkpoint_engine=worker)])
+            for rank in range(2)
+        ]
+        actor = SimpleNamespace(
+            world_size=1,
+            execute_checkpoint_engine=lambda method, path=None: [Told({"node": "n"})],
+            update_weights=lambda global_steps, mode: self.written.append(global_steps) or [Told()],
+        )
+        register()
+        config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
+        self.manager = RelayManager(config, actor, self.replicas)
+
+    def get(self, calls):
+        if not isinstance(calls, Told):
+            return [self.get(call) for call in calls]
+        if calls.error is not None:
+            raise calls.error
+        return calls.value
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World(monkeypatch)
+    made.manager.update_weights(1)
+    assert made.taken == [(0, 1), (1, 1)]
+    made.taken.clear()
+    return made
+
+
+def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
+    """As one that takes a dead one's place does."""
+    new = SimpleNamespace(**{**vars(world.replicas[0]), "replica_rank": 2})
+    world.relays[0].lives = False
+    world.manager.deliver([new])
+    assert world.taken == [(2, 1)]
+    assert len(world.relays) == 2
+
+
+@pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "revive"], ["deliver", "deliver"]])
+def test_or_dies_meanwhile(world, dies_at):
+    world.dies_at += dies_at
+    if "revive" in dies_at:
+        with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
+            world.manager.deliver(world.replicas)
+        return
+    world.manager.deliver(world.replicas)
+    assert world.taken[-2:] == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("dies_at", ["expect", "folder", "written", "fetch"])
+def test_a_version_is_written_once_more(world, dies_at):
+    world.dies_at.append(dies_at)
+    world.manager.update_weights(2)
+    assert world.taken[-2:] == [(0, 2), (1, 2)]
+    assert world.written in ([1, 2], [1, 2, 2])
+    assert len(world.relays) == 2
+
+
+def test_another_death_is_told(world):
+    world.dead.append(1)
+    with pytest.raises(RayActorError):
+        world.manager.deliver(world.replicas)
+    assert len(world.relays) == 1
