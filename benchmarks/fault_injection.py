@@ -239,6 +239,8 @@ class Injector:
         pairs = []
         for server in processes(self._run, "server"):
             engines = [child for child in server.children(recursive=True) if _is_engine(child)]
+            if _starts(server):
+                continue
             if server.pid not in self._down and engines and (self._slow is None or engines[0] != self._slow[0]):
                 pairs.append((server, engines[0]))
         if not pairs or (kind != "slow" and len(pairs) < 2) or (kind == "slow" and self._slow is not None):
@@ -259,6 +261,11 @@ class Injector:
             self._slow = process, time.time() + _SPAN_S
         else:
             process.kill()
+
+
+def _starts(server: psutil.Process) -> bool:
+    """It does not serve yet; Ray puts what an actor is about into its title."""
+    return ".launch_server" in " ".join(server.cmdline())
 
 
 def _is_engine(process: psutil.Process) -> bool:

@@ -231,7 +231,13 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self)",
         contains=("self.engine_core.is_sleeping_async()",),
     ),
-    Seam("vllm.v1.engine.exceptions:EngineDeadError", "whether an engine has died"),  # by its name
+    Seam("vllm.v1.engine.exceptions:EngineDeadError", "whether an engine has died"),  # also by its name
+    Seam(
+        "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
+        "what requests have said when their engine hangs",
+        signature="(self, e)",
+        contains=("state.queue.put(e)",),
+    ),
     Seam(
         "vllm.v1.engine.output_processor:OutputProcessor.__init__",
         "pipeline: whether the engine knows a request",

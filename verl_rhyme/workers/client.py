@@ -21,7 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.workers.deaths import is_death
-from verl_rhyme.workers.request import FIELD, PLACEMENT, RequestMeta
+from verl_rhyme.workers.request import DIED, FIELD, PLACEMENT, RequestMeta
 from verl_rhyme.workers.session import Conversation, Interrupted, Session, current
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,18 @@ class _Requests(LLMServerClient):
             record["why_there"] = why if session.call.server == planned else ""
             conversation.records.append(record)
             session.records.append(record)
+        if output.extra_fields.pop(DIED, False):
+            session.moving = True
+            await self._part_with(session, request_id, said + len(output.token_ids), 0.0, "its engine")
         return output
+
+    async def _part_with(self, session: Session, request_id: str, kept: int, lost_s: float, why: str) -> None:
+        """The replica of the session's request died: nobody is sent there any more."""
+        logger.warning(
+            "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)",
+            *(session.name or request_id, kept, lost_s, why),
+        )
+        await self._load_balancer.remove_servers.remote([session.call.server])
 
     async def _somewhere(self, session: Session, request_id: str, said: int, **kwargs: Any) -> TokenOutput:
         """On another replica, if one dies; what it had made is lost with it, but for what was ``said`` before."""
@@ -110,11 +121,7 @@ class _Requests(LLMServerClient):
             except Exception as error:
                 if call.server is None or not is_death(error):  # without one it is the router that died
                     raise
-                logger.warning(
-                    "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)",
-                    *(session.name or request_id, said, time.monotonic() - began, first_line(error)),
-                )
-                await self._load_balancer.remove_servers.remote([call.server])
+                await self._part_with(session, request_id, said, time.monotonic() - began, first_line(error))
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         known = extra.get(FIELD) or {}

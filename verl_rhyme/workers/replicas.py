@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -26,6 +26,8 @@ from verl_rhyme.workers.weights.manager import RelayManager
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that servers of engines that hang have to hand back what these have said.
+_LET_GO_S = 5.0
 #: Seconds that a server has to tell its capacity, and to go to rest once nothing runs there.
 _ANSWER_S, _REST_S = 60.0, 120.0
 #: Seconds that a new replica has to be up, its engine compiled.
@@ -130,8 +132,9 @@ class Spares:
             How many had died.
 
         Raises:
-            ReplicaDied: None is left, and none could be started, some time long; a new one did not get its weights, or
-                cannot (:func:`obstacle`).
+            ReplicaDied: None is left, and none could be started, some time long; a new one did not get its weights (by
+                the relay another is started), or cannot (:func:`obstacle`).
+            WeightsError: The relay has lost them.
         """
         manager = self._servers
         gone = dead(manager.rollout_replicas, self._hung_s)
@@ -147,6 +150,7 @@ class Spares:
             router = manager.global_load_balancer
             ray.get(router.remove_servers.remote([replica._server_address for replica in gone]))
             self._set([replica for replica in manager.rollout_replicas if replica not in gone])
+            _let_go(gone)
             for replica in gone:
                 _end(replica)
             self._owed += len(gone)
@@ -225,7 +229,7 @@ class Spares:
         while self._owed:
             try:
                 new = self._start(version)
-            except ReplicaDied:
+            except (ReplicaDied, WeightsError):
                 raise
             except Exception as error:
                 spent, left = time.monotonic() - began, len(manager.rollout_replicas)
@@ -270,11 +274,12 @@ class Spares:
 
     def _send(self, new: Any, version: int) -> None:
         """The actor's weights, once: after a failure it may be in the midst of sending."""
+        if isinstance(self._weights, RelayManager):  # the actor has nothing to do with it: another one may be started
+            with watched([new]):
+                self._weights.deliver([new])
+            return
         try:
             with watched([new]):
-                if isinstance(self._weights, RelayManager):  # the actor has nothing to do with it
-                    self._weights.deliver([new])
-                    return
                 CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(
@@ -308,6 +313,13 @@ def _within(seconds: float, start: Callable[[], object]) -> None:
     if not wait([done], timeout=seconds).done:
         raise TimeoutError(f"it was not up after {seconds:.0f} s")
     done.result()
+
+
+def _let_go(replicas: Iterable[Any]) -> None:
+    """What they have said is not lost where their servers still answer."""
+    servers = [server for replica in replicas for server in replica.servers]
+    if asked := [server.let_go.remote() for server in servers if hasattr(server, "let_go")]:
+        ray.wait(asked, num_returns=len(asked), timeout=_LET_GO_S)
 
 
 def _end(replica: Any) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.placement import Request
 
-__all__ = ["DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
+__all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
 
 #: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
+#: Among an output's extra fields: its engine died, and the request is to go on elsewhere with these tokens.
+DIED = "rhyme_died"
 #: What placement goes by.
 PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
 #: What proposer and sampler go by.

@@ -1,5 +1,6 @@
 """Who looks after the replicas while a trainer waits for samples."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,8 +15,10 @@ from verl_rhyme.preflight.compose import compose
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
+from verl_rhyme.workers import replicas
 from verl_rhyme.workers.deaths import Outliving, ReplicaDied
-from verl_rhyme.workers.replicas import let_change, obstacle
+from verl_rhyme.workers.replicas import Spares, let_change, obstacle
+from verl_rhyme.workers.weights.manager import RelayManager
 
 MODES = {"colocate_async": Colocated, "separate_async": Separate}
 
@@ -128,3 +131,21 @@ def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
     for name, manager in managers.items():
         assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)
         assert getattr(trainer, name) == manager
+
+
+@pytest.mark.parametrize(("relayed", "told"), [(True, ActorUnavailableError), (False, ReplicaDied)])
+def test_the_relay_lets_another_be_started_where_one_gets_no_weights(monkeypatch, relayed, told):
+    """With others the actor may be in the midst of sending."""
+
+    def fail(*_):
+        raise ActorUnavailableError("it died", None)
+
+    weights = Mock(config=None, actor_wg=None)
+    if relayed:
+        weights = object.__new__(RelayManager)
+        monkeypatch.setattr(weights, "deliver", fail)
+    monkeypatch.setattr(replicas, "watched", lambda _: nullcontext())
+    monkeypatch.setattr(replicas, "CheckpointEngineManager", fail)
+    spares = Spares(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
+    with pytest.raises(told):
+        spares._send(Mock(replica_rank=1), 1)

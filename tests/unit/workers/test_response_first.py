@@ -36,7 +36,7 @@ def server(monkeypatch):
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
     built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
-    built._gate = Gate()
+    built._gate, built._cut = Gate(), set()
     return built
 
 

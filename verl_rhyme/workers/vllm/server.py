@@ -14,11 +14,12 @@ from typing import Any
 import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
 from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
-from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
+from verl_rhyme.workers.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs, sampler, weight_socket
 from verl_rhyme.workers.vllm.gate import Gate
 
@@ -51,6 +52,9 @@ class RhymeHttpServer(vLLMHttpServer):
         self._gate = Gate()
         self._told = 0  # calls to the engine that take their time: weights
         self._aborts: set[asyncio.Task[None]] = set()
+        self._cut: set[str] = (
+            set()
+        )  # requests of a coordinator's attempts whose engine died after it had said something
         self._names: dict[str, str] = {}  # request id -> attempt's name, of a coordinator's
         self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
 
@@ -142,7 +146,14 @@ class RhymeHttpServer(vLLMHttpServer):
             if request_id in self._final:
                 self._final[request_id] = output
             yield output
-            output = await anext(outputs, None)
+            try:
+                output = await anext(outputs, None)
+            except EngineDeadError:
+                if request_id not in self._names or not output.outputs:
+                    raise  # whoever asked would take it for the whole response
+                self._cut.add(request_id)
+                yield _cut_short(output)
+                return
 
     async def healthy(self) -> None:
         """As soon as the engine, too, has answered, which it does between two steps; it has a process of its own, which
@@ -208,6 +219,13 @@ class RhymeHttpServer(vLLMHttpServer):
         if self.node_rank == 0 and self.config.free_cache_engine and self.config.enable_sleep_mode:
             await self.engine.sleep(level=self._resolve_sleep_level())
 
+    async def let_go(self) -> None:
+        """The replica is given up: what its requests have said goes back to those who asked, while this actor lives."""
+        if self.node_rank == 0:
+            self.engine.output_processor.propagate_error(EngineDeadError())
+            while self._final:
+                await asyncio.sleep(_ADMISSION_POLL_S)
+
     async def stop_engine(self) -> None:
         """End vLLM's own processes in order; killed with the Ray actor they leave their shared memory behind."""
         if self.node_rank == 0:
@@ -242,6 +260,8 @@ class RhymeHttpServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
         finally:
             final = self._final.pop(request_id)
+            cut = request_id in self._cut
+            self._cut.discard(request_id)
             self._names.pop(request_id, None)
             await self._gate.leave()
         if self._rhyme.drafting.enable:
@@ -266,6 +286,8 @@ class RhymeHttpServer(vLLMHttpServer):
             stop_reason=output.stop_reason or "",
         )
         output.extra_fields[FIELD] = [record.to_dict()]
+        if cut:
+            output.extra_fields[DIED] = True
         return output
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
@@ -305,6 +327,17 @@ class RhymeHttpServer(vLLMHttpServer):
             for worker in told
             for id, counts in worker.items()
         }
+
+
+def _cut_short(output: Any) -> Any:
+    """vLLM's output so far as that of an aborted request; its lists may have grown by different lengths since."""
+    said = output.outputs[0]
+    tokens = list(said.token_ids)
+    if said.logprobs is not None:
+        tokens = tokens[: len(said.logprobs)]
+        said.logprobs = said.logprobs[: len(tokens)]
+    said.token_ids, said.finish_reason = tokens, "abort"
+    return output
 
 
 def _wall_times(stats: Any) -> tuple[float, float]:

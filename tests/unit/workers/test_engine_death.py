@@ -1,0 +1,99 @@
+"""What a request has said is not lost with its engine, where the server still answers."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from test_session import PROMPT, Client, Engine, sample
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from verl_rhyme.workers import session as sessions
+from verl_rhyme.workers.request import DIED, FIELD
+from verl_rhyme.workers.vllm.gate import Gate
+from verl_rhyme.workers.vllm.server import RhymeHttpServer
+
+
+async def two_steps(prompt, params, request_id, **kwargs):
+    """vLLM's: its lists grow while who asked has not looked, and not at once."""
+    yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=["a", "b", "c"], finish_reason=None)])
+    raise EngineDeadError
+
+
+@pytest.fixture
+def server():
+    built = object.__new__(RhymeHttpServer)
+    processor = SimpleNamespace(external_req_ids={"r": ["r-1"]})
+    built.engine, built._engine_generate = SimpleNamespace(output_processor=processor), two_steps
+    built._final, built._cut, built._names = {"r": None}, set(), {}
+    return built
+
+
+async def test_a_coordinators_request_ends_as_one_that_was_cut_short(server):
+    server._names["r"] = "uid_0"
+    last = [output async for output in server._observed_generate(None, None, "r") if output.outputs][-1].outputs[0]
+    assert (last.token_ids, last.logprobs, last.finish_reason) == ([1, 2], ["a", "b"], "abort")
+    assert server._cut == {"r"}
+
+
+async def test_anybody_elses_fails_as_with_verl(server):
+    with pytest.raises(EngineDeadError):
+        async for _ in server._observed_generate(None, None, "r"):
+            pass
+    assert not server._cut
+
+
+async def test_the_client_is_told(server, monkeypatch):
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        if request_id == "cut":
+            self._cut.add(request_id)
+        return TokenOutput(token_ids=[1, 2], stop_reason="aborted", extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    server._gate, server._rhyme = Gate(), SimpleNamespace(drafting=SimpleNamespace(enable=False))
+    server.global_steps, server.replica_rank, server._node_id = 3, 0, "node"
+    told = [await server.generate([5], {}, name) for name in ("whole", "cut")]
+    assert [output.extra_fields.get(DIED, False) for output in told] == [False, True]
+    assert not server._cut
+
+
+async def test_who_is_given_up_hands_back_what_its_requests_have_said(server):
+    server.node_rank, given = 0, []
+    server.engine.output_processor.propagate_error = given.append
+    leaves = asyncio.create_task(server.let_go())
+    done, _ = await asyncio.wait({leaves}, timeout=0.05)
+    assert not done, "one is still on its way"
+    server._final.clear()
+    await asyncio.wait_for(leaves, 1)
+    assert [type(error) for error in given] == [EngineDeadError]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+async def test_a_turn_goes_on_elsewhere_with_what_it_has(monkeypatch, partial):
+    """In the same attempt: the policy is the same."""
+    said = Engine.generate
+
+    async def generate(self, request_id, **kwargs):
+        output = await said(self, request_id, **kwargs)
+        if output.stop_reason == "aborted":
+            output.extra_fields[DIED] = True
+        return output
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    client, removed = Client(stops=[5, 0, 3]), []
+
+    async def remove(servers):
+        removed.append(servers)
+
+    client._load_balancer = SimpleNamespace(remove_servers=SimpleNamespace(remote=remove))
+    session = sample(partial)
+    sessions.enter(session)
+    output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
+    assert output.token_ids == [*range(100, 120)]
+    assert len(output.log_probs) == 20
+    assert output.stop_reason == "completed"
+    assert DIED not in output.extra_fields
+    assert [len(prompt) - len(PROMPT) for prompt, *_ in client.requests] == [0, 5, 5, 8]
+    assert [record["response_tokens"] for record in output.extra_fields[FIELD]] == [5, 0, 3, 12]
+    assert len(removed) == 3
