@@ -42,10 +42,10 @@ from benchmarks.tiny_run import RHYME, ROLLOUT
 from verl_rhyme.observability import metrics, steps
 from verl_rhyme.simulation import recorded
 
-REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 4
+REPLICAS, BATCH, SAMPLES, SLOTS, LIMIT, PROMPTS, EPOCHS = 3, 6, 4, 6, 384, 24, 3
 STEADY_MS, TRAIN_MS, HUNG_S, SAVED = 60.0, 60.0, 20.0, 2
 #: Of each kind in a run, where it lasts long enough for all of them.
-WANTED = {"kill": 4, "hang": 3, "slow": 3, "relay": 3, "trainer": 1}
+WANTED = {"kill": 3, "hang": 2, "slow": 2, "relay": 3, "trainer": 2}
 STALE, STARTS, SYSTEMS, CUTS = 1, 8, ("stream", "full"), 20
 KINDS = (*WANTED, "cut")
 _LINK, _PORT, _MBIT = "link", 9000, 100e6
@@ -251,7 +251,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="one short run (five minutes), and two cuts")] = False,
     runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
-    repeats: Annotated[int, typer.Option(help="of each system, and of the link")] = 4,
+    repeats: Annotated[int, typer.Option(help="of each system, and of the link")] = 5,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/faults"),
 ) -> None:
     """Train, inject, look, print."""
@@ -259,7 +259,7 @@ def main(
     if unknown := sorted(set(chosen) - set(KINDS)):
         raise typer.BadParameter(f"no kind {'; '.join(unknown)}; there are: {'; '.join(KINDS)}")
     wanted = [cell for cell in cells(chosen, 1 if quick else repeats) if not quick or cell.setting != "full"]
-    epochs = 3 if quick else EPOCHS
+    epochs = 2 if quick else EPOCHS
     each = {kind: 1 if quick else count for kind, count in WANTED.items() if kind in chosen}
     kept = Kept(out)
     out.mkdir(parents=True, exist_ok=True)
