@@ -185,7 +185,11 @@ class Coordinator:
         """
         errands = self._errands
         self._serve(serving)
-        moved = await errands.vacate(leaves) if leaves else await errands.look() or 0
+        moved = 0
+        if leaves:
+            moved = await errands.vacate(leaves)
+        else:
+            await errands.look()
         self._go()
         return moved
 
