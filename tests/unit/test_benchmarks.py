@@ -209,7 +209,7 @@ def test_rankers_are_measured_between_chance_and_an_oracle(task):
     chance = rows.pop("history")
     assert chance["recall_20"] == pytest.approx(0.2)
     assert {f"ranker, {loss}" for loss in RANKER_LOSSES} < set(rows)
-    assert rows["prompt length"]["share_20"] > chance["share_20"]
+    assert rows["prompt length"]["rank_correlation"] > 0.2
     if task == "roads":  # the prompt tells it, to who reads the map
         assert rows["searches"]["rank_correlation"] > 0.9
         assert rows["boosting, map read"]["rank_correlation"] > 0.7 > rows["boosting"]["rank_correlation"]

@@ -2,7 +2,8 @@
 
 A ranking loss fixes the order of scores and not their scale. An isotonic regression of log lengths on scores (Barlow
 and others, 1972) gives the scale back; between the means of its steps it is interpolated, so that scores which differ
-get lengths which differ (centred isotonic regression: Oron and Flournoy, Stat. Biopharm. Res. 2017).
+get lengths which differ (centred isotonic regression: Oron and Flournoy, Stat. Biopharm. Res. 2017). Beyond the first
+and the last it goes on with the slope of all: the longest prompts are beyond what was held out, and are told apart, too.
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ class Calibration:
         scores: float64[K], ascending.
         locations: float64[K], mean log length at each of them, not descending.
         residuals: float64[len(SHARES)], quantiles of the log length less its location.
+        slope: Log length by score, beyond the first and the last of ``scores``; not negative.
 
     Raises:
         ValueError: They are torn, not finite or descend.
     """
 
-    def __init__(self, scores: Floats, locations: Floats, residuals: Floats) -> None:
+    def __init__(self, scores: Floats, locations: Floats, residuals: Floats, slope: float = 0.0) -> None:
         knots = np.asarray(scores, dtype=np.float64), np.asarray(locations, dtype=np.float64)
         if len(knots[0]) != len(knots[1]) or not len(knots[0]) or len(residuals) != len(SHARES):
             raise ValueError(f"a torn calibration: {len(scores)} scores, {len(locations)} locations")
         rows = (*knots, np.asarray(residuals, dtype=np.float64))
         if any(not np.isfinite(row).all() or (np.diff(row) < 0).any() for row in rows):
             raise ValueError("a calibration has finite, ascending numbers")
+        if not 0 <= slope < np.inf:
+            raise ValueError(f"a calibration has no slope of {slope}")
         self._scores, self._locations, self._residuals = rows
+        self._slope = slope
 
     @classmethod
     def fit(cls, scores: Floats, known: Pairs) -> Calibration:
@@ -60,13 +65,18 @@ class Calibration:
         total = np.bincount(step, weight)
         centres = np.bincount(step, weight * x) / total
         levels = np.bincount(step, weight * fitted) / total
-        at = np.interp(np.asarray(scores, dtype=np.float64), centres, levels)
+        spread = np.average((x - np.average(x, weights=weight)) ** 2, weights=weight)
+        together = np.average((x - np.average(x, weights=weight)) * y, weights=weight)
+        slope = max(0.0, float(together / spread)) if spread > 1e-12 else 0.0
+        made = cls(centres, levels, np.zeros(len(SHARES)), slope)
+        at = made.location(np.asarray(scores, dtype=np.float64))
         around = np.concatenate([np.log(n) - a for n, a in zip(known.lengths, at, strict=True)])
-        return cls(centres, levels, np.quantile(around, SHARES))
+        return cls(centres, levels, np.quantile(around, SHARES), slope)
 
     def location(self, scores: Floats) -> Floats:
         """float64[B], expected log length at each score."""
-        return np.interp(scores, self._scores, self._locations)
+        inner = np.clip(scores, self._scores[0], self._scores[-1])
+        return np.interp(inner, self._scores, self._locations) + self._slope * (scores - inner)
 
     def quantile(self, scores: Floats, share: float) -> Floats:
         """float64[B], tokens that so large a share of responses at each score does not exceed."""
@@ -76,10 +86,10 @@ class Calibration:
         """float64[B], expected tokens of a response at each score."""
         return np.exp(self.location(scores)) * np.exp(self._residuals).mean()
 
-    def state_dict(self) -> dict[str, list[float]]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
         rows = {"scores": self._scores, "locations": self._locations, "residuals": self._residuals}
-        return {name: row.tolist() for name, row in rows.items()}
+        return {**{name: row.tolist() for name, row in rows.items()}, "slope": self._slope}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Calibration:
@@ -89,6 +99,7 @@ class Calibration:
             ValueError: It is none.
         """
         try:
-            return cls(*(np.array(state[name], dtype=np.float64) for name in ("scores", "locations", "residuals")))
+            rows = (np.array(state[name], dtype=np.float64) for name in ("scores", "locations", "residuals"))
+            return cls(*rows, slope=float(state.get("slope", 0.0)))  # older ones went on level
         except (KeyError, TypeError) as error:
             raise ValueError(f"no calibration: {error}") from error

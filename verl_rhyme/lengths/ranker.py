@@ -233,7 +233,9 @@ def fit(
     told: Callable[[dict[str, float]], bool] | None = None,
     gone: Callable[[], float] | None = None,
 ) -> LengthRanker:
-    """Train it, keep the best epoch's weights, and calibrate.
+    """Train it, keep the best epoch's weights, or those before the first, and calibrate.
+
+    One that was never trained begins with what a prompt's number of tokens tells: a line of its logarithm.
 
     Args:
         ranker: Trained in place.
@@ -263,7 +265,10 @@ def fit(
         "margin": train.locations,
         "regression": (train.means - train.means.mean()) / spread,
     }[how.loss]
-    best, best_at, kept = -np.inf, 0, None
+    if not ranker.head.weight.any():
+        _begin(ranker, train, np.log(train.means) if how.loss == "listwise" else targets)
+    best, best_at = rank_correlation(ranker.scores(aside.prompts), aside.means), -1
+    kept = copy.deepcopy(ranker.state_dict())
     for epoch in range(how.epochs):
         ranker.train()
         order, total, seen = rng.permutation(len(train)), 0.0, 0
@@ -287,12 +292,21 @@ def fit(
         ends = told is not None and told({"epoch": epoch, "loss": total / seen, "rank_correlation": found})
         if ends or epoch - best_at >= how.patience or done >= steps:
             break
-    if kept is not None:
-        ranker.load_state_dict(kept)
+    ranker.load_state_dict(kept)
     ranker.calibration = Calibration.fit(ranker.scores(aside.prompts), aside)
     ranker.trained = frozenset(map(identity, pairs.prompts))
     ranker.about = {"loss": how.loss, "epochs": best_at + 1, "prompts": len(pairs), "rank_correlation": float(best)}
     return ranker.eval()
+
+
+@torch.no_grad()
+def _begin(ranker: LengthRanker, train: Pairs, wanted: Floats) -> None:
+    """The head's line over the number of tokens that were read, by least squares."""
+    sizes = _SIZE * np.log2([min(len(prompt), ranker.most) / _TYPICAL for prompt in train.prompts])
+    if np.ptp(sizes) < 1e-9:
+        return
+    slope, height = np.polyfit(sizes, wanted, 1)
+    ranker.head.weight[0, -1], ranker.head.bias[0] = float(slope), float(height)
 
 
 def listwise(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
