@@ -3,7 +3,7 @@
 A ranking loss fixes the order of scores and not their scale. An isotonic regression of log lengths on scores (Barlow
 and others, 1972) gives the scale back; between the means of its steps it is interpolated, so that scores which differ
 get lengths which differ (centred isotonic regression: Oron and Flournoy, Stat. Biopharm. Res. 2017). Beyond the first
-and the last it goes on with the slope of all: the longest prompts are beyond what was held out, and are told apart, too.
+and the last it goes on with the slope of all: the longest prompts are beyond what was held out, and are told apart too.
 """
 
 from __future__ import annotations
