@@ -18,7 +18,7 @@ from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.trainer import balance, pipeline, ranking, recorder
+from verl_rhyme.trainer import balance, pipeline, ranking, recorder, reserve
 from verl_rhyme.workers.history_service import STORE_COUNTS
 from verl_rhyme.workers.weights import manager
 
@@ -102,7 +102,10 @@ def documented(file: str) -> list[str]:
 def emitted(folder: Path) -> set[str]:
     """All that a step of ours can log, verl's staleness beside it."""
     step = m.step_metrics({column.name: np.zeros(1) for column in REQUESTS}, slots=1, rollout_s=1.0)
-    sources = [Path(module.__file__).read_text() for module in (recorder, pipeline, balance, ranking, batches, manager)]
+    sources = [
+        Path(module.__file__).read_text()
+        for module in (recorder, pipeline, balance, ranking, reserve, batches, manager)
+    ]
     named = {getattr(m, name) for source in sources for name in re.findall(r"\bnames\.([A-Z]\w+)", source)}
     expectations = Expectations(100)
     expectations.hand({"u": "a prompt"})
