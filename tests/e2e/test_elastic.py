@@ -35,7 +35,11 @@ def test_the_rule_fires_and_reverses(tmp_path):
     settings = {"RHYME": "stream", "STREAM_MODE": "async", "REPLICAS": "2", "PROMPTS": str(PROMPTS)}
     settings |= {"STEADY_STEP_MS": FLOORS, "STEADY_TRAIN_MS": TRAIN, "PYTHONPATH": os.pathsep.join(folders)}
     whole_run.finish(whole_run.start(tmp_path, *overrides, epochs=1, **settings), tmp_path, timeout=1200)
-    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
+    check(tmp_path)
+
+
+def check(run_dir):
+    steps = [metrics for _, metrics in whole_run.steps_of(run_dir)]
     assert len(steps) == PROMPTS // BATCH
     for step, metrics in enumerate(steps, 1):  # for who reads the test's output
         told = {name.rpartition("/")[2]: metrics.get(f"training/stream/{name}", 0.0) for name in TOLD}
@@ -48,7 +52,7 @@ def test_the_rule_fires_and_reverses(tmp_path):
     assert 16 // BATCH < fired <= STAYED // BATCH < reversed_, "as lengths had grown, and as they were short again"
     assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.95 for metrics in steps)
 
-    requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
+    requests = events.to_numpy(events.read_requests(run_dir / "checkpoints" / "events"))
     trained = requests["trained"]
     late = requests["step"][trained] - 1 - requests["policy_version_start"][trained]
     assert late.min() >= 0
@@ -65,7 +69,7 @@ def test_the_rule_fires_and_reverses(tmp_path):
     assert requests["policy_version_start"][second].min() >= fired, "it returned with the current weights"
     assert requests["policy_version_start"][first].max() <= reversed_, "the slower one rests, and gets no requests"
     assert requests["policy_version_start"][second].max() >= reversed_
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= 1
 
 

@@ -385,8 +385,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if self._reserve is not None:
             self._reserve.observe(self._reply.paces)
         metrics.update(self._balance.observe(replicas, timing_raw["step"], self._driver.waited, self._reply))
-        if self._reserve is not None and global_steps < self.total_training_steps:
-            metrics.update(self._reserve.act(self._balance.advice, global_steps))
+        if self._reserve is not None:
+            advice = self._balance.advice if global_steps < self.total_training_steps else 0
+            metrics.update(self._reserve.act(advice, global_steps))
         if self._ranking is not None:
             metrics.update(self._ranking.metrics())
 

@@ -185,10 +185,10 @@ class Coordinator:
         """
         errands = self._errands
         self._serve(serving)
-        moved = 0
         if leaves:
             moved = await errands.vacate(leaves)
         else:
+            moved = 0
             await errands.look()
         self._go()
         return moved

@@ -772,7 +772,7 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
-    gone = lambda replicas: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
+    gone = lambda replicas, hung_s: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     monkeypatch.setattr(replicas, "dead", gone)
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
