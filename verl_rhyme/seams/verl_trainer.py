@@ -249,6 +249,7 @@ SEAMS: tuple[Seam, ...] = (
         implemented_by="verl_rhyme.workers.weights.engine:RelayCheckpointEngine",
     ),
     Seam("verl.workers.rollout.utils:ensure_async_iterator", "relay of weights"),
+    Seam("verl.utils.device", "relay of weights: where engines are", has=("get_device_id", "get_device_name")),
     Seam(f"{_CHECKPOINT}:CheckpointEngineWorker.update_weights", "relay of weights", signature="(self, global_steps)"),
     Seam(
         f"{_CHECKPOINT}:CheckpointEngineWorker.execute_checkpoint_engine",
