@@ -180,7 +180,7 @@ def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator
             continue
         rows = []
         for policy, forecasts, options in arms:
-            if arm not in f"{policy} {forecasts}":
+            if arm not in f"{policy} {forecasts} {_options(options)}":
                 continue
             told = [f"placement.options.{name}={value}" for name, value in options.items()]
             runs = [simulate([*changes, *told], policy, forecasts, seed) for seed in range(seeds)]
@@ -200,7 +200,9 @@ def main(
     quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     only: Annotated[str, typer.Option(help="a setting, or those whose name has this in it")] = "",
-    arm: Annotated[str, typer.Option(help="arms whose policy and forecasts have this in them: makespan probe")] = "",
+    arm: Annotated[
+        str, typer.Option(help="arms with this in policy, forecasts, options: makespan probe, or late")
+    ] = "",
 ) -> None:
     """Simulate every arm in every setting."""
     for row in evaluate(1 if quick else seeds, quick, only, arm):

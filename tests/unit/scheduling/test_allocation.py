@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_rhyme.scheduling.allocation import published
 from verl_rhyme.scheduling.allocation.planner import NoSplit, Problem, colocated, plan, split
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, generation, step
+from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, _overlapped, generation, step
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
@@ -150,6 +150,34 @@ def test_a_replica_of_one_slot_takes_one_after_another(samples):
     one = ReplicaCost(StepCost(base=1e-2), slots=1)
     seconds = generation([(one, np.array([1]))], Work(np.full(3, 100.0), samples), Overlap(0))
     assert float(seconds[0]) == pytest.approx(samples * 100 * 1e-2)
+
+
+@settings(deadline=None)
+@given(st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0, 1e3), st.integers(1, 4))
+def test_where_batches_overlap_a_step_is_the_root_of_its_equation(busy, floor, between, staleness):
+    """A batch's time under way, less what rows take of it, is that of its longest response's steps."""
+    busy_, floor_, between_ = (np.array([value]) for value in (busy, floor, between))
+    [seconds] = _overlapped(busy_, floor_, between_, staleness)
+    assert seconds >= busy * (1 - 1e-9), "rows alone take as long"
+    left = ((staleness + 1) * seconds - between) * (1 - busy / seconds)
+    assert left == pytest.approx(floor, rel=1e-6, abs=1e-6 * (busy + between))
+
+
+def test_where_replicas_drain_one_that_is_late_waits_for_training():
+    """With training that lasts, half of the batch's longest and of training: a replica is late in every other step."""
+    fleet = [(FAST, np.array([8]))]
+    alone = generation(fleet, WORK, Overlap(0))
+    assert generation(fleet, WORK, Overlap(1, drains=True), 1e6) == pytest.approx((alone + 1e6) / 2)
+
+
+def test_siblings_share_their_prompts_prefill():
+    """Of 64 prompts of 8 samples, one replica prefills 64, and each of 512 one."""
+    for replicas, prompts in ((1, 64), (512, 1)):
+        took = [
+            generation([(ReplicaCost(FAST.step, prefill, 1024), np.array([replicas]))], WORK, Overlap(0))
+            for prefill in (0.0, 1.0)
+        ]
+        assert took[1] - took[0] == pytest.approx(200 * prompts)
 
 
 @pytest.mark.parametrize("overlap", [(-1, False), (0, True), (2, True)])

@@ -8,9 +8,9 @@ reckoned until its last sample is done (:mod:`~verl_rhyme.scheduling.placement.p
 
 **Bound late** (``late``). The samples of a pool get its free slots, the longest first. What finds none is not started
 and bound to no replica: when some have ended, and it is known how far the rest is, all that is left is cut into pools
-anew, single samples by their own distributions of lengths, not prompts. Slots that a pool leaves free serve the longest
-that wait for other pools, but only as many of these as would wait even if no slot stood idle: where there are slots for
-all, a slot is left free so that steps beside a long response are short.
+anew, single samples by their own distributions of lengths, not prompts. Slots that a pool leaves free serve the
+shortest that wait for other pools, as those are soonest gone, but only as many as would wait even if no slot stood
+idle: where there are slots for all, one is left free so that steps beside a long response are short.
 
 Within a replica the longest go first (``Rules.start_order``).
 """
@@ -191,20 +191,21 @@ class SkewnessAware(PlacementPolicy):
         self._spill(over, free)
 
     def _spill(self, over: Sequence[tuple[str, _Place | None]], free: Mapping[str, int]) -> None:
-        """Of what found no slot in its pool, what goes to another pool's, the emptiest first."""
+        """Of what found no slot in its pool, from the longest on, the last go where another pool has most of them."""
         idle = sum(free.values())
         lent = max(0, min(idle, len(over) - idle))
         heap = [(-count, i, name) for i, (name, count) in enumerate(free.items()) if count > 0]
         heapq.heapify(heap)
-        for name, place in over[:lent]:
+        stay = len(over) - lent
+        for name, place in over[stay:]:
             count, at, replica = heap[0]
             self._coming[name] = replica, place
             if count < -1:
                 heapq.heapreplace(heap, (count + 1, at, replica))
             else:
                 heapq.heappop(heap)
-        self._coming.update((name, (None, place)) for name, place in over[lent:])
-        self._waiting = lent < len(over)
+        self._coming.update((name, (None, place)) for name, place in over[:stay])
+        self._waiting = stay > 0
 
     def started(self, request: Request, replica: str) -> None:
         if self._late:

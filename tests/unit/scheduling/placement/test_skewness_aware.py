@@ -291,14 +291,14 @@ def late_with_the_tail_apart(counts, waiting):
 
 
 def test_no_slot_stands_idle_while_more_wait_than_there_are_slots():
-    """The longest of those that wait go where another pool has no use for a slot."""
+    """The shortest of those that wait go where another pool has no use for a slot."""
     placement, where = late_with_the_tail_apart(1, 40)
     assert where[0] == "r0"
     assert sorted(filter(None, where)) == ["r0"] * 4 + ["r1"] * 4 + ["r2"] * 4
     assert where[1:9].count("r0") == 0, "its own pool's slots first"
-    assert where[9:12] == ["r0"] * 3, "then the longest of what is left"
-    assert placement.why("p10-0").endswith("in a slot that another pool left free")
-    assert "pool 2 of 2" in placement.why("p10-0")
+    assert where[-3:] == ["r0"] * 3, "then the shortest, which are soonest gone"
+    assert placement.why("p40-0").endswith("in a slot that another pool left free")
+    assert "pool 2 of 2" in placement.why("p40-0")
     assert placement.errors == 0, placement.last_error
 
 
