@@ -772,8 +772,9 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
-    gone = lambda replicas, hung_s: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
+    gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     monkeypatch.setattr(replicas, "dead", gone)
+    monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
