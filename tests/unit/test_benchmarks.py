@@ -231,7 +231,7 @@ def test_what_is_simulated_as_full_is_what_the_preset_says():
     assert scenario.rules == dataclasses.replace(rules, one_by_one=True, on_interrupt="keep_running")
     assert sorting.keep_running
     assert (scenario.placement, scenario.colocated) == (preset.placement.policy, False)
-    assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming.update)
+    assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming["update"])
     assert sorting.oversubscription == 2
     drafted = full_scale.load(full_scale.FULL.drafted().changes).scenario
     assert drafted.drafts.of(1) == (2.25, pytest.approx(1.25 * 2.77), 0, 0)
