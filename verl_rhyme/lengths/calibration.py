@@ -99,7 +99,9 @@ class Calibration:
             ValueError: It is none.
         """
         try:
-            rows = (np.array(state[name], dtype=np.float64) for name in ("scores", "locations", "residuals"))
-            return cls(*rows, slope=float(state.get("slope", 0.0)))  # older ones went on level
+            scores, locations, residuals = (
+                np.array(state[name], dtype=np.float64) for name in ("scores", "locations", "residuals")
+            )
+            return cls(scores, locations, residuals, float(state.get("slope", 0.0)))  # older ones went on level
         except (KeyError, TypeError) as error:
             raise ValueError(f"no calibration: {error}") from error
