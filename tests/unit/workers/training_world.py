@@ -465,6 +465,8 @@ class Engine:
         await asyncio.wait({cut}, timeout=pace * sampling_params["max_tokens"])
         self.running.pop(request_id, None)
         count = sampling_params["max_tokens"]
+        if self.asleep and not cut.done():
+            world.cluster.faults.append(AssertionError("a request ran on at a replica that rests"))
         if cut.done():
             count = min(count, made())
         uid, number, turn, base = world.open_turns[request_id]
