@@ -30,6 +30,7 @@ MODEL = {
     "model.layers.0.mlp.experts.3.gate_proj.weight": torch.randn(64, 32),
     "model.layers.0.mlp.gate.weight": torch.randn(8, 32),
     "model.layers.0.block_sparse_moe.router.weight": torch.randn(8, 32),
+    "model.layers.1.mlp.up_proj.weight_scale_inv": torch.randn(2, 4),
     "model.norm.weight": torch.randn(32),
     "model.layers.0.mlp.gate.e_score_correction_bias": torch.randn(8),
     "half": torch.randn(4, 4).to(torch.float16),

@@ -19,18 +19,19 @@ from verl_rhyme.workers.weights.folder import PART_BYTES, Folder
 #: Seconds for which a worker waits for a version that another node's relay was told to have.
 _TIMEOUT_S = 600.0
 _PAUSE_S = 0.02
-#: Matrices that engines may hold in float32 whatever they compute in: routers of experts.
-_ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
+#: Matrices that engines may hold in float32 whatever they compute in: routers of experts, scales of quantised ones.
+_WIDE = re.compile(r"(^|\.)(gate|router)(\.|$)|_scale")
 
 
 def narrowed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """What an engine that computes in ``dtype`` makes of a tensor when it loads it, made before it travels.
 
     FSDP holds float32: half of the bytes, and all that makes one version unlike the next in nearly every word, would
-    be dropped on arrival. Vectors (norms, biases) and routers are small, and may be held wider: they go as they are.
+    be dropped on arrival. Vectors (norms, biases), routers and scales are small, and may be held wider: they go as they
+    are.
     """
     wide = dtype is not None and tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
-    return tensor.to(dtype) if wide and tensor.ndim > 1 and not _ROUTER.search(name) else tensor
+    return tensor.to(dtype) if wide and tensor.ndim > 1 and not _WIDE.search(name) else tensor
 
 
 class RelayCheckpointEngine(CheckpointEngine):
