@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_rhyme.scheduling.allocation import published
 from verl_rhyme.scheduling.allocation.planner import NoSplit, Problem, colocated, plan, split
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, _overlapped, generation, step
+from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, _highest, _overlapped, generation, step
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
@@ -168,6 +168,12 @@ def test_where_replicas_drain_one_that_is_late_waits_for_training():
     fleet = [(FAST, np.array([8]))]
     alone = generation(fleet, WORK, Overlap(0))
     assert generation(fleet, WORK, Overlap(1, drains=True), 1e6) == pytest.approx((alone + 1e6) / 2)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (10, 1.5388), (100, 2.5076)])
+def test_the_highest_of_normal_draws(count, expected):
+    """Harter 1961, table 1."""
+    assert _highest(np.array([float(count)])) == pytest.approx(expected, abs=0.01)
 
 
 def test_siblings_share_their_prompts_prefill():

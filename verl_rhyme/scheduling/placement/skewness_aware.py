@@ -191,13 +191,14 @@ class SkewnessAware(PlacementPolicy):
         self._spill(over, free)
 
     def _spill(self, over: Sequence[tuple[str, _Place | None]], free: Mapping[str, int]) -> None:
-        """Of what found no slot in its pool, from the longest on, the last go where another pool has most of them."""
+        """Of what found no slot in its pool, from the longest on, the last go to others': the shortest where most slots
+        are free, for these are where the longest run."""
         idle = sum(free.values())
         lent = max(0, min(idle, len(over) - idle))
         heap = [(-count, i, name) for i, (name, count) in enumerate(free.items()) if count > 0]
         heapq.heapify(heap)
         stay = len(over) - lent
-        for name, place in over[stay:]:
+        for name, place in reversed(over[stay:]):
             count, at, replica = heap[0]
             self._coming[name] = replica, place
             if count < -1:
