@@ -118,7 +118,10 @@ def test_they_work_one_after_another(checkout):
             summary = json.loads(Path(summaries[-1]).read_text())
             words = dict(word.split("=", 1) for word in command.partition(" bash ")[0].split() if "=" in word)
             arm = words.get("RHYME", "histospec")
-            arm += f"-{words.get('SORTED_MODE', 'on_policy')}" if arm == "sorted" else ""
+            arm += {
+                "sorted": f"-{words.get('SORTED_MODE', 'on_policy')}",
+                "stream": f"-{words.get('STREAM_MODE', 'async')}",
+            }.get(arm, "")
             arm += "-coupled" if SLOW and "SORTED_COUPLED" in words else ""  # the event log tells it, of a real run
             assert list(summary.get("arms", [summary["arm"]] if "arm" in summary else [])) == (
                 ["off", "histospec"] if "COMPARE=1" in command else [arm]

@@ -312,6 +312,7 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
     ran = []
     lists = {"response_length": [90.0], "reward": [0.4], "faults": [], "staleness": [30, 6]}
     numbers = ("step_s", "samples_per_s", "tokens_per_s", "bubble_ratio", "early_share", "wasted_tokens")
+    lists["idle"] = {"tail": 0.1, "starved": 0.2}
     figures = dict.fromkeys(numbers, 2.0) | lists | {"seconds_to_reward": {str(r): 9.0 for r in systems.REWARDS}}
     monkeypatch.setattr(systems, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(systems, "measure", lambda cell, folder: {**dataclasses.asdict(cell), **figures})

@@ -127,6 +127,7 @@ def test_with_rhyme_no_trainer_waits_for_dead_replicas(monkeypatch, rhyme):
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: self.__dict__.update(managers))
     trainer = object.__new__(RhymeTrainerSync)
     trainer._rhyme, trainer._event_log = rhyme, None
+    trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
     trainer._setup()
     for name, manager in managers.items():
         assert isinstance(getattr(trainer, name), Outliving) == (rhyme is not None)

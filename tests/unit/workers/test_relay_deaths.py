@@ -36,7 +36,7 @@ class Relay:
         if not self.lives:
             return Told(error=ActorDiedError())
         if name == "deliver":
-            target, version, _ = arguments
+            target, version, *_ = arguments
             if target.rank in self.world.dead:
                 return Told(error=ActorDiedError())
             self.world.taken.append((target.rank, version))
@@ -55,19 +55,22 @@ class World:
 
     def __init__(self, monkeypatch):
         self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
-        monkeypatch.setattr(managers, "ray", SimpleNamespace(get=self.get, nodes=lambda: []))
+        done = lambda calls, **_: (calls, [])  # noqa: E731
+        ray = SimpleNamespace(get=self.get, nodes=lambda: [], wait=done, kill=lambda relay: None)
+        monkeypatch.setattr(managers, "ray", ray)
+        monkeypatch.setattr(managers, "_PAUSE_S", 0)
         monkeypatch.setattr(managers.relay, "start", lambda *_: self.relays.append(Relay(self)) or self.relays[-1])
         self.replicas = [Replica(rank) for rank in range(2)]
         actor = SimpleNamespace(
             world_size=1,
-            execute_checkpoint_engine=lambda method, path=None: [Told({"node": "n"})],
+            execute_checkpoint_engine=lambda method, **_: [Told({"node": "n"})],
             update_weights=lambda global_steps, mode: self.written.append(global_steps) or [Told()],
         )
         register()
         config = SimpleNamespace(backend="relay", custom_backend_module=None, engine_kwargs={})
         self.manager = RelayManager(config, actor, self.replicas)
 
-    def get(self, calls):
+    def get(self, calls, timeout=None):
         if not isinstance(calls, Told):
             return [self.get(call) for call in calls]
         if calls.error is not None:

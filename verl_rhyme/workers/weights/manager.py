@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ _CLOSE_S = 20.0
 _LOOK_S, _PAUSE_S = 20.0, 1.0
 #: What verl's rollouts may compute in that is narrower than float32.
 _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-#: How often relays may die while one version is published.
+#: How often relays may die at one thing that they are asked for.
 _DEATHS = 3
 _DEFAULT = WeightsConfig()
 
@@ -136,13 +136,7 @@ class RelayManager(CheckpointEngineManager):
         Raises:
             WeightsError: There is no room for them.
         """
-        for _ in range(_DEATHS):
-            try:
-                return self._publish(version)
-            except RayActorError:
-                if not self._part_with_dead(needed=False):
-                    raise  # another's death
-        self._publish(version)
+        self._over_deaths(False, lambda: self._publish(version))
 
     def _publish(self, version: int) -> None:
         ranks = self.actor_wg.world_size
@@ -170,8 +164,7 @@ class RelayManager(CheckpointEngineManager):
         """
         assert self._published is not None, "nothing was published yet"
         replicas = list(replicas)
-        if self._meet(replicas):
-            self._spread()
+        self._over_deaths(True, lambda: self._ready(replicas))
         waiting = {self._deliver(replica): replica for replica in replicas}
         until = 0.0  # of all that goes wrong
         while waiting:
@@ -196,8 +189,7 @@ class RelayManager(CheckpointEngineManager):
             if again or died:
                 lost = [each for each, replica in waiting.items() if replica not in self._nodes]
                 again += [waiting.pop(each) for each in lost]
-                self._meet(replicas)
-                self._spread()
+                self._over_deaths(True, lambda: self._ready(replicas, again=True))
                 waiting |= {self._deliver(replica): replica for replica in again}
 
     def part_with(self, replica: Any) -> None:
@@ -212,6 +204,21 @@ class RelayManager(CheckpointEngineManager):
             ray.get(self._relay(self._nodes[replica][0]).forget.remote(replica.replica_rank))
 
     # ---- within ----
+
+    def _over_deaths(self, needed: bool, work: Callable[[], None]) -> None:
+        """Again, with others in their place, where relays have died; ``needed`` as :meth:`_part_with_dead`."""
+        for _ in range(_DEATHS):
+            try:
+                return work()
+            except RayActorError:
+                if not self._part_with_dead(needed):
+                    raise  # another's death
+        work()
+
+    def _ready(self, replicas: list[Any], again: bool = False) -> None:
+        """The newest version is on its way to the nodes of these replicas, told ``again`` also where it was."""
+        if self._meet(replicas) or again:
+            self._spread()
 
     def _deliver(self, replica: Any, patient: bool = False) -> Any:
         """By the relay of its first worker's node."""
