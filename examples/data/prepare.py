@@ -1,6 +1,6 @@
 """Real tasks in verl's parquet schema.
 
-    python -m examples.data.prepare dapo|aime|math500|gsm8k --out DIR [--source PATH]
+    python -m examples.data.prepare dapo|aime|amc|math500|minerva|olympiad|gsm8k --out DIR [--source PATH]
     python -m examples.data.prepare kk --out DIR [--puzzles 5000] [--seed 0]
 
 Without ``--source`` a data set comes from the Hugging Face hub. All files have one schema, so verl can read any of
@@ -99,6 +99,34 @@ def math500(out: Out, source: Source = None) -> None:
 
 
 @app.command()
+def amc(out: Out, source: Source = None) -> None:
+    """AMC 2023: amc-2023.parquet."""
+    _prepare_answers("math-ai/amc23", source, out / "amc-2023.parquet")
+
+
+@app.command()
+def minerva(out: Out, source: Source = None) -> None:
+    """Minerva's OCW courses, problems of university level: minerva.parquet."""
+    _prepare_answers("math-ai/minervamath", source, out / "minerva.parquet")
+
+
+@app.command()
+def olympiad(out: Out, source: Source = None) -> None:
+    """OlympiadBench's problems of mathematics in English, without pictures, with an answer: olympiad-bench.parquet."""
+    name, config = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
+
+    def convert(row: Row, index: int) -> Row:
+        if not row["final_answer"]:
+            raise DataError(f"'final_answer' is {row['final_answer']!r}")
+        truth = ", ".join(row["final_answer"])  # several are one answer
+        return make_row(name, f"{row['question']} {BOXED}", truth, "test", index, id_=row["id"])
+
+    with _reporting():
+        rows = read(name, "train", ("question", "final_answer", "id"), source, config)
+        write(out / "olympiad-bench.parquet", _converted(rows, convert, source or name))
+
+
+@app.command()
 def gsm8k(out: Out, source: Source = None) -> None:
     """GSM8K: gsm8k-train.parquet and gsm8k-test.parquet. A source is a folder with a file of each split."""
     name = "openai/gsm8k"
@@ -179,6 +207,19 @@ def make_row(
     }
 
 
+def _prepare_answers(name: str, source: Path | None, path: Path) -> None:
+    """A test set of questions and answers."""
+
+    def convert(row: Row, index: int) -> Row:
+        if row["answer"] is None or not str(row["answer"]).strip():
+            raise DataError(f"'answer' is {row['answer']!r}")
+        return make_row(name, f"{row['question']} {BOXED}", row["answer"], "test", index, id_=str(index))
+
+    with _reporting():
+        rows = read(name, "test", ("question", "answer"), source)
+        write(path, _converted(rows, convert, source or name))
+
+
 def _prepare_verl(name: str, source: Path | None, path: Path, split: str) -> None:
     """A data set that is in verl's schema already, but with each problem many times."""
     with _reporting():
@@ -229,8 +270,8 @@ def read(
         columns: Every one must exist.
         source: A local file or folder to read instead of the hub. Of a folder's files those named after the split are
             read, if any is named after one.
-        config: The data set's config on the hub, and the folder to look in if ``source`` has such a folder. A data set
-            with configs has splits, so its files must be named after them.
+        config: The data set's config on the hub. If ``source`` has a folder of that name, anywhere in it, only what is
+            there is read. Files of it are named after the split, or after the config where that has one split only.
 
     Raises:
         DataError: No such file, no network, or a column is missing.
@@ -267,17 +308,20 @@ def _files(source: Path, split: str, config: str | None) -> list[Path]:
     if source.is_file():
         files = [source]
     else:
-        folder = source / config if config and (source / config).is_dir() else source
+        folder = next((path for path in sorted(source.rglob(config)) if path.is_dir()), source) if config else source
         files = next(
             (found for kind in ("parquet", "jsonl", "json") if (found := sorted(folder.rglob(f"*.{kind}")))), []
         )
         if not files:
             raise DataError(f"--source {source} has no .parquet, .jsonl or .json file in it")
+    if config and (own := [file for file in files if file.stem == config]):
+        return own
     named = {one: [file for file in files if one in file.stem] for one in ("train", "test")}
     if config is None and not any(named.values()):
         return files
     if not named[split]:
-        raise DataError(f"--source {source} has no file of the {split} split; its name must have '{split}' in it")
+        wanted = f"'{split}' in it" + (f", or be {config}" if config else "")
+        raise DataError(f"--source {source} has no file of the {split} split; its name must have {wanted}")
     return named[split]
 
 

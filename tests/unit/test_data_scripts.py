@@ -46,6 +46,21 @@ def gsm8k_row(i):
     return {"question": f"Ann has {i} apples and buys 1000. How many?", "answer": f"<<{i}+1000>>\n#### 1,{i:03}"}
 
 
+def answer_row(i):
+    return {"id": i, "question": f"What is the weight of {i} kg in N?", "answer": f"9.81 \\times {i}"}
+
+
+def olympiad_row(i):
+    """As the hub has them; of some problems the answer has several parts."""
+    return {
+        "id": 1600 + i,
+        "question": f"Find all $x$ with $x^2 = {i * i}$.",
+        "final_answer": [f"${i}$", f"$-{i}$"] if i % 2 else [f"${i},-{i}$"],
+        "is_multiple_answer": True,
+        "answer_type": "Numerical",
+    }
+
+
 def put(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -91,13 +106,18 @@ def sources(tmp_path_factory):
     for split, numbers in (("train", range(12)), ("test", range(12, 18))):
         put(folder / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet", [gsm8k_row(i) for i in numbers])
         put(folder / "gsm8k" / "socratic" / f"{split}-00000-of-00001.parquet", [gsm8k_row(999)])
+    put(folder / "amc" / "test-00000-of-00001.parquet", [answer_row(i) | {"answer": f"{i}.0"} for i in range(4)])
+    put(folder / "minerva" / "test.jsonl", [answer_row(i) for i in range(5)])
+    for config in ("OE_TO_maths_en_COMP", "OE_TO_physics_en_COMP"):
+        rows = [olympiad_row(i) for i in range(1, 7 if "maths" in config else 2)]
+        put(folder / "olympiad" / "OlympiadBench" / config / f"{config}.parquet", rows)
     return folder
 
 
 @pytest.fixture(scope="module")
 def prepared(sources, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "new"
-    for name in ("dapo", "aime", "math500", "gsm8k"):
+    for name in ("dapo", "aime", "math500", "gsm8k", "amc", "minerva", "olympiad"):
         done(name, "--out", out, "--source", sources / name)
     done("kk", "--out", out, "--puzzles", 60, "--seed", 3)
     return out
@@ -134,6 +154,22 @@ def test_math500_and_gsm8k(prepared):
     assert (len(train), len(test)) == (12, 6)  # nothing of the socratic config
     assert train[5]["reward_model"]["ground_truth"] == "1005"
     assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in test}
+
+
+def test_evaluation_sets_are_graded_by_the_reward(prepared):
+    """Their answers come as strings, numbers and lists; the reward takes the right ones in another form."""
+    amc, minerva, olympiad = (
+        rows_of(prepared / f"{name}.parquet") for name in ("amc-2023", "minerva", "olympiad-bench")
+    )
+    assert (len(amc), len(minerva), len(olympiad)) == (4, 5, 6)  # nothing of physics
+    assert olympiad[1]["extra_info"] == {"split": "test", "index": 1, "id": "1602", "level": 0}
+    said = [(amc[3], "3", "4"), (minerva[2], "19.62", "19.6"), (olympiad[0], "-1, 1", "1"), (olympiad[1], "-2, 2", "2")]
+    for row, right, wrong in said:
+        truth = row["reward_model"]["ground_truth"]
+        assert row["prompt"][0]["content"].endswith("\\boxed{}.")
+        for answer, acc in ((right, 1), (wrong, 0)):
+            scored = math_reward.compute_score(row["data_source"], f"So \\boxed{{{answer}}}.", truth)
+            assert scored["acc"] == acc, (truth, answer)
 
 
 def test_puzzles_are_held_out_have_one_solution_and_follow_the_seed(prepared, tmp_path):
@@ -198,7 +234,7 @@ def test_verl_reads_all_files_together(prepared, tok, tmp_path):
         }
     )
     dataset = RLHFDataset([str(path) for path in sorted(prepared.glob("*.parquet"))], tok, config)
-    assert len(dataset) == 20 + 30 + 15 + 18 + 60
+    assert len(dataset) == 20 + 30 + 15 + 18 + 60 + 4 + 5 + 6
     for item in dataset:
         assert item["raw_prompt"][0]["role"] == "user"
         assert item["reward_model"]["ground_truth"]
