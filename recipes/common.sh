@@ -81,7 +81,7 @@ _args=(
 )
 [ -z "${REWARD:-}" ] || _args+=("reward.custom_reward_function.path=$ROOT/$REWARD")
 
-_args+=("${RHYME_ARGS[@]}")
+_args+=("rhyme=$RHYME" "${RHYME_ARGS[@]:1}") # the recipes' YAML names one
 case "$ENGINE" in
   megatron)
     _args+=(

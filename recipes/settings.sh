@@ -64,7 +64,6 @@ check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stre
     refuse "STREAM_MODE=$STREAM_MODE is of RHYME=stream; with RHYME=$RHYME drop it"
   RHYME_ARGS=("+rhyme=$RHYME")
   case "$RHYME" in
-    off) RHYME_ARGS=() ;;
     stream)
       STREAM_MODE=${STREAM_MODE:-async}
       one_of STREAM_MODE sync async

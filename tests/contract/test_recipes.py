@@ -152,6 +152,30 @@ TOKENS = {
 #: Samples of one update: what "mini batch" means in the papers.
 UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
 
+#: What ``RHYME=sorted`` makes of it (recipes/config/RECIPE_rhyme): loads are larger than updates, and an update is one
+#: optimizer step, in order of length.
+_GROUPS = f"{ROLLOUT}.custom.rhyme.sorting.group_batches"
+SORTED = {
+    "qwen32b_dapo": {
+        "data.train_batch_size": 128,
+        f"{ACTOR}.ppo_mini_batch_size": 128,
+        f"{ACTOR}.optim.lr_warmup_steps": 40,
+        _GROUPS: 4,
+        "trainer.save_freq": 40,
+    },
+    "llama8b_logic": {_GROUPS: 4},
+    "qwen3_8b_grpo": {"data.train_batch_size": 32, _GROUPS: 4, "trainer.save_freq": 80},
+    "qwen32b_ppo_math": {
+        "data.train_batch_size": 128,
+        _GROUPS: 4,
+        f"{ACTOR}.optim.lr_warmup_steps": 40,
+        "critic.optim.lr_warmup_steps": 40,
+        "trainer.total_training_steps": 2400,
+        "trainer.save_freq": 80,
+    },
+}
+SORTED_UPDATE = {**UPDATE, "qwen32b_dapo": 2048}
+
 CASES = [
     (recipe, rhyme, engine) for recipe in RECIPES for rhyme in ("off", "histospec", "sorted") for engine in ENGINES
 ]
@@ -237,7 +261,8 @@ def differing(config, expected):
 
 def test_resolved_values(case):
     recipe, rhyme, engine, config = case
-    assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
+    loaded = SORTED[recipe] if rhyme == "sorted" else {}
+    assert differing(config, {**EVERY, **RECIPES[recipe], **loaded}) == {}
     assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if rhyme == "sorted" else "sync")
     update, log_prob = TOKENS[recipe][engine]
     tokens = {
@@ -279,7 +304,8 @@ def test_resolved_values(case):
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= length
     assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu >= length
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    assert mini_batch * config.actor_rollout_ref.rollout.n == UPDATE[recipe]
+    samples = SORTED_UPDATE if rhyme == "sorted" else UPDATE
+    assert mini_batch * config.actor_rollout_ref.rollout.n == samples[recipe]
     assert config.trainer.v1.separate_async.parameter_sync_step * mini_batch == config.data.train_batch_size
 
 
@@ -476,6 +502,27 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
     assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
     assert trainer._filters == (recipe == "qwen32b_dapo")
+    assert trainer._sortedness() == 1, "one mini-batch an update: sorted by length"
+    assert rules.group_batches * rules.batch_prompts == (128 if recipe == "qwen3_8b_grpo" else 512)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rhyme", ["histospec", "sorted", "full", "off"])
+def test_the_yaml_alone_selects_a_system(recipe, rhyme, tmp_path):
+    """With plain ``python -m verl.trainer.main_ppo``: the recipe's own YAML, or one of a user's that names another."""
+    from verl_rhyme import config_tree
+
+    text = (CONFIGS / f"{recipe}.yaml").read_text()
+    assert "  - rhyme: histospec" in text
+    text = text.replace("  - rhyme: histospec", f'  - rhyme: "{rhyme}"')
+    (tmp_path / "mine.yaml").write_text(text.replace("  searchpath:", f"  searchpath:\n    - file://{CONFIGS}"))
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("mine")
+    ours = config_tree.from_verl(config)
+    by_script = composed(recipe, rhyme, "megatron")
+    for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "trainer.save_freq"):
+        assert value(config, key) == value(by_script, key)
+    assert ours == config_tree.from_verl(by_script)
 
 
 def check_sorted(config, mode, sorted_mode):

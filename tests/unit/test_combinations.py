@@ -284,7 +284,7 @@ def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: b
 
 def test_every_group_is_a_system() -> None:
     groups = {path.stem for path in (ROOT / "verl_rhyme" / "conf" / "rhyme").glob("*.yaml")}
-    assert groups | {"off"} == set(SYSTEMS)
+    assert groups == set(SYSTEMS)
 
 
 @pytest.mark.parametrize(
