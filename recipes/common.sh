@@ -121,6 +121,10 @@ fi
 launch() { # launch [hydra overrides]
   check_overrides "$@"
   local args=("${_args[@]}" "$@")
+  {
+    tell_systems
+    echo "  sizes that a system changes: recipes/config/${RECIPE}_rhyme; docs/choosing.md says which is for which run"
+  } >&2
   if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
     [ "${DRY_RUN:-0}" != 1 ] || RHYME_BUILD=0
     # shellcheck source=requirements/bootstrap.sh

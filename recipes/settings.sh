@@ -49,7 +49,7 @@ check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stre
   while read -r system modes _; do
     systems+=("$system")
     [ "$system" != "$RHYME" ] || allowed=$modes
-  done < <(grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt")
+  done < <(_systems)
   one_of RHYME "${systems[@]}"
   [ "$allowed" = any ] || [[ ",$allowed," == *",${MODE:-${allowed%%,*}},"* ]] ||
     refuse "MODE=$MODE and RHYME=$RHYME exclude each other; with $RHYME use MODE=${allowed//,/ or }"
@@ -78,6 +78,20 @@ check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stre
       RHYME_ARGS+=("$tree.sorting.mode=$SORTED_MODE" "$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
       ;;
   esac
+}
+
+tell_systems() { # what RHYME is, and what the others would be
+  local system modes what
+  while read -r system modes what; do
+    [ "$system" != "$RHYME" ] || echo "$NAME: RHYME=$system: $what"
+  done < <(_systems)
+  while read -r system modes what; do
+    [ "$system" = "$RHYME" ] || printf '  or RHYME=%-10s %s\n' "$system" "$what"
+  done < <(_systems)
+}
+
+_systems() {
+  grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt"
 }
 
 check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME and SORTED_MODE

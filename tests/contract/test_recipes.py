@@ -662,6 +662,8 @@ class TestScript:
         assert preflight[3:] == claim[3:] == training[3:]
         assert training[-1] == "trainer.total_epochs=3"
         assert "trained" in result.stdout
+        assert result.stderr.startswith(f"{recipe}: RHYME=histospec: drafts from earlier responses")
+        assert "or RHYME=sorted     the sorted pipeline" in result.stderr
         assert "timing_s/gen" in result.stdout.splitlines()[-1]
 
     def test_a_failed_check_stops_it(self, recipe):
