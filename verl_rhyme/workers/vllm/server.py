@@ -52,9 +52,8 @@ class RhymeHttpServer(vLLMHttpServer):
         self._gate = Gate()
         self._told = 0  # calls to the engine that take their time: weights
         self._aborts: set[asyncio.Task[None]] = set()
-        self._cut: set[str] = (
-            set()
-        )  # requests of a coordinator's attempts whose engine died after it had said something
+        #: Requests of a coordinator's attempts whose engine died after it had said something.
+        self._cut: set[str] = set()
         self._names: dict[str, str] = {}  # request id -> attempt's name, of a coordinator's
         self._finished: deque[str] = deque(maxlen=_MAX_FINISHED)  # requests whose counts nobody has asked for
 
