@@ -107,13 +107,16 @@ def test_a_ranker_tells_of_prompts_never_seen_over_a_kill(tmp_path):
     assert resumed[-1][1]["rollout/lengths/ranker_trained"] >= kept["number"], "it was not taken up"
     assert before[1]["rollout/lengths/ranked"] == 0
     assert resumed[-1][1]["rollout/lengths/ranked"] == 1, "of the last prompts the ranker told"
+    # It was trained on 16 prompts, and two or three that were held out say what its scores mean: now and then, nothing.
+    calibration = json.loads((checkpoint / "model" / "ranker.json").read_text())["calibration"]
+    tells_apart = len(calibration["scores"]) > 1 or calibration["slope"] > 0
     requests = events.to_numpy(events.read_requests(tmp_path / "checkpoints" / "events"))
-    first: dict[str, tuple[float, int]] = {}  # request to a prompt that was trained at the end
-    for row in np.flatnonzero(requests["step"] > resumed[-1][0] - 2):
+    first: dict[str, tuple[float, int]] = {}  # request to each prompt of the last update, which were loaded together
+    for row in np.flatnonzero(requests["step"] == resumed[-1][0]):
         told = float(requests["queued_at"][row]), int(requests["predicted_tokens"][row])
         key = requests["prompt_key"][row]
         first[key] = min(told, first.get(key, told))
-    assert len({tokens for _, tokens in first.values()}) > len(first) / 2, "they begin by what it tells of each"
+    assert (len({tokens for _, tokens in first.values()}) > 1) == tells_apart, "they begin by what it tells of each"
 
 
 def trained_once(run_dir):
