@@ -263,27 +263,23 @@ def main(
     each = {kind: 1 if quick else count for kind, count in WANTED.items() if kind in chosen}
     kept = Kept(out)
     out.mkdir(parents=True, exist_ok=True)
-    left = kept.left(wanted)
     about = {"benchmark": "faults", "machine": describe(), "commit": commit()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what a run has started would outlive this
-    for cell in left[:runs]:
-        if cell.setting == _LINK:
-            if why := far_link.missing():
-                typer.echo(f"no link is cut: it {why}", err=True)
-                continue
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-                found = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
-            row = {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **found}
-        else:
+
+    def make(cell: Cell) -> dict[str, Any] | None:
+        if cell.setting != _LINK:
             injected = train(cell, out, each, epochs)
-            row = {**about, **measure(cell, cell.folder(out), injected, epochs)}
-        kept.add(row)
-        if not as_json:
-            print(_told(row), flush=True)
-    if runs and len(left) > runs:
-        typer.echo(f"{len(left) - runs} runs are left", err=True)
+            return {**about, **measure(cell, cell.folder(out), injected, epochs)}
+        if why := far_link.missing():
+            typer.echo(f"no link is cut: it {why}", err=True)
+            return None
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+            found = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
+        return {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **found}
+
+    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+    if shown is None:
         return
-    shown = [row for row in kept.rows if any((row["setting"], row["arm"]) == (c.setting, c.arm) for c in wanted)]
     for row in [*(shown if as_json else []), {**about, **totals(shown)}]:
         print(json.dumps(row) if as_json else _told(row), flush=True)
 

@@ -289,18 +289,15 @@ def main(
     if quick:
         wanted = [cell for cell in wanted if cell.seed == 1 and cell.arm in (DRAFTED, "makespan")][:2]
     kept = Kept(out)
-    left = kept.left(wanted)
     about = dict(zip(_ABOUT, ("placement_real", describe(), commit()), strict=True))
-    for cell in left[:runs]:
+
+    def make(cell: Cell) -> dict[str, Any]:
         train(cell, out)
-        row = {**about, **measure(cell, cell.folder(out))}
-        kept.add(row)
-        if not as_json:
-            print(_told(row), flush=True)
-    if runs and len(left) > runs:
-        typer.echo(f"{len(left) - runs} runs are left", err=True)
+        return {**about, **measure(cell, cell.folder(out))}
+
+    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+    if shown is None:
         return
-    shown = [row for row in kept.rows if any(row["setting"] == c.setting and row["arm"] == c.arm for c in wanted)]
     if predict:
         shown = [row | simulated(Cell(row["setting"], row["arm"], row["seed"]), out) for row in shown]
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 
 from verl_rhyme.observability import metrics
 from verl_rhyme.simulation import recorded
@@ -39,6 +40,35 @@ class Kept:
         """Runs that are not made yet."""
         done = {cell for cell, _ in self.by_cell()}
         return [cell for cell in wanted if cell not in done]
+
+    def complete(
+        self,
+        wanted: Sequence[Cell],
+        runs: int | None,
+        make: Callable[[Cell], dict[str, Any] | None],
+        tell: Callable[[dict[str, Any]], object],
+    ) -> list[dict[str, Any]] | None:
+        """Make what is left, one run after another, and keep each as soon as it is there.
+
+        Args:
+            wanted: Runs.
+            runs: To make at most; ``None``: all.
+            make: A run's row; ``None`` where it cannot be made here.
+            tell: Shows a row that came.
+
+        Returns:
+            Rows of the wanted settings and arms; ``None``: there is more to make (with ``runs=0`` what there is).
+        """
+        left = self.left(wanted)
+        for cell in left[:runs]:
+            if (row := make(cell)) is not None:
+                self.add(row)
+                tell(row)
+        if runs and len(left) > runs:
+            typer.echo(f"{len(left) - runs} runs are left", err=True)
+            return None
+        kinds = {(cell.setting, cell.arm) for cell in wanted}
+        return [row for row in self.rows if (row["setting"], row["arm"]) in kinds]
 
     def by_cell(self) -> list[tuple[Cell, dict[str, Any]]]:
         return [(Cell(row["setting"], row["arm"], row["seed"]), row) for row in self.rows]

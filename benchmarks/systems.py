@@ -248,17 +248,14 @@ def main(
         kept.replace(
             [{**row, **measure(cell, cell.folder(out)), "measured_by": commit()} for cell, row in kept.by_cell()]
         )
-    left = kept.left(wanted)
-    for cell in left[:runs]:
+
+    def make(cell: Cell) -> dict[str, Any]:
         train(cell, out)
-        row = {**about, **measure(cell, cell.folder(out))}
-        kept.add(row)
-        if not as_json:
-            print(_told(row), flush=True)
-    if runs and len(left) > runs:
-        typer.echo(f"{len(left) - runs} runs are left", err=True)
+        return {**about, **measure(cell, cell.folder(out))}
+
+    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+    if shown is None:
         return
-    shown = [row for row in kept.rows if any((row["setting"], row["arm"]) == (c.setting, c.arm) for c in wanted)]
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
         print(json.dumps(row) if as_json else _told(row), flush=True)
 
