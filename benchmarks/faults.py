@@ -1,6 +1,6 @@
 """Faults in real runs: does each sample come to be trained once whatever dies, hangs, is slow or cut?
 
-    python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--out DIR] [KIND ...]
+    python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--again] [--out DIR] [KIND ...]
 
 Real verl, vLLM and GRPO on the tiny world: engines apart from training, three replicas, weights by the relay, training
 in parts (``stream``), and all together (``full``). Beside a run its processes are killed, stopped and slowed
@@ -94,6 +94,10 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
         injector.ended("ended from outside")
         raise
     injector.ended()
+    return _of(injector)
+
+
+def _of(injector: Injector) -> dict[str, Any]:
     seconds = round(injector.seconds)
     return {"seconds": seconds, "ends": injector.ends, "replaced": injector.replaced, "told": injector.told()}
 
@@ -106,16 +110,23 @@ def last_words(log: Path) -> str:
 
 def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> dict[str, Any]:
     """What became of the samples, and of the faults."""
-    by_step = [row for _, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items())]
-    run, samples = recorded.read(folder), BATCH * SAMPLES
+    by_step = dict(sorted(steps.from_metrics(folder / "metrics.jsonl").items()))
+    run, samples, wanted = recorded.read(folder), BATCH * SAMPLES, epochs * PROMPTS // BATCH
     found = faults(run, by_step, samples, LIMIT, STALE)
-    wrong = [*found["faults"], *not_once(run, epochs * PROMPTS // BATCH, epochs, PROMPTS * SAMPLES)]
+    wrong = [*found["faults"], *not_once(run, wanted, epochs, PROMPTS * SAMPLES)]
     told = injected.pop("told")
     requests = run.requests
     thrown = ~requests["trained"] & ~requests["validate"]
-    correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step]
+    correlation = [row["training/rollout_actor_probs_pearson_corr"] for row in by_step.values()]
     return {
-        **{"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, "steps": len(by_step), "samples": samples},
+        **{
+            "setting": cell.setting,
+            "arm": cell.arm,
+            "seed": cell.seed,
+            "steps": wanted,
+            "steps_told": len(by_step),
+            "samples": samples,
+        },
         **injected,
         "injected": Counter(each["kind"] for each in told),
         "told": Counter(each["kind"] for each in told if each["told_after_s"] is not None),
@@ -129,7 +140,7 @@ def measure(cell: Cell, folder: Path, injected: dict[str, Any], epochs: int) -> 
         **redispatched((folder / "train.log").read_text(errors="replace")),
         "thrown_away_tokens": int(requests["response_tokens"][thrown].sum()),
         "trained_tokens": int(requests["response_tokens"][requests["trained"]].sum()),
-        "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step]))),
+        "early_share": short(float(np.mean([row.get(metrics.STREAM_EARLY, 0.0) for row in by_step.values()]))),
         "pearson_least": short(float(min(correlation))),
         "spanning": found["spanning"],
         "faults": wrong,
@@ -252,6 +263,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="one short run (five minutes), and two cuts")] = False,
     runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
     repeats: Annotated[int, typer.Option(help="of each system, and of the link")] = 5,
+    again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/faults"),
 ) -> None:
     """Train, inject, look, print."""
@@ -277,6 +289,15 @@ def main(
             found = asyncio.run(cuts(cell.seed, 2 if quick else CUTS, Path(root)))
         return {**about, "setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **found}
 
+    if again:
+        anew: list[dict[str, Any]] = []
+        for cell, row in kept.by_cell():
+            folder = cell.folder(out)
+            if folder.exists():
+                found = measure(cell, folder, _of(Injector(folder, {}, cell.seed)), epochs)
+                row = {**row, **found, "measured_by": commit()}
+            anew.append(row)
+        kept.replace(anew)
     shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
     if shown is None:
         return

@@ -177,7 +177,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "arm": cell.arm,
         "seed": cell.seed,
         **shown,
-        **faults(run, whole, samples, LIMIT, staleness=int(arm.across)),
+        **faults(run, dict(by_step), samples, LIMIT, staleness=int(arm.across)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,14 @@ class Kept:
 
 
 def faults(
-    run: recorded.Run, by_step: Sequence[dict[str, Any]], samples: int, limit: int, staleness: int
+    run: recorded.Run, by_step: Mapping[int, dict[str, Any]], samples: int, limit: int, staleness: int
 ) -> dict[str, Any]:
     """``spanning``: responses that several replicas made; ``faults``: what is wrong with any response, in words.
 
     Args:
         run: Its event log.
-        by_step: Metrics of all its steps.
+        by_step: Metrics of its steps. A trainer that is killed between a step's checkpoint and its metrics has none of
+            that step.
         samples: Of an update.
         limit: Tokens that a response may have.
         staleness: Policy versions between a token and the policy that it trains, at most.
@@ -101,9 +102,10 @@ def faults(
     for row in rows[np.lexsort((request["started_at"][rows], request["attempt"][rows]))].tolist():
         attempts.setdefault((str(request["uid"][row]), int(request["sample"][row])), []).append(row)
     found = []
-    if len(attempts) != len(by_step) * samples:
-        found.append(f"{len(attempts)} samples were trained, not {len(by_step) * samples}")
-    for step, row in enumerate(by_step, 1):
+    trained = len(np.unique(request["step"][rows]))
+    if len(attempts) != trained * samples:
+        found.append(f"{len(attempts)} samples were trained in {trained} steps of {samples}")
+    for step, row in by_step.items():
         made = int(request["response_tokens"][rows[request["step"][rows] == step]].sum())
         told = round(row[metrics.RESPONSE_LENGTH_MEAN] * samples)
         if made != told:

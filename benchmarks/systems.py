@@ -171,7 +171,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     }
     shown["staleness"] = staleness(run)
     return {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **shown} | faults(
-        run, whole, samples, LIMIT, arm.stale
+        run, dict(by_step), samples, LIMIT, arm.stale
     )
 
 

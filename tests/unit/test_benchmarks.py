@@ -337,8 +337,10 @@ def test_what_is_wrong_with_a_response_is_found():
     run = simulator.recorded.read(simulator.LOGS / "partial_sticky_group")
     request, trained = run.requests, run.requests["trained"]
     lengths = np.bincount(request["step"][trained], request["response_tokens"][trained])[1:] / 32
-    by_step = [{"response_length/mean": length} for length in lengths]
+    by_step = {step: {"response_length/mean": length} for step, length in enumerate(lengths, 1)}
     assert real_run.faults(run, by_step, 32, limit=384, staleness=1) == {"spanning": 11, "faults": []}
+    killed = {step: row for step, row in by_step.items() if step != 2}
+    assert real_run.faults(run, killed, 32, limit=384, staleness=1)["faults"] == [], "metrics of a step are lost"
     within = real_run.faults(run, by_step, 32, limit=384, staleness=0)
     assert all("behind" in fault for fault in within["faults"])
     assert within["faults"], "it trained what an earlier version made"
