@@ -98,12 +98,15 @@ def test_a_new_replica_gets_its_weights_though_the_relay_died_before(world):
 @pytest.mark.parametrize("dies_at", [["deliver"], ["deliver", "revive"], ["deliver", "deliver"]])
 def test_or_dies_meanwhile(world, dies_at):
     world.dies_at += dies_at
-    if "revive" in dies_at:
-        with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
-            world.manager.deliver(world.replicas)
-        return
     world.manager.deliver(world.replicas)
     assert world.taken[-2:] == [(0, 1), (1, 1)]
+
+
+def test_heirs_that_die_one_after_another_are_not_tried_for_ever(world):
+    world.dies_at += ["deliver", *["revive"] * 100]
+    with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
+        world.manager.deliver(world.replicas)
+    assert len(world.relays) < 10
 
 
 @pytest.mark.parametrize("dies_at", ["expect", "folder", "written"])

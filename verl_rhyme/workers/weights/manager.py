@@ -320,13 +320,18 @@ class RelayManager(CheckpointEngineManager):
         return died
 
     def _revived(self) -> bool:
-        """Whether what the dead relay of the actor's node has left is there, and all right."""
+        """Whether what the dead relay of the actor's node has left is there, and all right; an heir may die, too."""
         assert self._published is not None
         node, version, identity = self._published
-        try:
-            return self._answer(self._relay(node).revive.remote(version, identity), node)
-        except (RayActorError, WeightsError):
-            return False
+        for _ in range(_DEATHS):
+            try:
+                return self._answer(self._relay(node).revive.remote(version, identity), node)
+            except WeightsError:
+                return False
+            except RayActorError as error:
+                logger.warning("so is the one in its place: %s", last_line(error))
+                ray.kill(self._relays.pop(node))
+        return False
 
     def _told(self) -> dict[str, float]:
         """What went over slow links since the last update, if there are several sites."""
