@@ -35,13 +35,15 @@ from verl_rhyme.scheduling.capacity import Capacity
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.ledger import State
+from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
 from verl_rhyme.scheduling.placement import Move, Placement
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.workers.crew import Crew
+from verl_rhyme.workers.leftovers import Leftovers
 from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 from verl_rhyme.workers.moving import Moving
-from verl_rhyme.workers.session import PROMPTS, SESSIONS
-from verl_rhyme.workers.stored_attempts import TRAIN, clear, evidence, trajectories
+from verl_rhyme.workers.session import PROMPTS
+from verl_rhyme.workers.stored_attempts import TRAIN, evidence, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,6 @@ _PATIENCE_S = 60.0
 _LOOK_S = 20.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
-#: Seconds for which samples are lost at their start (one at least in so many), and none gets further, before it ends.
-_LOSING_S, _LOSS_S = 180.0, 30.0
 #: How often all agent loop workers may fail to start before the run ends.
 _CREWS = 5
 #: Of an error's text, the latest.
@@ -72,12 +72,11 @@ class Coordinator:
         self._dispatching = False
         self._error: Exception | None = None
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
-        self._losing: tuple[float, float] | None = None  # since when starts are lost one after another; the latest
-        self._trained: tuple[dict[str, Any], set[str]] | None = None  # all keys at the last batch, and its own
+        self._lost_starts = LostStarts()
         self._announced = False  # to the router, under this version
         self._crewless = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
-        self._cleaning: asyncio.Task[None] | None = None
+        self._leftovers = Leftovers()
         self._moving: Moving | None = None
 
     # ---- the trainer's ----
@@ -126,13 +125,14 @@ class Coordinator:
         self._opened, self._error = (setting, rollout, crew), None
         self._moving.begin()
         self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
-        self._trained = self._losing = None
+        self._leftovers.forget()
+        self._lost_starts = LostStarts()
         self._slots = SlotAccount(setting.slots, time.time() if running else None)
         if before.serving is not None:
             self._serve(before.serving)
         crew.abandon([name for name in running if not rollout.needs_trajectories(name)])
         if fresh:
-            self._clean(listing, keep=set())
+            self._leftovers.clear(rollout, listing, keep=set())
         early, self._early = self._early, []
         await self.ended(early)
         self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
@@ -163,9 +163,10 @@ class Coordinator:
 
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
-        self._clean_after_batch()
+        rollout = self._open[1]
+        self._leftovers.after_batch(rollout)
         await self._errands.look()
-        self._open[1].publish(version, batches_left)
+        rollout.publish(version, batches_left)
         self._slots.go(time.time())
         self._announced = False
         self._dispatching = batches_left > 0
@@ -195,8 +196,8 @@ class Coordinator:
 
     async def pause(self) -> None:
         """Start nothing until :meth:`publish`: the engines are about to get new weights."""
-        self._clean_after_batch()
         if self._opened is not None:
+            self._leftovers.after_batch(self._opened[1])
             self._slots.hold(time.time())
         self._dispatching = False
 
@@ -267,7 +268,7 @@ class Coordinator:
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         keys, tags = _stored(batch.attempts, listing)
-        self._trained = listing, set(keys)  # what it leaves goes when the trainer is known to have it
+        self._leftovers.taken(listing, keys)
         self._go()
         return Reply(
             keys=keys,
@@ -381,17 +382,12 @@ class Coordinator:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
     def _watch_starts(self, report: Ended) -> None:
-        now = asyncio.get_running_loop().time()
-        if report.status != "lost":
-            self._losing = None
-            return
-        logger.warning("%s could not start, and starts again: %s", report.name, report.error)
-        since, latest = self._losing or (now, now)
-        since = now if now - latest > _LOSS_S else since  # one that starts tells nothing
-        self._losing = since, now
-        if now - since > _LOSING_S:
+        lost = report.status == "lost"
+        if lost:
+            logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+        if self._lost_starts.ended(lost, asyncio.get_running_loop().time()):
             self._fail(
-                RuntimeError(f"no sample could be started for {_LOSING_S:.0f} s; the latest error: {report.error}")
+                RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the latest error: {report.error}")
             )
 
     def _lost(self, names: list[str], why: str) -> None:
@@ -430,32 +426,6 @@ class Coordinator:
         counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
         logger.warning("waiting for %s; samples by state: %s", what, counts)
         return now
-
-    def _clean_after_batch(self) -> None:
-        if self._trained is not None:
-            (listing, keep), self._trained = self._trained, None
-            padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
-            self._clean(listing, keep | padding)  # verl's padding of parts goes with the trainer's batch
-
-    def _clean(self, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
-        """What abandoned attempts and dropped prompts left goes; also what is trained, but ``keep``."""
-        rollout = self._open[1]
-
-        def wanted(partition: str, key: str) -> bool:
-            if partition == PROMPTS:
-                return rollout.needs_prompt(key)
-            name = key.rpartition("_")[0] if partition == TRAIN else key
-            try:
-                Attempt.named(name)
-            except ValueError:  # another trainer mode's
-                return False
-            return rollout.needs_trajectories(name) if partition == TRAIN else rollout.needs_turns(name)
-
-        gone = {
-            partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
-            for partition in (SESSIONS, PROMPTS, TRAIN)
-        }
-        self._cleaning = asyncio.ensure_future(clear(gone, self._cleaning))
 
 
 def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:

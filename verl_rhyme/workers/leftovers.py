@@ -1,0 +1,68 @@
+"""What batches, abandoned attempts and dropped prompts leave in TransferQueue, and when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from verl_rhyme.scheduling.attempts import Attempt
+from verl_rhyme.workers.session import PROMPTS, SESSIONS
+from verl_rhyme.workers.stored_attempts import TRAIN, clear
+
+
+class Needs(Protocol):
+    """Of :class:`~verl_rhyme.scheduling.rollout.Rollout`: what somebody still waits for."""
+
+    def needs_prompt(self, uid: str) -> bool: ...
+
+    def needs_trajectories(self, name: str) -> bool: ...
+
+    def needs_turns(self, name: str) -> bool: ...
+
+
+class Leftovers:
+    """Takes them out of the queue, one lot after another, beside whatever else is done."""
+
+    def __init__(self) -> None:
+        self._taken: tuple[dict[str, Any], set[str]] | None = None
+        self._clearing: asyncio.Task[None] | None = None
+
+    def taken(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
+        """A batch of these keys was taken; what it leaves goes when the trainer is known to have it.
+
+        Args:
+            listing: Tags of all keys then, by partition.
+            keys: The trainer's own, which it clears itself.
+        """
+        self._taken = listing, set(keys)
+
+    def forget(self) -> None:
+        """Nothing is known of a batch that was taken."""
+        self._taken = None
+
+    def after_batch(self, needs: Needs) -> None:
+        """The trainer has the batch that was taken."""
+        if self._taken is not None:
+            (listing, keep), self._taken = self._taken, None
+            padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
+            self.clear(needs, listing, keep | padding)  # verl's padding of parts goes with the trainer's batch
+
+    def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
+        """What nobody needs goes; also what is trained, but ``keep``."""
+
+        def wanted(partition: str, key: str) -> bool:
+            if partition == PROMPTS:
+                return needs.needs_prompt(key)
+            name = key.rpartition("_")[0] if partition == TRAIN else key
+            try:
+                Attempt.named(name)
+            except ValueError:  # another trainer mode's
+                return False
+            return needs.needs_trajectories(name) if partition == TRAIN else needs.needs_turns(name)
+
+        gone = {
+            partition: [key for key in listing.get(partition, ()) if key not in keep and not wanted(partition, key)]
+            for partition in (SESSIONS, PROMPTS, TRAIN)
+        }
+        self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
