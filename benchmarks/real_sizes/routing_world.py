@@ -1,0 +1,371 @@
+"""A run of many replicas, of which router and coordinator are the real ones: for :mod:`benchmarks.real_sizes.routing`.
+
+Coordinator, crew, reports, router, placement, forecasts and rules are a run's own, driven by asyncio
+(:mod:`benchmarks.real_sizes.virtual`). Agent loop workers and the trainer ask of them what real ones do; engines are
+:class:`verl_rhyme.simulation.engine.Engine`, which decode in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.real_sizes.virtual import Actor, Clock, Queue
+from verl_rhyme.observability.request_record import RequestRecord
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
+from verl_rhyme.scheduling.cost import ReplicaCost
+from verl_rhyme.scheduling.placement import PLANNED, Move
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.simulation.engine import Engine, Request
+from verl_rhyme.workers import coordinator, crew, stored_attempts
+from verl_rhyme.workers.coordinator import Coordinator
+from verl_rhyme.workers.messages import Before, Handed, Setting
+from verl_rhyme.workers.reports import Reports
+from verl_rhyme.workers.request import FIELD
+from verl_rhyme.workers.router import PlacementRouter
+from verl_rhyme.workers.session import PROMPTS
+from verl_rhyme.workers.stored_attempts import TRAIN
+
+PROMPT_TOKENS, MOST_TOKENS, WORKERS = 200, 20_480, 16
+#: Seconds: an update with its weight sync, a reward, and between two looks at the loads.
+TRAIN_S, REWARD_S, LOOK_S = 120.0, 0.5, 2.0
+
+
+@dataclass
+class Ran:
+    """What a step's requests did, and the loads of the replicas while it lasted.
+
+    Attributes:
+        groups, replicas, began, ended, tokens: Of each request.
+        seconds: Virtual, from the new weights to the last response's reward.
+        running, cached: float [looks, replicas], requests and tokens in KV caches.
+    """
+
+    groups: list[str] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    running: list[list[int]] = field(default_factory=list)
+    cached: list[list[float]] = field(default_factory=list)
+
+
+class Replica:
+    """One engine, and who waits for its answers."""
+
+    def __init__(self, number: int, cost: ReplicaCost) -> None:
+        self.number, self.engine = number, Engine(cost)
+        self._answers: dict[str, asyncio.Future[float]] = {}
+        self._had: dict[str, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def generate(self, request: Request) -> float:
+        """Tokens that it has in the end: fewer than it wants where it is to go on elsewhere."""
+        loop = asyncio.get_running_loop()
+        answer = self._answers[str(request.name)] = loop.create_future()
+        self._had[str(request.name)] = request.emitted
+        self.engine.submit(request, loop.time())
+        self._plan()
+        return await answer
+
+    def leave(self, name: str) -> None:
+        """A request is to go on elsewhere; nothing happens if it is not here any more."""
+        if name in self._answers:
+            _, emitted = self.engine.withdraw(name, asyncio.get_running_loop().time())
+            self._end(name, emitted)
+            self._plan()
+
+    def progress(self, names: Sequence[str]) -> dict[str, int]:
+        """Tokens made here, of those that are here."""
+        now = asyncio.get_running_loop().time()
+        here = [name for name in names if name in self._answers]
+        return {name: int(self.engine.progress(name, now) - self._had[name]) for name in here}
+
+    def cache_tokens(self) -> int:
+        return int(self.engine.cost.room)
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if (when := self.engine.next_event()) < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(when, self._step)
+
+    def _step(self) -> None:
+        for request in self.engine.step(asyncio.get_running_loop().time()):
+            self._end(str(request.name), request.tokens)
+        self._plan()
+
+    def _end(self, name: str, emitted: float) -> None:
+        del self._had[name]
+        self._answers.pop(name).set_result(emitted)
+
+
+class Worker:
+    """An agent loop worker: asks the router, waits for the engine, reports."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._at: dict[str, str] = {}  # attempts under way, and their replicas
+        self._planned: dict[str, str] = {}
+        self._reports = Reports()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self, told: Any) -> dict[str, str]:
+        self._reports.attach(told)
+        return dict(self._at)
+
+    async def begin(self, starts: list[Start], step: int) -> None:
+        for start in starts:
+            self._at[start.name], self._planned[start.name] = start.replica, start.replica
+            task = asyncio.ensure_future(self._run(start))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def attempts(self) -> list[str]:
+        return list(self._at)
+
+    async def places(self) -> dict[str, str]:
+        return dict(self._at)
+
+    def abandon(self, names: list[str]) -> None:
+        raise AssertionError(f"{len(names)} samples are abandoned, where every sample is trained")
+
+    def move(self, moves: list[Move]) -> None:
+        for move in moves:
+            if (at := self._at.get(move.id)) in self._world.replicas:
+                self._planned[move.id] = move.replica
+                self._world.replicas[at].object.leave(move.id)
+
+    async def _run(self, start: Start) -> None:
+        world, clock = self._world, asyncio.get_running_loop()
+        uid, number, _ = Attempt.named(start.name)
+        wanted, emitted, request, records = float(world.length(uid, number)), 0.0, 0, []
+        while emitted < wanted:
+            known = {
+                "key": world.key(uid),
+                "sample": number,
+                "attempt": request,
+                "group": world.samples,
+                "prompt_tokens": PROMPT_TOKENS + int(emitted),
+                "response_tokens": None if start.tokens is None else max(0, start.tokens - int(emitted)),
+                "planned": self._planned[start.name],
+            }
+            asked = {name: value for name, value in known.items() if value not in (None, "")}
+            queued = clock.time()
+            at, replica = await world.router.acquire_server.remote(start.name, **{FIELD: asked})
+            self._at[start.name], began, had = at, clock.time(), emitted
+            emitted = await replica.object.generate(
+                Request(start.name, uid, PROMPT_TOKENS, wanted, emitted, priority=start.priority)
+            )
+            world.router.release_server.remote(at, request_id=start.name)
+            world.ran(uid, replica.object.number, began, emitted - had)
+            records.append(self._record(known, replica.object.number, queued, int(emitted - had)))
+            request += 1
+        await self._reports.send(Ended(start.name, "generated", int(wanted), world.version, records))
+        await asyncio.sleep(REWARD_S)
+        world.queue.partitions[TRAIN][f"{start.name}_0"] = {"status": "success", "seq_len": int(wanted)}
+        self._at.pop(start.name)
+        await self._reports.send(Ended(start.name, "finished"))
+
+    def _record(self, known: dict[str, Any], replica: int, queued: float, made: int) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        return RequestRecord(
+            id=f"{known['key']}{known['sample']:08x}",
+            prompt_key=known["key"],
+            sample=known["sample"],
+            attempt=known["attempt"],
+            replica=replica,
+            node=str(replica // self._world.replicas_a_node),
+            queued_at=queued,
+            started_at=queued,
+            first_token_at=queued,
+            finished_at=now,
+            prompt_tokens=known["prompt_tokens"],
+            response_tokens=made,
+            policy_version_start=self._world.version,
+            policy_version_end=self._world.version,
+            stop_reason="stop",
+        ).to_dict()
+
+
+class World:
+    """A run under one policy.
+
+    Args:
+        policy: Of placement.
+        options: Of the policy.
+        replicas: How many.
+        cost: Of each.
+        lengths: int [epochs, prompts, samples], tokens.
+        batch: Prompts of an update.
+        replicas_a_node: How many share a history.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        options: dict[str, Any],
+        replicas: int,
+        cost: ReplicaCost,
+        lengths: np.ndarray,
+        batch: int,
+        replicas_a_node: int = 8,
+    ) -> None:
+        self.policy, self.options, self.cost = policy, options, cost
+        self.lengths, self.batch, self.samples = lengths, batch, lengths.shape[2]
+        self.replicas_a_node = replicas_a_node
+        self.queue, self.version, self.steps = Queue(), 0, list[Ran]()
+        self.clock = Clock()
+        self.replicas = {
+            f"10.0.{i // 256}.{i % 256}:{40000 + 7 * i % 9973}": Actor(lambda i=i: Replica(i, cost))  # type: ignore[misc]
+            for i in range(replicas)
+        }
+        self._order = self._prompts()
+        self._of: dict[str, tuple[int, int]] = {}  # epoch and prompt of those that are here
+        self._keys: dict[str, str] = {}
+        planned = policy in PLANNED
+        self.router = Actor(
+            lambda: PlacementRouter(
+                self.replicas,
+                {"policy": "least_loaded" if planned else policy, "options": {} if planned else options},
+            )
+        )
+        self.takes: list[float] = []  # seconds of processor time from the last report to the batch
+
+    def _prompts(self) -> Iterator[tuple[int, int]]:
+        for epoch in range(len(self.lengths)):
+            for prompt in np.random.default_rng(epoch).permutation(self.lengths.shape[1]).tolist():
+                yield epoch, prompt
+
+    def length(self, uid: str, number: int) -> int:
+        epoch, prompt = self._of[uid]
+        return int(self.lengths[epoch, prompt, number])
+
+    def key(self, uid: str) -> str:
+        return self._keys[uid]
+
+    def prompt(self, uid: str) -> tuple[int, int]:
+        """Its epoch and number."""
+        return self._of[uid]
+
+    def ran(self, uid: str, replica: int, began: float, tokens: float) -> None:
+        step = self.steps[-1]
+        step.groups.append(uid)
+        step.replicas.append(replica)
+        step.began.append(began)
+        step.ended.append(self.clock.time())
+        step.tokens.append(tokens)
+
+    def run(self, steps: int) -> None:
+        """So many updates."""
+        with self._installed():
+            self.coordinator = Actor(Coordinator)
+            try:
+                self.clock.run_until_complete(self._train(steps))
+            finally:
+                for task in asyncio.all_tasks(self.clock):
+                    task.cancel()
+                self.clock.run_until_complete(asyncio.sleep(0))
+                self.clock.close()
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Into the modules that speak to Ray and TransferQueue."""
+        ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=self.coordinator))
+        with contextlib.ExitStack() as stack:
+            for module in (coordinator, stored_attempts):
+                stack.enter_context(mock.patch.object(module, "tq", self.queue))
+            for module in (coordinator, crew):
+                stack.enter_context(mock.patch.object(module, "ray", ray))
+            stack.enter_context(mock.patch.object(coordinator, "keep_audible", lambda: None))
+            stack.enter_context(mock.patch.object(coordinator, "time", SimpleNamespace(time=self.clock.time)))
+            yield
+
+    async def _train(self, steps: int) -> None:
+        told, count = self.coordinator, len(self.replicas)
+        planned = self.policy in PLANNED
+        rules = named(
+            "histopipe",
+            batch_prompts=self.batch,
+            batch_samples=self.batch * self.samples,
+            start_order="longest" if planned else "load",
+        )
+        slots = count * self.cost.slots
+        finite = math.isfinite(self.cost.room)
+        room = int(count * self.cost.room) if finite else None
+        if finite:
+            for name in self.replicas:
+                await self.router.report_capacity.remote(name, int(self.cost.room))
+        setting = Setting(
+            rules=rules,
+            filters=False,
+            limit=slots,
+            lot=1,
+            slots=slots,
+            lost_after=60.0,
+            room=room,
+            router=self.router,
+            placement=(self.policy, self.options) if planned else None,
+            cost=self.cost,
+            response_limit=MOST_TOKENS,
+        )
+        workers = [Actor(lambda: Worker(self)) for _ in range(WORKERS)]
+        await told.open.remote(setting, workers, Before(None, [], 0, steps, 1), True)
+        wants = await told.publish.remote(0, steps)
+        for step in range(steps):
+            began = self.clock.time()
+            self.steps.append(Ran())
+            looking = asyncio.ensure_future(self._look())
+            while wants is not None:
+                if wants.prompts:
+                    await told.hand.remote(self._load(wants.prompts))
+                wants = await told.enough.remote(False, True, None)
+            reply = await told.take.remote()
+            if reply is None:
+                raise RuntimeError(f"step {step}: the batch was not ready though all samples had their rewards")
+            self.steps[-1].seconds = self.clock.time() - began
+            looking.cancel()
+            await told.pause.remote()
+            await asyncio.sleep(TRAIN_S)
+            await self.queue.async_kv_clear(reply.keys, TRAIN)
+            self.version += 1
+            for replica in self.replicas.values():
+                replica.object.engine.forget()
+            wants = await told.publish.remote(self.version, steps - self.version)
+
+    def _load(self, count: int) -> list[Handed]:
+        handed = []
+        for epoch, prompt in (next(self._order) for _ in range(count)):
+            uid = f"{epoch * self.lengths.shape[1] + prompt:032x}"
+            self._of[uid] = epoch, prompt
+            self._keys[uid] = hashlib.blake2b(b"%d" % prompt, digest_size=16).hexdigest()
+            self.queue.partitions[PROMPTS][uid] = {}
+            handed.append(Handed(uid, self.samples, self._keys[uid]))
+        return handed
+
+    async def _look(self) -> None:
+        engines = [replica.object.engine for replica in self.replicas.values()]
+        step = self.steps[-1]
+        while True:
+            await asyncio.sleep(LOOK_S)
+            step.running.append([engine.running for engine in engines])
+            step.cached.append([engine.cached for engine in engines])
+
+
+def tokens_by(step: Ran, replicas: int) -> np.ndarray:
+    """float [replicas], tokens that each made in a step."""
+    made: defaultdict[int, float] = defaultdict(float)
+    for replica, tokens in zip(step.replicas, step.tokens, strict=True):
+        made[replica] += tokens
+    return np.array([made[i] for i in range(replicas)])
