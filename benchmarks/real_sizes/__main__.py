@@ -2,11 +2,12 @@
 
 import typer
 
-from benchmarks.real_sizes import budget, sampler
+from benchmarks.real_sizes import budget, routing, sampler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command("sampler", help=sampler.__doc__)(sampler.main)
 app.command("budget", help=budget.__doc__)(budget.main)
+app.command("routing", help=routing.__doc__)(routing.main)
 
 
 if __name__ == "__main__":
