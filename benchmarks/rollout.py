@@ -104,27 +104,26 @@ def write_history(folder: Path, responses: Sequence[Response]) -> None:
 
 
 class Engine:
-    """One arm."""
+    """One arm; ``settings`` are vLLM's, in the place of those here."""
 
-    def __init__(self, model: str, arm: str, folder: str, slots: int):
+    def __init__(self, model: str, arm: str, folder: str, slots: int, **settings: Any):
         from vllm import LLM
 
         speculative, more = settings_of(arm, folder)
         self.arm = arm
-        self._llm = LLM(
-            model=model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=MODEL_LEN,
-            max_num_seqs=slots,
-            max_num_batched_tokens=8192,
-            skip_tokenizer_init=True,
-            seed=0,
-            distributed_executor_backend="uni",
-            worker_extension_cls="benchmarks.engine_worker.ReplayWorker",
-            speculative_config=speculative,
-            **more,
-        )
+        chosen = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": MODEL_LEN,
+            "max_num_seqs": slots,
+            "max_num_batched_tokens": 8192,
+            "skip_tokenizer_init": True,
+            "seed": 0,
+            "distributed_executor_backend": "uni",
+            "worker_extension_cls": "benchmarks.engine_worker.ReplayWorker",
+            "speculative_config": speculative,
+        }
+        self._llm = LLM(model=model, **{**chosen, **more, **settings})
         self._llm.collective_rpc("follow", args=(arm.endswith(OUR_SAMPLER),))
         self._sent = 0
 

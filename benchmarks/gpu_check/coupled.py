@@ -1,0 +1,98 @@
+"""Do coupled samples repeat themselves in batches of other shapes, with and without vLLM's batch invariance?
+
+Some requests carry keys of noise and are generated alone and among 33 and 256 rows; the others have noise of their own.
+`kept` is the mean share of a response before its first token that differs from what it was alone (and then all are
+others); `differs_a_token` how often a token is the first. vLLM reads its switch when it is imported: a process each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check import engines, models
+from benchmarks.gpu_check.telling import device, tell
+
+#: Requests that are compared, their tokens.
+PROBES, LENGTH = 8, 128
+
+
+def generate(llm: Any, rows: int, length: int) -> tuple[np.ndarray, float]:
+    """int [PROBES, length] of the probes among ``rows`` (1: each by itself), and the seconds it took."""
+    from vllm import SamplingParams
+
+    from verl_rhyme.sampling.noise import key_of
+    from verl_rhyme.workers.request import RequestMeta
+
+    common = {"max_tokens": length, "ignore_eos": True, "detokenize": False, "temperature": 1.0}
+    probes = [
+        SamplingParams(**RequestMeta(noise=f"{key_of('probe', i):016x}").put(dict(common))) for i in range(PROBES)
+    ]
+    prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 1000 for j in range(64)]} for i in range(max(rows, PROBES))]
+    began = time.perf_counter()
+    if rows == 1:
+        done = [llm.generate([p], [s], use_tqdm=False)[0] for p, s in zip(prompts, probes, strict=False)]
+    else:
+        others = [SamplingParams(**common) for _ in range(rows - PROBES)]
+        done = llm.generate(prompts, [*probes, *others], use_tqdm=False)
+    taken = time.perf_counter() - began
+    return np.array([list(output.outputs[0].token_ids) for output in done[:PROBES]]), taken
+
+
+def measure(small: bool, invariant: bool) -> None:
+    """All widths of one engine."""
+    engines.prepare()
+    from vllm import LLM
+
+    size, widths, length = ("tiny", (1, 33), 16) if small else ("1.5B", (1, 33, 256), LENGTH)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            model=models.saved(size, Path(folder), device()),
+            max_model_len=512,
+            max_num_seqs=max(widths),
+            skip_tokenizer_init=True,
+            async_scheduling=False,
+            enable_prefix_caching=False,
+            worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+            **{**engines.settings(0.5), "dtype": "bfloat16", "load_format": "auto"},
+        )
+        if refused := llm.collective_rpc("install_sampler")[0]:
+            raise RuntimeError(f"our sampler was not installed: {refused}")
+        alone, _ = generate(llm, 1, length)
+        for rows in widths:
+            tokens, taken = generate(llm, rows, length)
+            same = (tokens == alone).cumprod(1).sum(1)
+            tell(
+                model=size,
+                batch_invariant=invariant,
+                rows=rows,
+                responses_kept=int((same == length).sum()),
+                of=PROBES,
+                kept=round(float(same.mean() / length), 4),
+                differs_a_token=round(float((same < length).sum() / np.minimum(same + 1, length).sum()), 5),
+                step_ms=round(1e3 * taken / (length * (PROBES if rows == 1 else 1)), 3),
+            )
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "--one" in arguments:
+        measure("--quick" in arguments, os.environ.get("VLLM_BATCH_INVARIANT") == "1")
+        return
+    for invariant in (False, True):
+        if invariant and device().type != "cuda":
+            tell(batch_invariant=True, skipped="vLLM's batch-invariant kernels are for GPUs")
+            continue
+        environment = {**os.environ, "VLLM_BATCH_INVARIANT": str(int(invariant))}
+        subprocess.run([sys.executable, "-m", __spec__.name, "--one", *arguments], env=environment, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""vLLM engines for the parts that need one: on a GPU in bf16 with its graphs, on a CPU as the other benchmarks do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.telling import device
+
+#: For vLLM on a CPU; what is set already stays.
+_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def prepare() -> None:
+    """Before vLLM is imported: nothing of it goes to standard output, where rows are told."""
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
+    if device().type != "cuda":
+        wanted |= _CPU
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def settings(share: float) -> dict[str, Any]:
+    """Of an engine that may have this share of the GPU's memory."""
+    if device().type != "cuda":
+        return {}
+    return {"dtype": "bfloat16", "enforce_eager": False, "load_format": "dummy", "gpu_memory_utilization": share}
+
+
+def let_go() -> None:
+    """Of engines that nobody holds any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def recorded(size: str, epoch: int = 5) -> Iterator[tuple[str, Any, str]]:
+    """A model's folder, a function of a number of rows that gives ``benchmarks.rollout``'s cell, and the folder of the
+    history of its earlier epochs. The model is the tiny world's on a CPU, else random weights of this size: which token
+    comes is the recorded responses' affair."""
+    from benchmarks import rollout, traces
+
+    steps = traces.load(traces.FOLDER / "qwen2-t1.parquet")
+    with tempfile.TemporaryDirectory() as top:
+        model = traces.FOLDER.parents[1] / "examples" / "tiny_world" / "models" / "qwen2"
+        if device().type == "cuda":
+            from benchmarks.gpu_check import models
+
+            model = Path(models.described(size, Path(top) / "model"))
+        history = Path(top) / "history"
+        first = rollout.cell("qwen2-t1", epoch - 1, 1, steps)
+        rollout.write_history(history, first.history)
+        yield str(model), lambda rows: rollout.cell("qwen2-t1", epoch - 1, rows, steps), str(history)
+
+
+def graphs(mode: str, slots: int) -> dict[str, Any]:
+    """``compilation_config`` of an engine that drafts, with this ``cudagraph_mode``."""
+    from verl_rhyme.workers.vllm import cuda_graphs
+
+    return {"compilation_config": cuda_graphs.settings(json.dumps({"cudagraph_mode": mode}), False, slots, 8192)}

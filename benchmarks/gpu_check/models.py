@@ -1,0 +1,66 @@
+"""Models for a machine that has none and no network: Qwen2.5's shapes with random weights.
+
+Times do not depend on what weights say. Where draws do, the head is scaled so that logits have a deviation of
+:data:`SPREAD`, at which a few tokens share most of the probability, as in a trained model; and it is never the
+embedding, for then a random model repeats its last token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+#: Width, layers, heads, key-value heads, width of the MLP, entries.
+SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "tiny": (64, 2, 2, 1, 128, 1024),
+    "0.5B": (896, 24, 14, 2, 4864, 151_936),
+    "1.5B": (1536, 28, 12, 2, 8960, 151_936),
+    "7B": (3584, 28, 28, 4, 18_944, 152_064),
+}
+SPREAD = 6.0
+
+
+def config(size: str) -> Qwen2Config:
+    """Of one of :data:`SHAPES`."""
+    width, layers, heads, kv_heads, inner, entries = SHAPES[size]
+    return Qwen2Config(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=entries,
+        tie_word_embeddings=False,
+        max_position_embeddings=32_768,
+        architectures=["Qwen2ForCausalLM"],
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+def described(size: str, folder: Path) -> str:
+    """A folder with nothing but the configuration: for ``load_format="dummy"``."""
+    config(size).save_pretrained(folder)
+    return str(folder)
+
+
+def made(size: str, at: torch.device) -> Any:
+    """A model with random weights in bf16, its logits spread."""
+    torch.manual_seed(0)
+    with at:
+        model = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        spread = model(input_ids=torch.arange(32, device=at)[None]).logits.float().std()
+        model.get_output_embeddings().weight.mul_(SPREAD / spread)
+    return model
+
+
+def saved(size: str, folder: Path, at: torch.device) -> str:
+    """The same, as a folder of weights."""
+    made(size, at).save_pretrained(folder)
+    return str(folder)
