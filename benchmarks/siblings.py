@@ -4,9 +4,9 @@
 
 Real verl, vLLM and GRPO on the tiny world with +rhyme=histospec, trained for one epoch, in which no prompt has a
 history: drafts come from the other samples of its group, from the request itself and from other prompts, all as far as
-they are on the same replica. Arms, interleaved by seed: `least_loaded` (verl's router) and `sticky_group`. Each run is a
-few minutes long, and its row is kept in ``--out``: started again, what is there is not run again, so that ``--runs 1``
-goes on by one run.
+they are on the same replica. Arms, interleaved by seed: `least_loaded` (verl's router) and `sticky_group`. Each run is
+a few minutes long, and its row is kept in ``--out``: started again, what is there is not run again, so that
+``--runs 1`` goes on by one run.
 
 "siblings_met" is the share of samples that were at their replica beside a sibling, or after one
 (:mod:`benchmarks.meetings`); "siblings" how many of the other seven a sample met there.

@@ -8,6 +8,7 @@ to its end are replaced when it runs again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from benchmarks.gpu_check.parts import Part
 
 #: Characters of what a failed part wrote to standard error.
 _TAIL = 1500
+#: Seconds for which the output of a process that has ended is waited for: who left its group may hold it open.
+_LINGER_S = 10.0
 _DONE = "done"
 
 
@@ -136,35 +139,29 @@ def _listen(
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None and process.stderr is not None
     errors: list[str] = []
-    listener = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
-    listener.start()
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        _kill(process)
-
-    timer = threading.Timer(limit_s, end)
-    timer.start()
+    readers = [
+        threading.Thread(target=_read, args=(stream, take), daemon=True)
+        for stream, take in ((process.stdout, keep), (process.stderr, errors.append))
+    ]
+    for reader in readers:
+        reader.start()
     try:
-        for line in process.stdout:
-            keep(line)
-        status = process.wait()
+        status: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = None
     finally:
-        timer.cancel()
-        _kill(process)  # engines that outlive it would hold the GPU
-    listener.join(timeout=5)
-    return (None if late.is_set() else status), "".join(errors)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is over
+            os.killpg(process.pid, signal.SIGKILL)  # engines that outlive it would hold the GPU
+        process.wait()
+    for reader in readers:
+        reader.join(timeout=_LINGER_S)
+    return status, "".join(errors)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # its session is over
-        pass
-    process.wait()
+def _read(stream: Iterable[str], take: Callable[[str], object]) -> None:
+    for line in stream:
+        take(line)
 
 
 def _short(row: dict[str, Any]) -> str:

@@ -114,8 +114,8 @@ PARTS: tuple[Part, ...] = (
         "replay",
         _own("replay"),
         360,
-        "whether to go on with drafting's overhead or with its drafts: rhyme's speed over stock against the oracle held "
-        "to rhyme's steps",
+        "whether to work on drafting's overhead or on its drafts: rhyme's speed over stock, against that of the oracle "
+        "held to rhyme's steps",
         needs=_ENGINE,
     ),
     Part(

@@ -175,8 +175,8 @@ class Worker:
         await self._reports.send(Ended(start.name, "generated", int(wanted), world.version, records))
         await asyncio.sleep(REWARD_S)
         world.queue.partitions[TRAIN][f"{start.name}_0"] = {"status": "success", "seq_len": int(wanted)}
-        self._at.pop(start.name)
         await self._reports.send(Ended(start.name, "finished"))
+        self._at.pop(start.name)  # not before: who asks in between would take it for lost
 
     def _record(self, known: dict[str, Any], replica: int, queued: float, made: int) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -288,7 +288,7 @@ class World:
                 stack.enter_context(mock.patch.object(module, "tq", self.queue))
             for module in (coordinator, crew):
                 stack.enter_context(mock.patch.object(module, "ray", ray))
-            stack.enter_context(mock.patch.object(coordinator, "keep_audible", lambda: None))
+            stack.enter_context(mock.patch.object(coordinator, "keep_audible"))
             stack.enter_context(mock.patch.object(coordinator, "time", SimpleNamespace(time=self.clock.time)))
             yield
 

@@ -81,9 +81,14 @@ def rank_correlation(predicted: Floats, lengths: Floats) -> float:
     """Spearman's; 0 where one of them is constant."""
     if len(lengths) < 2 or not np.ptp(predicted) or not np.ptp(lengths):
         return 0.0
-    from scipy.stats import rankdata  # loads for half a second
+    return float(np.corrcoef(_ranks(predicted), _ranks(lengths))[0, 1])
 
-    return float(np.corrcoef(rankdata(predicted), rankdata(lengths))[0, 1])
+
+def _ranks(values: Floats) -> Floats:
+    """From 1; equal values share their mean. As ``scipy.stats.rankdata``, whose import takes half a second, for which
+    the coordinator would start nothing and answer nobody."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[place]
 
 
 def tail_recall(predicted: Floats, lengths: Floats, share: float) -> float:

@@ -275,3 +275,12 @@ def test_a_rankers_words_survive_a_restart_and_older_states_are_read():
     older = LengthPredictor(20000)
     older.load_state_dict(state)
     assert older.forecast(["waits"]).mean() == older.forecast(["never"]).mean()
+
+
+def test_ranks_are_scipys():
+    from scipy.stats import spearmanr
+
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        predicted, lengths = rng.integers(0, 9, (2, 50)).astype(float)  # ties
+        assert rank_correlation(predicted, lengths) == pytest.approx(spearmanr(predicted, lengths).statistic)
