@@ -1,4 +1,4 @@
-"""The check for the day a GPU is there: its driver goes on where it stopped, keeps time, and outlives a part's fault."""
+"""The check for the day a GPU is there: its driver goes on where it stopped, keeps time, outlives a part's fault."""
 
 import json
 import re
