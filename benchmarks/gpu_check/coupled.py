@@ -7,9 +7,6 @@ others); `differs_a_token` how often a token is the first. vLLM reads its switch
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import device, tell
+from benchmarks.gpu_check.telling import asked, device, tell
 
 #: Requests that are compared, their tokens.
 PROBES, LENGTH = 8, 128
+PLAIN, INVARIANT = "plain", "batch invariant"
+ARMS = {PLAIN: {"VLLM_BATCH_INVARIANT": "0"}, INVARIANT: {"VLLM_BATCH_INVARIANT": "1"}}
 
 
 def generate(llm: Any, rows: int, length: int) -> tuple[np.ndarray, float]:
@@ -70,8 +69,8 @@ def measure(small: bool, invariant: bool) -> None:
             tokens, taken = generate(llm, rows, length)
             same = (tokens == alone).cumprod(1).sum(1)
             tell(
+                arm=INVARIANT if invariant else PLAIN,
                 model=size,
-                batch_invariant=invariant,
                 rows=rows,
                 responses_kept=int((same == length).sum()),
                 of=PROBES,
@@ -82,16 +81,15 @@ def measure(small: bool, invariant: bool) -> None:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if "--one" in arguments:
-        measure("--quick" in arguments, os.environ.get("VLLM_BATCH_INVARIANT") == "1")
+    chosen = asked()
+    if chosen.one:
+        measure(chosen.quick, chosen.one == INVARIANT)
         return
-    for invariant in (False, True):
-        if invariant and device().type != "cuda":
-            tell(batch_invariant=True, skipped="vLLM's batch-invariant kernels are for GPUs")
-            continue
-        environment = {**os.environ, "VLLM_BATCH_INVARIANT": str(int(invariant))}
-        subprocess.run([sys.executable, "-m", __spec__.name, "--one", *arguments], env=environment, check=True)
+    arms = dict(ARMS)
+    if device().type != "cuda":
+        del arms[INVARIANT]
+        tell(arm=INVARIANT, skipped="vLLM's batch-invariant kernels are for GPUs")
+    engines.each("benchmarks.gpu_check.coupled", arms, tell)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,24 @@ def settings(share: float) -> dict[str, Any]:
     if device().type != "cuda":
         return {}
     return {"dtype": "bfloat16", "enforce_eager": False, "load_format": "dummy", "gpu_memory_utilization": share}
+
+
+def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object]) -> None:
+    """Run ``module`` once for each arm, in a process with the arm's variables (vLLM reads many when it is imported), as
+    ``module --one ARM`` and with the arguments that this process has. One that fails is told and stops no other.
+
+    Raises:
+        SystemExit: All failed; why stands in standard error.
+    """
+    failed = 0
+    for arm, variables in arms.items():
+        command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
+        status = subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+        if status:
+            failed += 1
+            told(arm=arm, failed=f"exit status {status}, see standard error")
+    if failed == len(arms):
+        raise SystemExit(1)
 
 
 def let_go() -> None:

@@ -49,6 +49,8 @@ def _own(module: str, *arguments: str) -> tuple[str, ...]:
     return ("-m", f"benchmarks.gpu_check.{module}", *arguments)
 
 
+#: Not by the package's command, which imports all of its parts.
+_PLANNING = "import typer; from benchmarks.real_sizes import planning; typer.run(planning.main)"
 _ENGINE = ("torch", "vllm", "verl", "numba", "lmdb", "typer", "pyarrow")
 _SYNCHRONOUS = "vLLM's CPU platform always turns asynchronous scheduling off: both arms would be one"
 _NO_GRAPHS = "there are no CUDA graphs on a CPU"
@@ -82,22 +84,18 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "planning",
-        (
-            *("-m", "benchmarks.real_sizes.planning", "--json", "--scale", "0.25"),
-            *("--threads", "1", "--threads", "4", "--rounds", "2"),
-        ),
+        ("-c", _PLANNING, "--json", "--threads", "1", "--threads", "4", "--rounds", "2"),
         300,
         "planning threads' default, and whether planning must leave the critical path: over 4 us a row, or 1 ms a step "
         "of 256 rows, yes",
-        needs=("numba", "lmdb", "typer"),
-        quick=("--quick",),
+        needs=("numba", "lmdb", "typer", "benchmarks.real_sizes.planning"),
     ),
     Part(
         "asynchronous",
         _own("asynchronous"),
         360,
-        "the tokens a step that drafting must reach: the seconds of a step without asynchronous scheduling over those "
-        "with it, at each width",
+        "the tokens a step that drafting must reach: at each width the milliseconds of a step without asynchronous "
+        "scheduling over those with it",
         needs=("torch", "vllm", "transformers"),
         gpu_only=_SYNCHRONOUS,
     ),

@@ -1,4 +1,8 @@
-"""Drafting against stock vLLM and against what it could gain at most: :mod:`benchmarks.rollout` on this machine."""
+"""Drafting against stock vLLM and against what it could gain at most: :mod:`benchmarks.rollout` on this machine.
+
+Which token comes is the trace's word; reading it waits for the GPU in each step, so that stock has little of its
+asynchronous scheduling here: :mod:`benchmarks.gpu_check.asynchronous` says what that is worth.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ def main() -> None:
     arms = (rollout.STOCK, rollout.RHYME, rollout.ORACLE)
     with engines.recorded("1.5B") as (model, cell_of, history):
         running = {}
-        for number, arm in enumerate(arms, 1):  # vLLM counts what is taken already
+        for arm in arms:
             drafts = arm != rollout.STOCK and device().type == "cuda"
             more = engines.graphs("FULL_AND_PIECEWISE", max(widths)) if drafts else {}
-            settings = {**engines.settings(0.28 * number), **more}
+            settings = {**engines.settings(0.28), **more}
             running[arm] = rollout.Engine(model, arm, history, max(widths), **settings)
         for rows in widths:
             one = cell_of(rows)

@@ -20,11 +20,17 @@ def tell(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def quick() -> bool:
-    """Whether ``--quick`` was asked for."""
+def asked() -> argparse.Namespace:
+    """``quick``: small sizes; ``one``: this arm alone, in this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    return bool(parser.parse_args().quick)
+    parser.add_argument("--one", default="")
+    return parser.parse_args()
+
+
+def quick() -> bool:
+    """Whether ``--quick`` was asked for."""
+    return bool(asked().quick)
 
 
 def device() -> torch.device:
