@@ -52,8 +52,10 @@ def measure(small: bool, invariant: bool) -> None:
 
     size, widths, length = ("tiny", (1, 33), 16) if small else ("1.5B", (1, 33, 256), LENGTH)
     with tempfile.TemporaryDirectory() as folder:
+        model = models.saved(size, Path(folder), device())
+        engines.let_go()
         llm = LLM(
-            model=models.saved(size, Path(folder), device()),
+            model=model,
             max_model_len=512,
             max_num_seqs=max(widths),
             skip_tokenizer_init=True,

@@ -46,8 +46,9 @@ class Results:
             except ValueError:  # the machine went away while it was written
                 continue
 
-    def done(self, part: str) -> bool:
-        return any(row["part"] == part and row.get("status") == _DONE for row in self.rows)
+    def done(self, part: str) -> dict[str, Any] | None:
+        """The row that says so."""
+        return next((row for row in self.rows if row["part"] == part and row.get("status") == _DONE), None)
 
     def add(self, row: dict[str, Any]) -> None:
         """Kept as soon as it is there."""
@@ -86,8 +87,8 @@ def run(
     """
     whole = True
     for part in parts:
-        if results.done(part.name):
-            say(f"{part.name}: done before")
+        if (before := results.done(part.name)) is not None:
+            say(f"{part.name}: done before, at commit {before.get('commit', 'unknown')}")
             continue
         results.drop(part.name)
         say(f"\n{part.name}, {part.limit_s:.0f} s at most. It decides {part.decides}.")

@@ -59,7 +59,7 @@ def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[...,
 
 
 def let_go() -> None:
-    """Of engines that nobody holds any more."""
+    """Of the memory of what nobody holds any more: an engine is to have it."""
     import torch
 
     gc.collect()

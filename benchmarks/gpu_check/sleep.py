@@ -31,8 +31,10 @@ def main() -> None:
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
+        model = models.saved(size, Path(folder), device())
+        engines.let_go()
         llm = LLM(
-            model=models.saved(size, Path(folder), device()),
+            model=model,
             max_model_len=512,
             max_num_seqs=rows,
             skip_tokenizer_init=True,
