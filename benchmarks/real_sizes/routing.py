@@ -43,6 +43,7 @@ PROFILE = "qwen2.5-32b-h800-tp4"
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "least_loaded": ("least_loaded", {}),
     "sticky_group": ("sticky_group", {}),
+    "sticky_group, factor=1.05": ("sticky_group", {"factor": 1.05}),
     "histopipe": ("histopipe", {}),
     "makespan": ("makespan", {}),
     "makespan, sibling_gain=0.1": ("makespan", {"sibling_gain": 0.1}),
@@ -122,7 +123,7 @@ def costs(world: World, steps: int) -> dict[str, Any]:
 
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="16 replicas, 64 prompts an update, three arms")] = False,
+    quick: Annotated[bool, typer.Option(help="16 replicas, 64 prompts an update, four arms")] = False,
     replicas: Annotated[list[int] | None, typer.Option(help="default: 32 and 128")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
     steps: Annotated[int, typer.Option(help="updates of each of the two epochs", min=1)] = 4,
@@ -134,7 +135,7 @@ def main(
     batch, steps = (64, 2) if quick else (BATCH, steps)
     about = {"benchmark": "real_sizes", "part": "routing", "machine": describe(), "commit": commit()}
     for count in replicas or ([16] if quick else [32, 128]):
-        for name in arm or list(ARMS)[: 3 if quick else None]:
+        for name in arm or list(ARMS)[: 4 if quick else None]:
             world = drive(name, count, batch, steps)
             first, second = world.steps[:steps], world.steps[steps:]
             row = {
