@@ -16,6 +16,7 @@
 #   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
 #                                run.json in it says that they are another run's
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
+#   OBSERVE=1                    measure the bubble ratio from outside the run, too, whatever the arm (docs/metrics.md)
 #   SEED=1                       order of the data and sampling
 #   DRY_RUN=1                    print the resolved config and the memory estimate, and stop; status 1 if the config
 #                                cannot work, whatever the machine
@@ -79,6 +80,8 @@ _args=(
   # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
   "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl"
 )
+observable "$RUN_DIR"
+_args+=("${OBSERVE_ARGS[@]}")
 [ -z "${REWARD:-}" ] || _args+=("reward.custom_reward_function.path=$ROOT/$REWARD")
 
 _args+=("rhyme=$RHYME" "${RHYME_ARGS[@]:1}") # the recipes' YAML names one
@@ -117,6 +120,10 @@ if [ "$MODE" = separate_async ]; then
   ! pipelined ||
     _args+=(actor_rollout_ref.hybrid_engine=false trainer.v1.separate_async.parameter_sync_step=1)
 fi
+
+_train() {
+  python -m verl.trainer.main_ppo "$@" 2>&1 | tee -a "$RUN_DIR/train.log"
+}
 
 launch() { # launch [hydra overrides]
   check_overrides "$@"
@@ -160,7 +167,7 @@ launch() { # launch [hydra overrides]
     *) return "$status" ;;
   esac
   mkdir -p "$RUN_DIR"
-  python -m verl.trainer.main_ppo "${args[@]}" 2>&1 | tee -a "$RUN_DIR/train.log"
+  observed "$RUN_DIR" _train "${args[@]}"
   echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
     "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length," \
     "rollout/history/hit_rate; or: verl-rhyme report $RUN_DIR"

@@ -11,6 +11,7 @@
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (the first two are one to sorted, histopipe; stream
 #                           and full have the last)
 #   REPLICAS=1              engines
+#   OBSERVE=1               measure the bubble ratio from outside the run, too, whatever the arm (docs/metrics.md); 0 not
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/ARM-MODEL-ENGINE-MODE   e.g. histospec-qwen2-fsdp-sync, sorted-partial-qwen2-fsdp-sync; with
 #                           more engines than one histopipe-qwen2-fsdp-separate_async-2_replicas
@@ -112,10 +113,11 @@ run() { # run RHYME DIRECTORY [overrides]
   elif [ "$REPLICAS" != 1 ]; then
     mode+=("trainer.n_gpus_per_node=$REPLICAS")
   fi
+  observable "$RUN_DIR"
   local command=(
     python -m verl.trainer.main_ppo --config-path "$ROOT/recipes/config" --config-name tiny_cpu
     "${group[@]}" "${mode[@]}" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED"
-    "actor_rollout_ref.rollout.seed=$SEED" "hydra.run.dir=$RUN_DIR/hydra" "$@"
+    "actor_rollout_ref.rollout.seed=$SEED" "hydra.run.dir=$RUN_DIR/hydra" "${OBSERVE_ARGS[@]}" "$@"
   )
   # a run's metrics have one number of request slots
   local notes=(--note "puzzles=$PROMPTS of $PEOPLE people" --note "replicas=$REPLICAS")
@@ -131,7 +133,8 @@ run() { # run RHYME DIRECTORY [overrides]
       [ -e "$DATA/train.parquet" ] ||
         python -m examples.tiny_world.data --out "$DATA" --train "$PROMPTS" --test 64 --people $PEOPLE --seed "$SEED"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
-      python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
+      observed "$RUN_DIR" \
+        python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
         --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- "${command[@]}"
       ;;
     3) ;; # already finished: its summary is shown

@@ -107,6 +107,31 @@ check_overrides() { # after check_rhyme, hydra's: the folder is called after RHY
   done
 }
 
+observable() { # observable RUN_DIR: OBSERVE, and hydra's overrides OBSERVE_ARGS: verl names its servers, and vLLM counts
+  OBSERVE=${OBSERVE:-1} OBSERVE_ARGS=()
+  one_of OBSERVE 0 1
+  local tree=actor_rollout_ref.rollout
+  [ "$OBSERVE" = 0 ] || OBSERVE_ARGS=(
+    "$tree.disable_log_stats=false" "$tree.prometheus.enable=true" "$tree.prometheus.file=$1/servers.yml"
+  )
+}
+
+observed() { # observed RUN_DIR COMMAND...: the command's status; meanwhile its bubble ratio goes to sampled.jsonl
+  local folder=$1 observer='' status=0
+  shift
+  if [ "$OBSERVE" = 1 ]; then
+    mkdir -p "$folder"
+    python -m verl_rhyme.observability.observe "$folder" &
+    observer=$!
+  fi
+  "$@" || status=$?
+  if [ -n "$observer" ]; then
+    kill "$observer" 2>/dev/null || true
+    wait "$observer" || true
+  fi
+  return "$status"
+}
+
 arm_name() { # of RHYME, SORTED_MODE, SORTED_COUPLED and STREAM_MODE: as verl_rhyme.config.arm_name
   case "$RHYME-${SORTED_COUPLED:-0}" in
     sorted-1) echo "sorted-$SORTED_MODE-coupled" ;;

@@ -90,6 +90,10 @@ class MetricsFollower:
         self.path = Path(path)
         self._offset = 0
 
+    def skip(self) -> None:
+        """Leave out what is there: an earlier start's, until the file is emptied."""
+        self._offset = self.path.stat().st_size if self.path.exists() else 0
+
     def poll(self) -> list[tuple[int, dict[str, Any]]]:
         """(step, metrics) of the lines completed since the last call."""
         try:
@@ -99,6 +103,7 @@ class MetricsFollower:
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
+            self._offset = 0
             return []
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)

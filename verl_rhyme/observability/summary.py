@@ -21,7 +21,7 @@ from verl_rhyme.config import STOCK_ARM
 from . import events, metrics, steps
 from .page.run import Run, load
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE = steps.METRICS_FILE
 EVENTS_FOLDER = "events"
 #: In a checkpoint folder, whose it is (``preflight/run_folder.py``).
 MARKER_FILE = "run.json"
@@ -56,7 +56,9 @@ def summarize(
         "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
         (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
         when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
-        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_max`` (policy versions), and of
+        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside
+        the run, of the steps that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not),
+        ``staleness_max`` (policy versions), and of
         the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
         accepted again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another
         replica), ``length_rank_correlation`` (of lengths with their forecasts), ``similarity`` and
@@ -139,7 +141,8 @@ def _logged(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; "
             "did the training start, with trainer.logger containing 'file'? Its log may say more"
         )
-    return log, by_step
+    seen = steps.from_sampled(metrics_path.with_name(steps.SAMPLED_FILE))
+    return log, {step: {**data, **seen.get(step, {})} for step, data in by_step.items()}
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +208,11 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
-    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it
-    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
+    timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it, and stock verl does not
+    weight = metrics.ROLLOUT_S if timed else metrics.GEN_S
+    bubble, sampled = (
+        _mean(rows, name, weight=weight) for name in (metrics.BUBBLE_RATIO, metrics.BUBBLE_RATIO_SAMPLED)
+    )
     return {
         "epoch": number,
         "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
@@ -217,6 +223,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # never without it
+        "bubble_ratio_sampled": None if useful is None else sampled,
+        "bubble_ratio_sampled_unknown": _unknown(rows),
         "staleness_max": int(max(staleness)) if staleness else None,
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
@@ -226,6 +234,15 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
         "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
     }
+
+
+def _unknown(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why steps of an epoch have no bubble ratio from outside; ``None`` where all have one."""
+    missing = [row for row in rows if metrics.finite(row, metrics.BUBBLE_RATIO_SAMPLED) is None]
+    if not missing:
+        return None
+    reasons = [str(row.get(metrics.BUBBLE_RATIO_UNKNOWN) or "nobody watched it") for row in missing]
+    return f"{len(missing)} of {len(rows)} steps: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

@@ -37,6 +37,31 @@ SEAMS: tuple[Seam, ...] = (
             "if not final_res.outputs: return TokenOutput( token_ids=[],",
         ),
     ),
+    Seam(
+        f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
+        "the bubble ratio from outside: verl names its servers",
+        contains=(
+            "if self.rollout_config.prometheus.enable: update_prometheus_config( self.rollout_config.prometheus, "
+            "self.server_addresses, self.rollout_config.name )",
+        ),
+    ),
+    Seam(
+        "verl.workers.rollout.utils:update_prometheus_config",
+        "the bubble ratio from outside: the file that names them",
+        contains=(
+            '{"job_name": "rollout", "static_configs": [{"targets": server_addresses}]}',
+            "yaml.dump(config_data, f,",
+            ".remote(prometheus_config_json, config.file)",
+        ),
+    ),
+    Seam(
+        "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
+        "the bubble ratio from outside: replicas of both managers in one file",
+        contains=(
+            "self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses",
+            "update_prometheus_config(rollout_config.prometheus, server_addresses, rollout_config.name)",
+        ),
+    ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
