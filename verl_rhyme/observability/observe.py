@@ -1,7 +1,7 @@
 """Watches a run from outside: asks its servers how many requests run, and writes each step's bubble ratio.
 
-``python -m verl_rhyme.observability.observe RUN_DIR`` beside the run, until it is told to stop or its parent is gone. It
-needs nothing of ours within the run: verl names its servers in the file ``rollout.prometheus.file``
+``python -m verl_rhyme.observability.observe RUN_DIR`` beside the run, until it is told to stop or its parent is gone.
+It needs nothing of ours within the run: verl names its servers in the file ``rollout.prometheus.file``
 (``rollout.prometheus.enable=true``), vLLM counts with ``rollout.disable_log_stats=false``, and verl's ``file`` logger
 tells when steps were. What it finds goes to ``sampled.jsonl`` in the run folder, a line a step, which the report reads.
 Whatever goes wrong is told once, leaves the step's figure out, with the reason, and disturbs nobody.
@@ -72,7 +72,7 @@ class Server(threading.Thread):
                 running = self._ask(connection, paths)
                 answered = time.time()
                 with self._lock:
-                    self._times.append((asked + answered) / 2)
+                    self._times.append(answered)  # a busy server lets the question wait, then reads and answers
                     self._running.append(running)
                 self.failed, self.answers, self.seconds = "", self.answers + 1, self.seconds + answered - asked
             except (OSError, http.client.HTTPException, ValueError) as error:

@@ -1,9 +1,10 @@
 """The bubble ratio from outside a run, by what its servers say of themselves: for runs without our event log, too.
 
 The definition is that of :func:`~verl_rhyme.observability.metrics.bubble_ratio`, over the windows of
-:mod:`~verl_rhyme.observability.slot_time`; what differs is how ``r_k`` is known. A server is asked now and then how many
-requests run (vLLM's gauge ``vllm:num_requests_running``, which it sets at the end of every engine step), and half of the
-way to the next answer counts as the answer before. All functions are pure: numpy arrays and seconds come in.
+:mod:`~verl_rhyme.observability.slot_time`; what differs is how ``r_k`` is known. A server is asked now and then how
+many requests run, and an answer holds from halfway after the one before to halfway to the next. vLLM sets its gauge
+(``vllm:num_requests_running``) at the end of every engine step, so requests are seen a step after they began: a rollout
+seems that much shorter, and its bubble larger. All functions are pure: numpy arrays and seconds come in.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_rhyme.observability import metrics
+from verl_rhyme.observability.slot_time import TRAINING_STAGES
 
 Array = npt.NDArray[np.float64]
 #: Of one server: seconds at which it answered, float64[k], ascending, and requests that ran then, float64[k].
 Answers = tuple[Array, Array]
 
+#: verl's stages after the harvest, in a step.
+_AFTER = ("reward", *TRAINING_STAGES, "save_checkpoint", "update_weights")
 #: Seconds between two answers that are no gap; of the window's time, what gaps may take beyond; answers of a window.
 _GAP_S, _UNSEEN, _FEWEST = 1.0, 0.05, 5
 
@@ -34,14 +38,13 @@ class Step:
     """When a step of verl's trainer was, by what it logs at its end; seconds.
 
     Attributes:
-        began: Its first stage began.
-        harvested: Its batch was there (the end of stage ``gen``).
+        harvested: Its batch was there, at the latest: before the stages after ``gen``, counted from the step's end,
+            since what a step does before ``gen`` has no stage.
         between: Halfway from then to the end of the step: engines that stop while the actor trains stand still.
         ended: It ended; validation comes after.
         logged: Its line was seen.
     """
 
-    began: float
     harvested: float
     between: float
     ended: float
@@ -52,14 +55,17 @@ class Step:
         """Of the line that verl's ``file`` logger wrote.
 
         Raises:
-            Unknown: The line has no ``timing_s/gen`` or ``timing_s/step``.
+            Unknown: The line has no ``timing_s/gen``.
         """
-        gen, whole = (metrics.finite(data, name) for name in (metrics.GEN_S, metrics.STEP_S))
-        if gen is None or whole is None:
-            raise Unknown(f"verl logged no {metrics.GEN_S} or {metrics.STEP_S} of it")
-        ended = logged - (metrics.finite(data, metrics.TIMING + "testing") or 0.0)
-        began = ended - whole
-        return cls(began, began + gen, began + (gen + whole) / 2, ended, logged)
+        if metrics.finite(data, metrics.GEN_S) is None:
+            raise Unknown(f"verl logged no {metrics.GEN_S} of it")
+
+        def seconds(stage: str) -> float:
+            return metrics.finite(data, metrics.TIMING + stage) or 0.0
+
+        ended = logged - seconds("testing")
+        harvested = ended - sum(map(seconds, _AFTER))
+        return cls(harvested, (harvested + ended) / 2, ended, logged)
 
 
 def window(step: Step, before: Step | None, runs_on: bool) -> tuple[float, float, list[tuple[float, float]]]:
@@ -117,7 +123,7 @@ def bubble_ratio(
 def _total(
     servers: Mapping[str, Answers], begin: float, end: float, without: Sequence[tuple[float, float]]
 ) -> tuple[Array, Array]:
-    """Borders of stretches, float64[k + 1], and requests that ran in each, float64[k]; NaN where that does not count."""
+    """Borders of stretches, float64[k + 1], and requests that ran in each, float64[k]; NaN where it does not count."""
     edges = {}
     for address, (times, _) in servers.items():
         if not len(times):

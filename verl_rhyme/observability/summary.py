@@ -56,8 +56,8 @@ def summarize(
         "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
         (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
         when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
-        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside
-        the run, of the steps that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not),
+        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from
+        outside the run, of the steps that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not),
         ``staleness_max`` (policy versions), and of
         the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
         accepted again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another

@@ -30,6 +30,8 @@ EPOCH_KEYS = {
     "history_hit_rate",
     "useful_tokens_per_s",
     "bubble_ratio",
+    "bubble_ratio_sampled",
+    "bubble_ratio_sampled_unknown",
     "staleness_max",
     "discarded_tokens",
     "reverified_tokens",
