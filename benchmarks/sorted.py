@@ -1,140 +1,202 @@
-"""Trainer modes side by side: real verl, vLLM and GRPO on the tiny world, one replica with fewer slots than samples.
+"""SortedRL's parts side by side: real verl, vLLM and the tiny world, one replica with fewer slots than samples.
 
-    python -m benchmarks.sorted [--json] [--quick] [--steady-ms MS] [--out DIR] [ARM ...]
+    python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR] [SETTING ...]
 
-Every arm trains the same prompts with the same update batch. Arms take turns: each trains its first half, then each
-resumes from its checkpoint and trains the second. The first group after each start is warm-up and is not counted; of
-each other there is a row. At the end there is one of each arm's time to a reward.
+Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is there is not run
+again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: every
+run's row, and of each arm what its seeds say together; with ``--table`` that as in ``docs/sorted.md``.
 
-With ``--steady-ms`` a decoding step takes at least so long, whatever is in it (:mod:`benchmarks.steady_step`), as on a
-GPU. Then most of a rollout is sleep, which other work on the machine does not disturb, and each arm trains in one go.
+A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 12 ms,
+whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. Algorithms are
+GRPO, REINFORCE++ and PPO with a critic. Every arm trains the same prompts, and as many samples; arms with larger
+batches in fewer steps. After each epoch verl validates on held-out puzzles.
+
+Figures are of the second epoch, held-out accuracy and what it took to get there of the whole run. Seconds are those of
+verl's steps, which validation is not in. Engines of a sorted rollout generate for training while the trainer validates:
+the seconds in which they did are added (:func:`benchmarks.sorted_measures.while_validating`), in full, though
+validation has the slots then.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
-from benchmarks import tiny_run
+from benchmarks import sorted_measures, tiny_run
 from benchmarks.machine import commit, describe
-from verl_rhyme.observability import metrics, steps
+from benchmarks.real_run import Cell, Kept
+from benchmarks.tiny_run import RHYME, ROLLOUT
 
-PROMPTS, BATCH, SAMPLES, SLOTS, GROUP = 64, 8, 8, 16, 4
-STEPS_AN_EPOCH = PROMPTS // BATCH
-#: Mean reward over an epoch's updates, in which each prompt is trained once.
-REWARDS = (0.36, 0.38)
-_NO_DRAFTS = f"{tiny_run.RHYME}.drafting.enable=false"
+PROMPTS, BATCH, SAMPLES, SLOTS, LOAD, EPOCHS = 64, 8, 8, 16, 4, 2
+#: Responses to each of 64 held-out puzzles.
+HELD_OUT = 2
+STEADY_MS = 12.0
 
-#: Environment and overrides of each arm.
-ARMS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "sync": ({"RHYME": "off"}, []),
-    "colocate_async": ({"RHYME": "off", "MODE": "colocate_async"}, []),
-    "sync + drafts": ({"RHYME": "histospec"}, []),
-    "sorted on-policy": ({"RHYME": "sorted"}, [_NO_DRAFTS]),
-    "sorted on-policy + drafts": ({"RHYME": "sorted"}, []),
-    "sorted on-policy + coupling": ({"RHYME": "sorted", "SORTED_COUPLED": "1"}, []),
-    "sorted partial + drafts": ({"RHYME": "sorted", "SORTED_MODE": "partial"}, []),
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "reinforce++": ("algorithm.adv_estimator=reinforce_plus_plus",),
+    "ppo": ("algorithm.adv_estimator=gae",),
+}
+SETTINGS = {f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``system``: the recipe's ``RHYME``; ``batches``: update batches that verl is given as one, ``mini_batches`` the
+    optimizer steps that it makes of them; ``sorting``: values of our options; ``bare``: it runs there, too."""
+
+    system: str
+    batches: int = 1
+    mini_batches: int = 1
+    variables: tuple[tuple[str, str], ...] = ()
+    sorting: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    bare: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.batches * BATCH * SAMPLES
+
+    def options(self) -> list[str]:
+        """What differs from the recipe, beside :meth:`settings`."""
+        return [
+            f"data.train_batch_size={self.batches * BATCH}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={self.batches * BATCH // self.mini_batches}",
+            *(f"{RHYME}.sorting.{option}" for option in self.sorting),
+            *self.overrides,
+        ]
+
+    def settings(self) -> dict[str, str]:
+        return {"RHYME": self.system, **dict(self.variables)}
+
+
+_SORTED = Arm("sorted", sorting=(f"group_batches={LOAD}",))
+_WHOLE = (*("group_batches=1", "harvest=loaded"), "order=1")
+
+
+def _with(*sorting: str) -> Arm:
+    return replace(_SORTED, sorting=(*_SORTED.sorting, *sorting))
+
+
+#: docs/sorted.md tells what each of them is.
+ARMS = {
+    "sync": Arm("off", overrides=("trainer.val_before_train=true",), bare=True),
+    "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD, bare=True),
+    "sync, drafts": Arm("histospec", bare=True),
+    "sorted": replace(_SORTED, bare=True),
+    "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",), bare=True),
+    "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),), bare=True),
+    "partial": replace(_SORTED, variables=(("SORTED_MODE", "partial"),), bare=True),
+    "short first": _with("start_order=shortest"),
+    "long first": _with("start_order=longest"),
+    "finished batch sorted": Arm("sorted", batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),
+    "no grouped loading": _with("load=refill"),
+    "one batch loaded": Arm("sorted", sorting=("group_batches=1",)),
+    "no oversubscription": _with("oversubscription=1"),
+    "update as large as the load": Arm("sorted", batches=LOAD, sorting=("group_batches=1",)),
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
-def train(arm: str, folder: Path, epochs: int, steady_ms: float | None) -> None:
-    """Train an arm up to ``epochs``, from its latest checkpoint where there is one."""
-    env, overrides = ARMS[arm]
-    sized = [
-        *(f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}"),
-        *(f"actor_rollout_ref.rollout.max_num_seqs={SLOTS}", f"trainer.save_freq={epochs * STEPS_AN_EPOCH}"),
+def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
+    """Runs in their order: by repeats, in each by settings, in each all arms."""
+    return (
+        Cell(setting, arm, seed)
+        for seed in range(1, 1 + repeats)
+        for setting in settings
+        for arm in ARMS
+        if ARMS[arm].bare or SETTINGS[setting][0] == "steady"
+    )
+
+
+def overrides(cell: Cell) -> list[str]:
+    """What hydra is told of a run."""
+    arm = ARMS[cell.arm]
+    return [
+        *tiny_run.sizes(BATCH, SAMPLES, SLOTS, 1),
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={4 * SAMPLES}",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={4 * SAMPLES}",
+        *(f"{ROLLOUT}.val_kwargs.{option}" for option in (f"n={HELD_OUT}", "do_sample=true", "temperature=1.0")),
+        *(f"trainer.test_freq={PROMPTS // (arm.batches * BATCH)}", "trainer.save_freq=-1"),
+        *ALGORITHMS[SETTINGS[cell.setting][1]],
+        *arm.options(),
     ]
-    settings = {"EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": "1", **env}
-    tiny_run.train(folder, settings, [*sized, *overrides], steady_ms)
 
 
-def measure(arm: str, folder: Path, first: int, last: int) -> dict[str, Any]:
-    """Figures of the steps ``first`` to ``last``."""
-    rows = [row for step, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items()) if first <= step <= last]
-
-    def column(name: str) -> np.ndarray:
-        return np.array([row.get(name, np.nan) for row in rows], dtype=float)
-
-    tokens = column(metrics.RESPONSE_LENGTH_MEAN) * BATCH * SAMPLES
-    rollout, step = column(metrics.GEN_S), column(metrics.STEP_S)
-    bubble = column(metrics.BUBBLE_RATIO)
-    total = tokens.sum()
-    figures = {
-        "steps": len(rows),
-        "tokens": total,
-        "rollout_s": rollout.sum(),
-        "step_s": step.sum(),
-        "tokens_per_rollout_s": total / rollout.sum(),
-        "tokens_per_step_s": total / step.sum(),
-        "bubble_ratio": np.average(bubble, weights=rollout),
-        "reward": column(metrics.REWARD_MEAN).mean(),
-        "response_length": total / (len(rows) * BATCH * SAMPLES),
-        "grad_norm": column("actor/grad_norm").mean(),
-        "staleness_max": column(metrics.STALENESS_MAX).max(),
-        "staleness_worst_max": column("training/off_policy/trajectory_staleness_worst/max").max(),
-        "discarded_tokens": column(metrics.SORTED_DISCARDED).sum(),
-        "reverified_tokens": column(metrics.SPEC_REVERIFIED).sum(),
-        "waiting_max": column(metrics.SORTED_WAITING_MAX).max(),
-    }
-    shown = {name: None if np.isnan(value) else round(float(value), 4) for name, value in figures.items()}
-    return {"benchmark": "sorted", "arm": arm, "first_step": first, "last_step": last, **shown}
+def train(cell: Cell, out: Path, quick: bool = False) -> None:
+    """Make a run; ``quick``: of one epoch of half the prompts."""
+    folder = cell.folder(out)
+    prompts, epochs = (PROMPTS // 2, 1) if quick else (PROMPTS, EPOCHS)
+    settings = {"EPOCHS": str(epochs), "PROMPTS": str(prompts), "SEED": str(cell.seed)}
+    steady = STEADY_MS if SETTINGS[cell.setting][0] == "steady" else None
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=900)
 
 
-def seconds_to_reward(folder: Path, starts: list[int], reward: float) -> float | None:
-    """Seconds of training until the updates of an epoch's length had this mean reward; ``None``: it was not reached.
+def measure(cell: Cell, folder: Path) -> dict[str, Any]:
+    """A run's row."""
+    arm = ARMS[cell.arm]
+    figures = sorted_measures.measure(folder, arm.samples, PROMPTS * SAMPLES)
+    return {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, "optimizer_steps": arm.mini_batches, **figures}
 
-    The first update after each of the ``starts``, in which everything is warmed up, counts like a median one.
-    """
-    rows = [row for _, row in sorted(steps.from_metrics(folder / "metrics.jsonl").items())]
-    seconds = np.array([row[metrics.STEP_S] for row in rows])
-    seconds[starts] = np.median(np.delete(seconds, starts))
-    rewards = np.array([row[metrics.REWARD_MEAN] for row in rows])
-    reached = np.convolve(rewards, np.ones(STEPS_AN_EPOCH) / STEPS_AN_EPOCH, "valid") >= reward
-    return round(float(seconds.cumsum()[STEPS_AN_EPOCH - 1 :][reached.argmax()]), 1) if reached.any() else None
+
+def _told(row: dict[str, Any]) -> str:
+    which = f"seed {row['seed']}" if "seed" in row else f"{row['runs']} runs"
+    return f"{row['setting']:18} {row['arm']:28} {which}: " + ", ".join(
+        f"{name} {row[name]}" for name in sorted_measures.TOLD if row.get(name) is not None
+    )
 
 
 @app.command()
 def main(
-    arms: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="one epoch of two arms (five minutes: each starts verl)")] = False,
-    steady_ms: Annotated[float | None, typer.Option(help="milliseconds that a decoding step takes at least")] = None,
+    table: Annotated[bool, typer.Option("--table", help="what the seeds say together, as a table")] = False,
+    quick: Annotated[bool, typer.Option(help="half an epoch of one arm by each algorithm (six minutes)")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
+    runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
+    repeats: Annotated[int, typer.Option(help="of each arm")] = 3,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/sorted"),
+    again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
 ) -> None:
     """Train, measure, print."""
-    chosen = arms or (["sync", "sorted on-policy + coupling"] if quick else list(ARMS))
-    if unknown := sorted(set(chosen) - set(ARMS)):
-        raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
-    setting = {"prompts": PROMPTS, "update_prompts": BATCH, "samples": SAMPLES, "slots": SLOTS, "group_batches": GROUP}
-    setting |= {"steady_ms": steady_ms, "machine": describe(), "commit": commit()}
-    stops = [1] if quick else [2] if steady_ms is not None else [1, 2]  # epochs
-    done = 0
-    for epochs in stops:
-        for arm in chosen:
-            folder = _folder(out, arm)
-            train(arm, folder, epochs, steady_ms)
-            for first in range(done + GROUP + 1, epochs * STEPS_AN_EPOCH + 1, GROUP):
-                row = measure(arm, folder, first, first + GROUP - 1)
-                print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
-        done = epochs * STEPS_AN_EPOCH
-    starts = [0, *(epochs * STEPS_AN_EPOCH for epochs in stops[:-1])]
-    for arm in chosen:
-        for reward in REWARDS:
-            seconds = seconds_to_reward(_folder(out, arm), starts, reward)
-            row = {"benchmark": "sorted", "arm": arm, "mean_reward": reward, "reached_after_s": seconds}
-            print(json.dumps({**row, **setting}) if as_json else f"{arm:30} {row}", flush=True)
+    chosen = settings or list(SETTINGS)
+    for kind, given, known in (("setting", chosen, SETTINGS), ("arm", arm or (), ARMS)):
+        if unknown := sorted(set(given) - set(known)):
+            raise typer.BadParameter(f"no {kind} {'; '.join(unknown)}; there are: {'; '.join(known)}")
+    wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
+    if quick:
+        out = out / "quick"
+        wanted = [Cell(setting, (arm or ["sorted"])[0], 1) for setting in chosen if setting.startswith("steady")]
+    kept = Kept(out)
+    about = {"benchmark": "sorted", "machine": describe(), "commit": commit()}
+    if again:
+        kept.replace(
+            [{**row, **measure(cell, cell.folder(out)), "measured_by": commit()} for cell, row in kept.by_cell()]
+        )
 
+    def make(cell: Cell) -> dict[str, Any]:
+        train(cell, out, quick)
+        return {**about, **measure(cell, cell.folder(out))}
 
-def _folder(out: Path, arm: str) -> Path:
-    folder = out.absolute() / arm.replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
+    if shown is None:
+        return
+    order = [*((setting, arm) for setting in SETTINGS for arm in ARMS)]
+    together = sorted(sorted_measures.together(shown), key=lambda row: order.index((row["setting"], row["arm"])))
+    if table:
+        print("\n".join(sorted_measures.table(together)))
+        return
+    for row in [*(shown if as_json else []), *({**about, "together": True, **row} for row in together)]:
+        print(json.dumps(row) if as_json else _told(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ Unit = Literal["group", "trajectory"]
 StartOrder = Literal["load", "longest", "shortest"]
 
 #: When prompts are loaded: some update batches together, and no others before all of these are trained (``group``); or
-#: as many as may be begun, always (``rolling``).
-Load = Literal["group", "rolling"]
+#: as many as may be begun, always (``rolling``); or so many update batches, always (``refill``): SortedRL without its
+#: loading rule, for comparison. What is short goes before what is long again and again, until no prompts are left.
+Load = Literal["group", "rolling", "refill"]
 
 #: What an update batch is taken from: the shortest groups that are there, or the prompts that were loaded first, all of
 #: which it waits for.
@@ -57,7 +58,7 @@ class Rules:
     Attributes:
         batch_prompts: Prompts of an update batch.
         batch_samples: Trajectories of an update batch.
-        group_batches: ``load="group"``: update batches of prompts that are loaded together.
+        group_batches: ``load="group"``: update batches of prompts that are loaded together; ``"refill"``: that are here.
         on_interrupt: See :data:`OnInterrupt`.
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
@@ -150,7 +151,7 @@ class Rules:
 
     def load_batches(self, batches_left: int | None) -> int:
         """Update batches of prompts that are here, or on their way, at a time; no more than there are left to train."""
-        batches = self.group_batches if self.load == "group" else self.max_staleness + 1
+        batches = self.max_staleness + 1 if self.load == "rolling" else self.group_batches
         return max(0, batches if batches_left is None else min(batches, batches_left))
 
     @property

@@ -1,0 +1,218 @@
+"""What :mod:`benchmarks.sorted` says of a run, and of the runs of an arm together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.real_run import short
+from verl_rhyme.observability import metrics, steps
+from verl_rhyme.observability.page.matched import Point, match
+from verl_rhyme.simulation import recorded
+
+#: Held-out accuracies whose samples and seconds are told.
+ACCURACIES = (0.14, 0.16, 0.18)
+#: Names of a row's figures, as they are shown after a run.
+TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward", "staleness_max", "wasted", "held_out")
+#: Of the arm that others are compared with.
+STOCK = "sync"
+
+
+def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
+    """Figures of a run.
+
+    Args:
+        folder: The run's.
+        samples: Of a step.
+        epoch: Samples of one; figures of speed are of what comes after the first.
+
+    Returns:
+        ``update_s``: seconds of 64 trained samples, the same for all arms; ``tokens_per_s``: trained response tokens
+        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``: of rollouts that no validation came
+        before, weighted by their seconds; ``wasted``: tokens made and not trained, over those trained;
+        ``staleness_max``: policy versions; ``held_out``: ``[samples, seconds, accuracy, score]`` of each validation;
+        ``points``: mean response length and tokens per second of rollout, by step; ``validating_s``: seconds that were
+        added because engines generated for training while the trainer validated.
+    """
+    by_step = steps.from_metrics(folder / "metrics.jsonl")
+    rows = [row for _, row in sorted(by_step.items())]
+    added = [0.0, *_validating(folder, len(rows))][: len(rows)]
+
+    def column(name: str, of: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
+        return np.array([row.get(name, np.nan) for row in of], dtype=float)
+
+    seconds = column(metrics.STEP_S, rows) + added
+    if len(rows) > 1:  # in the first everything is warmed up
+        seconds[0] = np.median(seconds[1:])
+    ends = np.cumsum(seconds)
+    first = min(epoch // samples, len(rows) - 1)
+    warm = rows[first:]
+    tokens = column(metrics.RESPONSE_LENGTH_MEAN, warm) * samples
+    gen = column(metrics.GEN_S, warm) + added[first:]
+    undisturbed = [i for i in range(first, len(rows)) if i == 0 or not _held_out(rows[i - 1])]
+    quiet = [rows[i] for i in undisturbed if metrics.BUBBLE_RATIO in rows[i]]
+    bubble, weight = column(metrics.BUBBLE_RATIO, quiet), column(metrics.GEN_S, quiet)
+    staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
+    wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
+    held_out = [
+        [(step + 1) * samples, short(ends[step]), *map(short, found)]
+        for step, row in enumerate(rows)
+        if (found := _held_out(row))
+    ]
+    if before := _before_training(folder):
+        held_out.insert(0, [0, 0.0, *map(short, before)])
+    return {
+        "steps": len(rows),
+        "update_s": short(64 * seconds[first:].sum() / (samples * len(warm))),
+        "tokens_per_s": short(tokens.sum() / seconds[first:].sum()),
+        "tokens_per_rollout_s": short(tokens.sum() / gen.sum()),
+        "bubble_ratio": short(float(np.average(bubble, weights=weight))) if len(bubble) else _reported_bubble(folder),
+        "wasted": short(wasted),
+        "response_length": short(tokens.sum() / (samples * len(warm))),
+        "reward": short(column(metrics.REWARD_MEAN, warm).mean()),
+        "staleness_max": short(np.nanmax(staleness)) if np.isfinite(staleness).any() else None,
+        "waiting_max": short(np.max(column(metrics.SORTED_WAITING_MAX, rows))),
+        "grad_norm": short(column("actor/grad_norm", warm).mean()),
+        "acceptance_length": short(_acceptance(warm)),
+        "validating_s": short(float(np.sum(added))),
+        "held_out": held_out,
+        "points": [[short(a), short(b)] for a, b in zip(tokens / samples, tokens / gen, strict=True)],
+    }
+
+
+def while_validating(run: recorded.Run) -> dict[int, float]:
+    """Seconds of each step's validation in which requests of training ran."""
+    request, stage = run.requests, run.stages
+    known = ~request["validate"] & np.isfinite(request["started_at"]) & np.isfinite(request["finished_at"])
+    began, ended = request["started_at"][known], request["finished_at"][known]
+    found = {}
+    for row in np.flatnonzero(stage["stage"] == "testing").tolist():
+        start = float(stage["started_at"][row])
+        end = start + float(stage["duration_s"][row])
+        covered, until = 0.0, start
+        for at in np.argsort(began, kind="stable"):
+            covered += max(0.0, min(ended[at], end) - max(began[at], until))
+            until = max(until, min(ended[at], end))
+        found[int(stage["step"][row])] = float(covered)
+    return found
+
+
+def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the runs of each setting and arm say together: medians and, of some, the least and greatest; held-out
+    figures as means over seeds with their standard errors; ``matched``: how many times the tokens per second of rollout
+    of stock verl's :data:`STOCK`, where responses are equally long, by seed."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["setting"], row["arm"]), []).append(row)
+    for (setting, arm), runs in groups.items():
+        merged: dict[str, Any] = {"setting": setting, "arm": arm, "runs": len(runs)}
+        for name in (*TOLD[:-1], "tokens_per_rollout_s", "waiting_max", "acceptance_length"):
+            values = np.array([np.nan if run[name] is None else run[name] for run in runs], dtype=float)
+            merged[name] = short(float(np.median(values)))
+            if name in ("update_s", "tokens_per_s", "bubble_ratio"):
+                merged[f"{name}_range"] = [short(float(values.min())), short(float(values.max()))]
+        stock = {run["seed"]: run for run in groups.get((setting, STOCK), [])}
+        merged["matched"] = [
+            short(match(_points(run), _points(stock[run["seed"]]), 1).ratio) for run in runs if run["seed"] in stock
+        ]
+        merged["held_out"] = _curve(runs)
+        merged["to_accuracy"] = {
+            str(wanted): [reached(run["held_out"], wanted) for run in runs] for wanted in ACCURACIES
+        }
+        yield merged
+
+
+def reached(held_out: Sequence[Sequence[float]], accuracy: float) -> list[float | None]:
+    """Samples and seconds at the first validation of at least this accuracy, both ``None`` where there is none."""
+    return next(([row[0], row[1]] for row in held_out if row[0] and row[2] >= accuracy), [None, None])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of the tables of docs/sorted.md, of what :func:`together` gave."""
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        yield f"{setting}:\n"
+        yield (
+            "| arm | runs | bubble | trained tokens/s (least-greatest) | at equal lengths, over `sync` | s an update | "
+            "length | wasted | staleness | held-out accuracy, by samples |"
+        )
+        yield "|" + "---|" * 10
+        for row in rows:
+            if row["setting"] != setting:
+                continue
+            low, high = row["tokens_per_s_range"]
+            curve = ", ".join(
+                f"{count}: {mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+                for count, _, mean, error in row["held_out"]
+            )
+            bubble = "-" if row["bubble_ratio"] is None else f"{row['bubble_ratio']:.0%}"
+            known = [ratio for ratio in row["matched"] if ratio is not None]
+            yield (
+                f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_s']:.0f} ({low:.0f}-{high:.0f}) | "
+                f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['update_s']:.1f} | "
+                f"{row['response_length']:.0f} | {row['wasted']:.0%} | {row['staleness_max'] or 0:.0f} | {curve} |"
+            )
+        yield ""
+
+
+def _curve(runs: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """``[samples, seconds, accuracy, its standard error]`` of what every run validated."""
+    counts = [{row[0]: row for row in run["held_out"]} for run in runs]
+    found = []
+    for count in sorted(set.intersection(*(set(of) for of in counts))):
+        values = np.array([of[count][1:3] for of in counts], dtype=float)
+        error = values[:, 1].std(ddof=1) / math.sqrt(len(runs)) if len(runs) > 1 else None
+        found.append([count, short(values[:, 0].mean()), short(values[:, 1].mean()), short(error)])
+    return found
+
+
+def _points(run: Mapping[str, Any]) -> list[Point]:
+    return [Point(length, speed, 1) for length, speed in run["points"]]
+
+
+def _validating(folder: Path, count: int) -> list[float]:
+    """:func:`while_validating`, by step; zeros of a run without an event log, whose engines then only validate."""
+    try:
+        found = while_validating(recorded.read(folder))
+    except recorded.RunError:
+        found = {}
+    return [found.get(step, 0.0) for step in range(1, count + 1)]
+
+
+def _held_out(row: Mapping[str, Any]) -> list[float]:
+    """Accuracy and score of a validation; empty where there was none."""
+    found = []
+    for kind, name in (("val-core/", "/acc/mean@"), ("val-aux/", "/score/mean@")):
+        found += [float(value) for key, value in row.items() if key.startswith(kind) and name in key]
+    return found
+
+
+def _before_training(folder: Path) -> list[float]:
+    """As :func:`_held_out`, of the untrained model."""
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["step"] == 0:
+            return _held_out(row["data"])
+    return []
+
+
+def _reported_bubble(folder: Path) -> float | None:
+    """Of the summary's epochs after the first: what was seen from outside of a run that does not tell itself."""
+    try:
+        epochs = json.loads((folder / "summary.json").read_text())["epochs"][1:]
+    except (OSError, ValueError, KeyError):
+        return None
+    known = [epoch["bubble_ratio"] for epoch in epochs if epoch.get("bubble_ratio") is not None]
+    return short(float(np.mean(known))) if known else None
+
+
+def _acceptance(rows: Sequence[Mapping[str, Any]]) -> float:
+    accepted, verified = (
+        sum(row.get(name) or 0.0 for row in rows) for name in (metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
+    )
+    return 1 + accepted / verified if verified else 1.0
