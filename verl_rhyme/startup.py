@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -9,10 +10,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree
+from verl_rhyme import combinations, config_tree, loss_normalisation
 from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.workers import router_file
+
+logger = logging.getLogger(__name__)
 
 #: The releases whose seams this version was built on; the doctor checks the same.
 SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
@@ -45,6 +48,8 @@ def check(config: Any) -> None:
     _check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
+    for told in loss_normalisation.contradictions(config, rhyme):
+        logger.warning("%s", told)
 
 
 def _check_versions() -> None:

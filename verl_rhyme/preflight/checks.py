@@ -86,6 +86,7 @@ def examine(
             for part in (checks, there)
         )
     checks += config_checks.rhyme(config)
+    checks += config_checks.loss(config)
     checks += config_checks.placement(config, plan)
     checks += config_checks.weights(config)
     checks += config_checks.parallel(plan, model)

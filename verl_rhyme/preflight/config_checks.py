@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree
+from verl_rhyme import combinations, config_tree, loss_normalisation
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, SortingConfig
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
@@ -79,6 +79,16 @@ def _rules(sorting: SortingConfig, apart: bool) -> str:
         f"rules in force: {load}, harvest {found.harvest}, start_order {found.start_order}, max_staleness "
         f"{found.max_staleness}, on_interrupt {interrupted}" + (", probe" if found.probe else "")
     )
+
+
+def loss(config: Any) -> Iterator[Check]:
+    """What is divided by, of a loss, where updates are chosen or sorted by length."""
+    try:
+        tree = config_tree.from_verl(config)
+    except ConfigError:  # :func:`rhyme` tells it
+        return
+    for told in loss_normalisation.contradictions(config, tree):
+        yield Check("loss", WARN, told.detail, told.remedy)
 
 
 def placement(config: Any, plan: Plan) -> Iterator[Check]:
