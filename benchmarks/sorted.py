@@ -38,11 +38,9 @@ PROMPTS, BATCH, SAMPLES, SLOTS, LOAD, EPOCHS = 64, 8, 8, 16, 4, 2
 HELD_OUT = 2
 STEADY_MS = 12.0
 
-ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "grpo": (),
-    "reinforce++": ("algorithm.adv_estimator=reinforce_plus_plus",),
-    "ppo": ("algorithm.adv_estimator=gae",),
-}
+#: Of each its estimator of advantages and the engine that trains: verl's FSDP critic needs flash-attn, which a CPU has
+#: not.
+ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "fsdp"), "ppo": ("gae", "megatron")}
 SETTINGS = {f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS}
 
 
@@ -126,7 +124,7 @@ def overrides(cell: Cell) -> list[str]:
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={4 * SAMPLES}",
         *(f"{ROLLOUT}.val_kwargs.{option}" for option in (f"n={HELD_OUT}", "do_sample=true", "temperature=1.0")),
         *(f"trainer.test_freq={PROMPTS // (arm.batches * BATCH)}", "trainer.save_freq=-1"),
-        *ALGORITHMS[SETTINGS[cell.setting][1]],
+        f"algorithm.adv_estimator={ALGORITHMS[SETTINGS[cell.setting][1]][0]}",
         *arm.options(),
     ]
 
@@ -135,8 +133,10 @@ def train(cell: Cell, out: Path, quick: bool = False) -> None:
     """Make a run; ``quick``: of one epoch of half the prompts."""
     folder = cell.folder(out)
     prompts, epochs = (PROMPTS // 2, 1) if quick else (PROMPTS, EPOCHS)
+    regime, algorithm = SETTINGS[cell.setting]
     settings = {"EPOCHS": str(epochs), "PROMPTS": str(prompts), "SEED": str(cell.seed)}
-    steady = STEADY_MS if SETTINGS[cell.setting][0] == "steady" else None
+    settings["ENGINE"] = ALGORITHMS[algorithm][1]
+    steady = STEADY_MS if regime == "steady" else None
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
     tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=900)
 

@@ -1,6 +1,7 @@
 """The scheduler under random schedules: a make-believe engine finishes, fails and is cut short at any moment."""
 
 import copy
+import dataclasses
 import json
 import random
 
@@ -107,7 +108,8 @@ class World:
 
     def fill(self, batches_left):
         while count := self.scheduler.loadable(batches_left):
-            assert not len(self.scheduler.ledger) or count <= len(self.dropped), "loaded before all were consumed"
+            consumed = not len(self.scheduler.ledger) or self.rules.load == "refill"
+            assert consumed or count <= len(self.dropped), "loaded before all were consumed"
             for _ in range(count):
                 self.scheduler.load(f"p{self.loads}", SAMPLES)
                 self.loads += 1
@@ -215,6 +217,20 @@ def test_lost_and_late_attempts_lose_no_sample(rules, seed, mishaps, losses):
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rules_of, st.integers(0, 10**6), st.integers(1, 8))
+def test_loads_that_are_refilled_are_all_trained_when_training_ends(rules, seed, updates):
+    """Prompts are here for so many updates at all times, and no more than will be trained."""
+    rules = dataclasses.replace(rules, load="refill", harvest_tokens=None)
+    world = World(rules, seed)
+    for left in range(updates, 0, -1):
+        world.step(left)
+        here = world.scheduler.ledger.tally.untrained
+        assert here + rules.batch_samples == min(rules.group_batches, left) * rules.batch_samples
+    assert sorted(world.trained) == sorted((f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES))
+    assert len(world.trained) == updates * rules.batch_samples
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rules_of, st.integers(0, 10**6))
 def test_waiting_is_bounded(rules, seed):
     world = World(rules, seed)
@@ -311,6 +327,24 @@ def test_surplus_is_stale_after_the_update_on_policy_and_kept_in_partial_mode():
         assert built.begin(1) == stale
         assert built.step.wasted_tokens == 30 * len(stale)
         assert built.ready() == (mode == "partial")
+
+
+@pytest.mark.parametrize(("load", "trained"), [("group", ["p0", "p1"]), ("refill", ["p0", "p2", "p3"])])
+def test_a_long_response_waits_for_the_load_or_where_that_is_refilled_for_ever(load, trained):
+    """On-policy, the second prompt is long: it is cut short at each update, and passed by as long as others come."""
+    built = scheduler(group_batches=2, load=load)
+    loaded = 2
+    for version, uid in enumerate(trained):
+        built.begin(version)
+        for _ in range(built.loadable()):
+            built.load(f"p{loaded}", 2)
+            loaded += 1
+        built.dispatch()
+        finish(built, uid, 5, 5, version=version)
+        assert built.harvest().samples == [(uid, 0), (uid, 1)]
+        for number in (0, 1) if uid != "p1" else ():
+            built.interrupt("p1", number, 3, version)
+    assert built.loadable() == (1 if load == "refill" else 2)
 
 
 def test_no_prompt_is_loaded_before_all_are_consumed():
