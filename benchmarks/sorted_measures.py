@@ -16,6 +16,8 @@ from verl_rhyme.observability import metrics, steps
 from verl_rhyme.observability.page.matched import Point, match
 from verl_rhyme.simulation import recorded
 
+#: What is seen of a run from outside, where somebody watches it, and the name of the bubble ratio there.
+SAMPLED_FILE, SAMPLED = "sampled.jsonl", "rollout/bubble_ratio_sampled"
 #: Held-out accuracies whose samples and seconds are told.
 ACCURACIES = (0.14, 0.16, 0.18)
 #: Names of a row's figures, as they are shown after a run.
@@ -34,14 +36,17 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
 
     Returns:
         ``update_s``: seconds of 64 trained samples, the same for all arms; ``tokens_per_s``: trained response tokens
-        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``: of rollouts that no validation came
-        before, weighted by their seconds; ``wasted``: tokens made and not trained, over those trained;
+        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``, ``bubble_ratio_sampled``: of
+        rollouts that no validation came before, weighted by their seconds, as the run tells and as it was seen from
+        outside, which tells of stock verl, too; ``wasted``: tokens made and not trained, over those trained;
         ``staleness_max``: policy versions; ``held_out``: ``[samples, seconds, accuracy, score]`` of each validation;
         ``points``: mean response length and tokens per second of rollout, by step; ``validating_s``: seconds that were
         added because engines generated for training while the trainer validated.
     """
-    by_step = steps.from_metrics(folder / "metrics.jsonl")
-    rows = [row for _, row in sorted(by_step.items())]
+    sampled = folder / SAMPLED_FILE
+    seen = dict(steps.parse_lines(sampled.read_bytes().splitlines(), sampled)) if sampled.is_file() else {}
+    by_step = sorted(steps.from_metrics(folder / "metrics.jsonl").items())
+    rows = [{**row, **seen.get(step, {})} for step, row in by_step]
     added = [0.0, *_validating(folder, len(rows))][: len(rows)]
 
     def column(name: str, of: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
@@ -55,9 +60,7 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
     warm = rows[first:]
     tokens = column(metrics.RESPONSE_LENGTH_MEAN, warm) * samples
     gen = column(metrics.GEN_S, warm) + added[first:]
-    undisturbed = [i for i in range(first, len(rows)) if i == 0 or not _held_out(rows[i - 1])]
-    quiet = [rows[i] for i in undisturbed if metrics.BUBBLE_RATIO in rows[i]]
-    bubble, weight = column(metrics.BUBBLE_RATIO, quiet), column(metrics.GEN_S, quiet)
+    undisturbed = [rows[i] for i in range(first, len(rows)) if i == 0 or not _held_out(rows[i - 1])]
     staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
     wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
     held_out = [
@@ -72,7 +75,8 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
         "update_s": short(64 * seconds[first:].sum() / (samples * len(warm))),
         "tokens_per_s": short(tokens.sum() / seconds[first:].sum()),
         "tokens_per_rollout_s": short(tokens.sum() / gen.sum()),
-        "bubble_ratio": short(float(np.average(bubble, weights=weight))) if len(bubble) else _reported_bubble(folder),
+        "bubble_ratio": _bubble(undisturbed, metrics.BUBBLE_RATIO),
+        "bubble_ratio_sampled": _bubble(undisturbed, SAMPLED),
         "wasted": short(wasted),
         "response_length": short(tokens.sum() / (samples * len(warm))),
         "reward": short(column(metrics.REWARD_MEAN, warm).mean()),
@@ -112,7 +116,7 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         groups.setdefault((row["setting"], row["arm"]), []).append(row)
     for (setting, arm), runs in groups.items():
         merged: dict[str, Any] = {"setting": setting, "arm": arm, "runs": len(runs)}
-        for name in (*TOLD[:-1], "tokens_per_rollout_s", "waiting_max", "acceptance_length"):
+        for name in (*TOLD[:-1], "bubble_ratio_sampled", "tokens_per_rollout_s", "waiting_max"):
             values = np.array([np.nan if run[name] is None else run[name] for run in runs], dtype=float)
             merged[name] = short(float(np.median(values)))
             if name in ("update_s", "tokens_per_s", "bubble_ratio"):
@@ -150,7 +154,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 f"{count}: {mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
                 for count, _, mean, error in row["held_out"]
             )
-            bubble = "-" if row["bubble_ratio"] is None else f"{row['bubble_ratio']:.0%}"
+            told = [row["bubble_ratio_sampled"], row["bubble_ratio"]]
+            bubble = next((f"{ratio:.0%}" for ratio in told if ratio is not None), "-")
             known = [ratio for ratio in row["matched"] if ratio is not None]
             yield (
                 f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_s']:.0f} ({low:.0f}-{high:.0f}) | "
@@ -201,14 +206,13 @@ def _before_training(folder: Path) -> list[float]:
     return []
 
 
-def _reported_bubble(folder: Path) -> float | None:
-    """Of the summary's epochs after the first: what was seen from outside of a run that does not tell itself."""
-    try:
-        epochs = json.loads((folder / "summary.json").read_text())["epochs"][1:]
-    except (OSError, ValueError, KeyError):
+def _bubble(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Mean of the steps that have it, weighted by their seconds of rollout."""
+    known = [(ratio, row[metrics.GEN_S]) for row in rows if (ratio := metrics.finite(row, name)) is not None]
+    if not known:
         return None
-    known = [epoch["bubble_ratio"] for epoch in epochs if epoch.get("bubble_ratio") is not None]
-    return short(float(np.mean(known))) if known else None
+    ratios, seconds = np.array(known, dtype=float).T
+    return short(float(np.average(ratios, weights=seconds)))
 
 
 def _acceptance(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -52,6 +52,7 @@ _KEEP = {"on_interrupt": "keep_running"}
 _AS_LOADED = {"harvest": "loaded", "harvest_tokens": None}
 MODES = {
     "on_policy colocated": ("on_policy", False, {}),
+    "on_policy refilled": ("on_policy", False, {"load": "refill"}),
     "partial colocated": ("partial", False, {"max_staleness": 1}),
     "partial colocated 2": ("partial", False, {"max_staleness": 2}),
     "on_policy separate": ("on_policy", True, {}),

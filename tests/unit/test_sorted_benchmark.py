@@ -1,0 +1,161 @@
+"""benchmarks.sorted: arms are what they say, train alike, and their figures are right."""
+
+import json
+
+import numpy as np
+import pytest
+import typer
+import yaml
+
+from benchmarks import sorted as bench
+from benchmarks import sorted_measures as measures
+from benchmarks.tiny_run import RHYME
+from verl_rhyme.config import SortingConfig
+from verl_rhyme.observability import metrics
+from verl_rhyme.scheduling.rules import named
+from verl_rhyme.simulation.recorded import Run
+
+
+def rules_of(name):
+    """What the scheduler goes by in an arm."""
+    options = dict(option.split("=") for option in bench.ARMS[name].sorting)
+    mode = dict(bench.ARMS[name].variables).get("SORTED_MODE", "on_policy")
+    config = SortingConfig(mode=mode, **{key: yaml.safe_load(value) for key, value in options.items()})
+    batch = bench.ARMS[name].batches * bench.BATCH
+    names = ("load", "harvest", "start_order", "group_batches", "max_staleness")
+    given = {key: getattr(config, key) for key in names}
+    return config, named(mode, batch_prompts=batch, batch_samples=batch * bench.SAMPLES, **given)
+
+
+@pytest.mark.parametrize("name", bench.ARMS)
+@pytest.mark.parametrize("setting", ["steady-grpo", "bare-ppo"])
+def test_every_arm_trains_alike(name, setting):
+    """As many samples an epoch, in whole steps; a validation after each; the latter of two overrides counts."""
+    told = dict(override.lstrip("+").split("=", 1) for override in bench.overrides(bench.Cell(setting, name, 1)))
+    step = int(told["data.train_batch_size"])
+    assert bench.PROMPTS % step == 0
+    assert int(told["trainer.test_freq"]) * step == bench.PROMPTS
+    assert step // int(told["actor_rollout_ref.actor.ppo_mini_batch_size"]) == bench.ARMS[name].mini_batches
+    assert told["algorithm.adv_estimator"] == {"grpo": "grpo", "ppo": "gae"}[setting.split("-")[1]]
+
+
+def test_arms_are_what_they_are_called():
+    sorted_arms = [name for name, arm in bench.ARMS.items() if arm.system == "sorted"]
+    loads = {name: rules_of(name)[1] for name in sorted_arms}
+    usual = loads["sorted"]
+    assert (usual.load, usual.harvest, usual.start_order, usual.max_staleness) == ("group", "shortest", "load", 0)
+    large = {name for name, rules in loads.items() if rules.load_batches(None) * rules.batch_prompts == 32}
+    assert set(sorted_arms) - large == {"one batch loaded"}
+    assert loads["partial"].continues
+    assert [loads[f"{order} first"].start_order for order in ("short", "long")] == ["shortest", "longest"]
+    assert loads["no grouped loading"].load == "refill"
+    assert rules_of("no oversubscription")[0].oversubscription == 1
+    whole = loads["finished batch sorted"]
+    assert (whole.harvest, whole.load_batches(None), rules_of("finished batch sorted")[0].order) == ("loaded", 1, 1)
+    assert bench.ARMS["finished batch sorted"].mini_batches == bench.ARMS["sync, large batch"].mini_batches == 4
+
+
+def test_arms_take_turns_and_ablations_are_steady():
+    cells = list(bench.cells(["steady-ppo", "bare-ppo"], 2))
+    assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
+    first = [(cell.setting, cell.arm) for cell in cells if cell.seed == 1]
+    bare = [arm for setting, arm in first if setting == "bare-ppo"]
+    assert [arm for setting, arm in first if setting == "steady-ppo"] == [*bench.ARMS]
+    assert set(bare) == {"sync", "sync, large batch", "sync, drafts", "sorted", "sorted, undrafted"} | {
+        "sorted, coupled",
+        "partial",
+    }
+    assert len({cell.folder(bench.Path("x")) for cell in cells}) == len(cells)
+
+
+def requests(*spans, validate=()):
+    begun, ended = np.array(spans, dtype=float).reshape(-1, 2).T
+    kind = np.array([i in validate for i in range(len(begun))])
+    stages = {"stage": ["gen", "testing"], "step": [4, 4], "started_at": [0.0, 10.0], "duration_s": [9.0, 5.0]}
+    columns = {"started_at": begun, "finished_at": ended, "validate": kind}
+    return Run(bench.Path(), columns, {name: np.array(values) for name, values in stages.items()}, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("run", "seconds"),
+    [
+        (requests((1, 9), (16, 20)), 0),
+        (requests((12, 20)), 3),
+        (requests((12, 13), (12.5, 14), (14.5, 30)), 2.5),
+        (requests((9, 30), (11, 12)), 5),
+        (requests((10, 15), validate=[0]), 0),
+        (requests((10, np.nan), (14, 16)), 1),
+    ],
+)
+def test_seconds_of_training_rollout_beside_validation(run, seconds):
+    assert measures.while_validating(run) == {4: pytest.approx(seconds)}
+
+
+def write(folder, rows, held_out=()):
+    folder.mkdir(parents=True)
+    lines = []
+    for step, (seconds, gen, length, bubble) in enumerate(rows, 1):
+        data = {metrics.STEP_S: seconds, metrics.GEN_S: gen, metrics.RESPONSE_LENGTH_MEAN: length}
+        data |= {metrics.EPOCH: 0, metrics.REWARD_MEAN: 0.5, metrics.SORTED_DISCARDED: 10.0, "actor/grad_norm": 1.0}
+        data |= {} if bubble is None else {metrics.BUBBLE_RATIO: bubble}
+        data |= {"training/off_policy/trajectory_staleness_worst/max": 1.0, metrics.TOTAL_TOKENS: 1.0}
+        if step in dict(held_out):
+            data |= {"val-core/puzzles/acc/mean@2": dict(held_out)[step], "val-aux/puzzles/score/mean@2": 0.75}
+        lines.append(json.dumps({"step": step, "data": data}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_a_row_is_of_the_second_epoch_and_its_seconds_leave_validation_out(tmp_path, monkeypatch):
+    rows = [(90, 80, 100, 0.5), (10, 5, 100, 0.5), (10, 5, 50, 0.9), (20, 10, 100, 0.2)]
+    folder = write(tmp_path / "run", rows, held_out=[(2, 0.1), (4, 0.3)])
+    monkeypatch.setattr(measures, "_validating", lambda folder, count: [0.0, 2.0, 0.0, 0.0])
+    row = measures.measure(folder, 64, 128)
+    assert row["steps"] == 4
+    assert row["update_s"] == pytest.approx((12 + 20) / 2)  # two seconds of step 3's rollout were beside validation
+    assert row["tokens_per_s"] == pytest.approx(150 * 64 / 32)
+    assert row["tokens_per_rollout_s"] == pytest.approx(150 * 64 / 17, rel=1e-3)
+    assert row["bubble_ratio"] == 0.2  # what follows a validation shares the engine with it
+    assert row["wasted"] == pytest.approx(20 / (150 * 64), rel=1e-3)
+    assert row["held_out"] == [[128, 22.0, 0.1, 0.75], [256, 54.0, 0.3, 0.75]]  # the first step counts as a median one
+    assert row["bubble_ratio_sampled"] is None
+    (folder / "sampled.jsonl").write_text(json.dumps({"step": 4, "data": {measures.SAMPLED: 0.25}}) + "\n")
+    assert measures.measure(folder, 64, 128)["bubble_ratio_sampled"] == 0.25
+
+
+def test_runs_together_and_their_table(tmp_path):
+    made = []
+    for seed, accuracy in ((1, 0.1), (2, 0.2)):
+        for arm, speed in (("sync", 10), ("sorted", 5)):
+            rows = [(2 * speed, speed, 100, None if arm == "sync" else 0.1)] * 4
+            folder = write(tmp_path / f"{arm} {seed}", rows, held_out=[(4, accuracy)])
+            made.append({"setting": "steady-grpo", "arm": arm, "seed": seed, **measures.measure(folder, 64, 128)})
+    sync, ours = measures.together(made)
+    assert (sync["bubble_ratio"], ours["bubble_ratio"]) == (None, 0.1)
+    assert ours["matched"] == [2.0, 2.0]
+    assert ours["held_out"] == [[256, 40.0, pytest.approx(0.15), pytest.approx(0.05)]]
+    assert ours["to_accuracy"]["0.16"] == [[None, None], [256, 40.0]]
+    lines = list(measures.table([sync, ours]))
+    assert any(line.startswith("| sorted | 2 | 10% | 640 (640-640) | 2.00 / 2.00 | 10.0 | 100 |") for line in lines)
+    assert any(line.startswith("| sync | 2 | - |") for line in lines)
+
+
+def test_the_untrained_model_is_no_accuracy_that_was_reached():
+    held_out = [[0, 0.0, 0.5, 0.5], [64, 9.0, 0.1, 0.2], [128, 18.0, 0.3, 0.4]]
+    assert measures.reached(held_out, 0.3) == [128, 18.0]
+    assert measures.reached(held_out, 0.4) == [None, None]
+
+
+def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(bench, "train", lambda cell, out, quick: ran.append(cell))
+    row = measures.measure(write(tmp_path / "run", [(2, 1, 9, 0.1)] * 4, [(4, 0.5)]), 64, 128)
+    monkeypatch.setattr(bench, "measure", lambda cell, folder: {**vars(cell), **row})
+    out = tmp_path / "kept"
+    out.mkdir()
+    for runs in (1, None, 0):
+        bench.main(["bare-grpo"], runs=runs, repeats=1, out=out, table=runs == 0)
+    assert [cell.arm for cell in ran] == [name for name, arm in bench.ARMS.items() if arm.bare]
+    assert "| sync, large batch | 1 |" in capsys.readouterr().out
+    with pytest.raises(typer.BadParameter, match="no arm sink"):
+        bench.main(["bare-grpo"], arm=["sink"], out=out)
