@@ -91,6 +91,11 @@ def test_that_is_what_verl_divides_by():
     """What is told of is where sorting changes how much a short response's token weighs beside a long one's."""
     assert _weights("token-mean") == pytest.approx((1, 4))
     assert _weights(NORM) == pytest.approx((1, 4))
-    for average, horizon in ((NORM, 384), ("seq-mean-token-sum", None), ("seq-mean-token-mean", None), ("token-sum", None)):
+    for average, horizon in (
+        (NORM, 384),
+        ("seq-mean-token-sum", None),
+        ("seq-mean-token-mean", None),
+        ("token-sum", None),
+    ):
         together, apart = _weights(average, horizon)
         assert math.isclose(together, apart, rel_tol=1e-4), average

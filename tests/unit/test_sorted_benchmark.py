@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from benchmarks import sorted as bench
+from benchmarks import sorted_gradients
 from benchmarks import sorted_measures as measures
 from benchmarks.tiny_run import RHYME
 from verl_rhyme.config import SortingConfig
@@ -159,3 +160,11 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     assert "| sync, large batch | 1 |" in capsys.readouterr().out
     with pytest.raises(typer.BadParameter, match="no arm sink"):
         bench.main(["bare-grpo"], arm=["sink"], out=out)
+
+
+def test_updates_of_a_load_have_whole_groups_the_short_first():
+    lengths = np.arange(32) % 7 + np.repeat([9, 2, 40, 20], sorted_gradients.GROUP)
+    found = dict(sorted_gradients.orders(lengths))["groups"]
+    assert sorted(found) == list(range(32))
+    assert [int(i) // sorted_gradients.GROUP for i in found[:: sorted_gradients.GROUP]] == [1, 0, 3, 2]
+    assert all(len({int(i) // sorted_gradients.GROUP for i in part}) == 1 for part in np.split(found, 4))
