@@ -1,6 +1,6 @@
 """SortedRL's parts side by side: real verl, vLLM and the tiny world, one replica with fewer slots than samples.
 
-    python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR] [SETTING ...]
+    python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR] [SETTING]
 
 Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is there is not run
 again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: every

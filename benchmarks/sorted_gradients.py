@@ -5,8 +5,8 @@
 The tiny world's Qwen2 answers puzzles; the policy gradient (GRPO advantages) of every response is computed on its own,
 so that the gradient of any mini-batch under any of verl's normalisations is a sum. Of each order: the mean of its
 mini-batches' gradients against the whole batch's (the bias, to first order, of the steps one after the other), and how
-far single mini-batches stray from it. ``order`` is that of ``sorting.order``, 1 sorted and 0 shuffled; ``groups`` keeps a
-prompt's responses together and sorts by their mean length: the updates of a load, as SortedRL harvests them for GRPO.
+far single mini-batches stray from it. ``order`` is that of ``sorting.order``, 1 sorted and 0 shuffled; ``groups`` keeps
+a prompt's responses together and sorts by their mean length: the updates of a load, as SortedRL harvests them for GRPO.
 """
 
 from __future__ import annotations
