@@ -10,7 +10,6 @@ import yaml
 from benchmarks import sorted as bench
 from benchmarks import sorted_gradients
 from benchmarks import sorted_measures as measures
-from benchmarks.tiny_run import RHYME
 from verl_rhyme.config import SortingConfig
 from verl_rhyme.observability import metrics
 from verl_rhyme.scheduling.rules import named

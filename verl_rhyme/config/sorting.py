@@ -51,8 +51,8 @@ class SortingConfig:
         harvest_tokens: Update as well when so many response tokens are finished; ``None``: full batches only.
         max_staleness: Partial and stream: policy versions between a trained token and the policy it trains, at most.
         load: ``"group"``: ``group_batches`` together, and no others before all of these are trained. ``"rolling"``: as
-            others leave, as many as ``max_staleness`` lets begin (one update batch more than it). ``"refill"``: as others
-            leave, ``group_batches`` at all times: long responses may wait until no prompts are left (an ablation).
+            others leave, as many as ``max_staleness`` lets begin (one update batch more than it). ``"refill"``: as
+            others leave, ``group_batches`` at all times: long ones may wait until no prompts are left (an ablation).
         harvest: ``"shortest"``: an update trains what is finished first. ``"loaded"``: the prompts that were loaded
             first, which it waits for; lengths are trained as they come. ``None``: ``"loaded"`` in histopipe, which has
             no other, and stream, else ``"shortest"``.

@@ -58,7 +58,8 @@ class Rules:
     Attributes:
         batch_prompts: Prompts of an update batch.
         batch_samples: Trajectories of an update batch.
-        group_batches: ``load="group"``: update batches of prompts that are loaded together; ``"refill"``: that are here.
+        group_batches: ``load="group"``: update batches of prompts that are loaded together; ``"refill"``: that are
+            here at all times.
         on_interrupt: See :data:`OnInterrupt`.
         max_staleness: Policy versions between a trained token and the policy it trains, at most; 0 is on-policy.
         unit: See :data:`Unit`.
