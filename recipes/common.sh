@@ -32,6 +32,12 @@ _absolute() { # Ray's workers have another working directory; lists, URLs and na
   esac
 }
 
+_files() { # _files "NAME NAME": in DATA_DIR; several are a list of hydra's
+  local name list=
+  for name in $1; do list+=",$DATA_DIR/$name"; done
+  [[ "$1" != *" "* ]] && echo "${list#,}" || echo "[${list#,}]"
+}
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
@@ -58,7 +64,7 @@ PP=${PP:-1}
 SP=${SP:-1}
 DATA_DIR=$(_absolute "${DATA_DIR:-$ROOT/data}")
 TRAIN_FILE=$(_absolute "${TRAIN_FILE:-$DATA_DIR/$TRAIN_NAME}")
-VAL_FILE=$(_absolute "${VAL_FILE:-$DATA_DIR/$VAL_NAME}")
+VAL_FILE=$(_absolute "${VAL_FILE:-$(_files "$VAL_NAME")}")
 RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$_run}")
 CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}

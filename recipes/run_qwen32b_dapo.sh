@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# DAPO on Qwen2.5-32B with DAPO-Math-17k, validated on AIME-2024; 16 nodes of 8 GPUs.
+# DAPO on Qwen2.5-32B with DAPO-Math-17k, validated on five sets of the papers; 16 nodes of 8 GPUs.
 #   MODEL_PATH=Qwen/Qwen2.5-32B   a name on the hub or a folder
 #   NNODES=16   GPUS_PER_NODE=8   TP=8   PP=1   SP=8 (FSDP only)   ROLLOUT_TP=4
-#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE=$DATA_DIR/aime-2024.parquet
+#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen32b_dapo.sh trainer.total_training_steps=20
 # Values: recipes/config/qwen32b_dapo.yaml. Data, several nodes, comparison: docs/recipes.md.
@@ -11,8 +11,8 @@ set -euo pipefail
 RECIPE=qwen32b_dapo
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B}
 TRAIN_NAME=dapo-math-17k.parquet
-VAL_NAME=aime-2024.parquet
-REWARD= # verl's own, by data_source
+VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench}.parquet)
+REWARD=examples/data/math_reward.py # of DAPO's rows it asks verl's own
 NNODES=${NNODES:-16}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP=${TP:-8}
@@ -20,7 +20,7 @@ SP=${SP:-8}
 ROLLOUT_TP=${ROLLOUT_TP:-4}
 
 SMOKE_MODEL=qwen2
-SMOKE_ARGS=(reward.reward_kwargs.overlong_buffer_cfg.len=32)
+SMOKE_ARGS=(reward.reward_kwargs.overlong_buffer_cfg.len=32 reward.custom_reward_function.name=compute_score)
 
 # shellcheck source=recipes/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

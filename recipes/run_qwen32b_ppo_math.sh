@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# PPO on Qwen2.5-32B with DAPO-Math-17k (SortedRL's math setting), validated on AIME-2024; 4 nodes of 8 GPUs.
+# PPO on Qwen2.5-32B with DAPO-Math-17k (SortedRL's math setting), validated on six sets of the papers; 4 nodes of 8 GPUs.
 #   MODEL_PATH=Qwen/Qwen2.5-32B   a name on the hub or a folder
 #   NNODES=4   GPUS_PER_NODE=8   TP=8   PP=1   SP=8 (FSDP only)   ROLLOUT_TP=4
-#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE=$DATA_DIR/aime-2024.parquet
+#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen32b_ppo_math.sh trainer.total_training_steps=20
 # Values: recipes/config/qwen32b_ppo_math.yaml. Data, several nodes, comparison: docs/recipes.md.
@@ -11,7 +11,7 @@ set -euo pipefail
 RECIPE=qwen32b_ppo_math
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B}
 TRAIN_NAME=dapo-math-17k.parquet
-VAL_NAME=aime-2024.parquet
+VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench,gsm8k-test}.parquet)
 REWARD=examples/data/math_reward.py
 NNODES=${NNODES:-4}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO on Qwen3-8B with DAPO-Math-17k, validated on AIME-2024; one node of 8 GPUs.
+# GRPO on Qwen3-8B with DAPO-Math-17k, validated on five sets of the papers; one node of 8 GPUs.
 #   MODEL_PATH=Qwen/Qwen3-8B   a name on the hub or a folder
 #   NNODES=1   GPUS_PER_NODE=8   TP=2   PP=1   SP=1 (FSDP only)   ROLLOUT_TP=1
-#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE=$DATA_DIR/aime-2024.parquet
+#   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
 #   more arguments are hydra overrides: bash recipes/run_qwen3_8b_grpo.sh trainer.total_training_steps=20
 # Values: recipes/config/qwen3_8b_grpo.yaml. Data, several nodes, comparison: docs/recipes.md.
@@ -11,7 +11,7 @@ set -euo pipefail
 RECIPE=qwen3_8b_grpo
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
 TRAIN_NAME=dapo-math-17k.parquet
-VAL_NAME=aime-2024.parquet
+VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench}.parquet)
 REWARD=examples/data/math_reward.py
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}

@@ -85,6 +85,16 @@ def compute_score(
     return {"score": 1.0 if right else float(wrong_score), "acc": float(right), "pred": normalise(answer or "")}
 
 
+def compute_dapo_score(data_source: Any, solution_str: Any, ground_truth: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's own score of DAPO's rows (``data_source`` ``"math_dapo"``, AIME among them), as DAPO has it; of other rows
+    ours, with -1 for a wrong answer: verl has none for most of them."""
+    if data_source == "math_dapo":
+        from verl.utils.reward_score import math_dapo
+
+        return math_dapo.compute_score(solution_str, ground_truth)
+    return compute_score(data_source, solution_str, ground_truth, *args, **{"wrong_score": -1.0, **kwargs})
+
+
 def extract_answer(response: str, hashes: bool = False) -> str | None:
     """The last answer given after the thought, if any; ``hashes`` counts ``#### 42`` as one."""
     tail = response.rpartition("</think>")[2][-TAIL:]

@@ -2,6 +2,7 @@
 
     python -m examples.data.prepare dapo|aime|amc|math500|minerva|olympiad|gsm8k --out DIR [--source PATH]
     python -m examples.data.prepare kk --out DIR [--puzzles 5000] [--seed 0]
+    python -m examples.data.prepare eval --out DIR [--samples 32]
 
 Without ``--source`` a data set comes from the Hugging Face hub. All files have one schema, so verl can read any of
 them together (``data.val_files=[...]``).
@@ -37,6 +38,19 @@ SCHEMA = pa.schema(
         "extra_info": pa.struct({"split": pa.string(), "index": pa.int64(), "id": pa.string(), "level": pa.int64()}),
     }
 )
+
+#: What ``eval`` makes: file name to the command that makes it, and whether its problems are so few that each is
+#: answered many times.
+EVALUATION = {
+    "aime-2024": ("aime", True),
+    "amc-2023": ("amc", True),
+    "math-500": ("math500", False),
+    "minerva": ("minerva", False),
+    "olympiad-bench": ("olympiad", False),
+    "gsm8k-test": ("gsm8k", False),
+}
+#: verl's V1 trainer draws so many samples of a row that has this column, whatever ``rollout.n`` and ``val_kwargs.n``.
+SAMPLES = "__rollout_n__"
 
 BATCH = 10_000
 HELD_OUT = 0.1
@@ -163,6 +177,31 @@ def kk(
             if len(found) < count:
                 raise DataError(f"there are only {len(found)} of {count} different {split} puzzles; allow more people")
             write(out / f"kk-{split}.parquet", (kk_row(puzzle, split, i) for i, puzzle in enumerate(found)))
+
+
+@app.command("eval")
+def evaluation(
+    out: Out,
+    samples: Annotated[int, typer.Option(help="Answers to each problem of AIME and AMC.", min=1)] = 32,
+) -> None:
+    """The evaluation sets together, in OUT/eval, with how often verl shall answer each problem. Those not in OUT yet
+    come from the hub first."""
+    for name, (command, few) in EVALUATION.items():
+        source = out / f"{name}.parquet"
+        if not source.exists():
+            try:
+                globals()[command](out=out)
+            except typer.Exit:
+                again = f"python -m examples.data.prepare {command} --out {out} --source PATH"
+                typer.echo(f"{source} is missing: {again}, then eval again", err=True)
+                raise
+        with _reporting():
+            try:
+                table = pq.read_table(source, schema=SCHEMA)
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{source} cannot be read: {error}; delete it and call eval again") from error
+            column = pa.array([samples if few else 1] * table.num_rows, pa.int64())
+            _write(out / "eval" / source.name, table.append_column(SAMPLES, column))
 
 
 def kk_row(puzzle: knights.Puzzle, split: str, index: int) -> Row:
@@ -353,7 +392,10 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     Raises:
         DataError: There are no rows, or the folder cannot be written to.
     """
-    table = pa.Table.from_pylist(list(rows), SCHEMA)
+    _write(path, pa.Table.from_pylist(list(rows), SCHEMA))
+
+
+def _write(path: Path, table: pa.Table) -> None:
     if not table.num_rows:
         raise DataError(f"{path} would have no rows: the source is empty")
     part = path.with_name(f".{path.name}.{os.getpid()}")

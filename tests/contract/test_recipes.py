@@ -45,6 +45,9 @@ EVERY = {
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.optim.clip_grad": 1.0,
     f"{ROLLOUT}.name": "vllm",
+    # for the bubble ratio from outside
+    f"{ROLLOUT}.disable_log_stats": False,
+    f"{ROLLOUT}.prometheus.enable": True,
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.top_p": 1.0,
     f"{ROLLOUT}.top_k": -1,
@@ -62,7 +65,8 @@ RECIPES = {
         "reward.reward_manager.name": "dapo",
         "reward.reward_kwargs.max_resp_len": 20480,
         "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 4096, "penalty_factor": 1.0, "log": False},
-        "reward.custom_reward_function.path": None,
+        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
+        "reward.custom_reward_function.name": "compute_dapo_score",
         f"{ACTOR}.ppo_mini_batch_size": 32,
         f"{ACTOR}.clip_ratio_low": 0.2,
         f"{ACTOR}.clip_ratio_high": 0.28,
@@ -76,7 +80,7 @@ RECIPES = {
         f"{ROLLOUT}.max_num_batched_tokens": 22528,
         f"{ROLLOUT}.enable_chunked_prefill": True,
         f"{ROLLOUT}.val_kwargs.top_p": 0.7,
-        f"{ROLLOUT}.val_kwargs.n": 32,
+        f"{ROLLOUT}.val_kwargs.n": 1,
         "trainer.nnodes": 16,
         "trainer.n_gpus_per_node": 8,
     },
@@ -112,7 +116,7 @@ RECIPES = {
         f"{ACTOR}.kl_loss_type": "low_var_kl",
         f"{ROLLOUT}.n": 8,
         f"{ROLLOUT}.tensor_model_parallel_size": 1,
-        f"{ROLLOUT}.val_kwargs.n": 32,
+        f"{ROLLOUT}.val_kwargs.n": 1,
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 8,
     },
@@ -203,7 +207,10 @@ def start(recipe, *arguments, verl_rhyme="exit 0", **variables):
         record = Path(folder, "record")
         for program, answer in (("verl-rhyme", verl_rhyme), ("python", "echo trained")):
             path = Path(folder, program)
-            path.write_text(f"#!/bin/sh\nprintf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\n")
+            # beside the run, and so not in its order
+            watches = 'case "$2" in *.observe) echo "watched $3"; exit;; esac'
+            told = f"printf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\n"
+            path.write_text(f"#!/bin/sh\n{watches}\n{told}")
             with path.open("a") as file:
                 file.write(f"printf '\\n' >> {record}\n{answer}\n")
             path.chmod(0o755)
@@ -442,6 +449,48 @@ def test_dapo_penalises_overlong_responses(tokens, expected):
     assert result["reward_extra_info"]["acc"] is False  # what filter_groups reads
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_validates_on_the_papers_sets(recipe):
+    from examples.data.prepare import EVALUATION
+
+    files = composed(recipe, "off", "megatron").data.val_files
+    if recipe == "llama8b_logic":
+        assert files == str(ROOT / "data" / "kk-test.parquet")
+        return
+    sets = [name for name in EVALUATION if name != "gsm8k-test" or recipe == "qwen32b_ppo_math"]
+    assert list(files) == [str(ROOT / "data" / "eval" / f"{name}.parquet") for name in sets]
+
+
+def test_a_row_says_how_many_samples_validation_draws(tmp_path):
+    """Of files of ``prepare eval``, through verl's data set and collation, as its validation reads it."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    from typer.testing import CliRunner
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+
+    from examples.data import prepare
+
+    for name in prepare.EVALUATION:
+        rows = [prepare.make_row(name, f"{name} {i}?", i, "test", i) for i in range(2)]
+        prepare.write(tmp_path / f"{name}.parquet", rows)
+    assert CliRunner().invoke(prepare.app, ["eval", "--out", str(tmp_path), "--samples", "4"]).exit_code == 0
+    config = OmegaConf.create({"cache_dir": str(tmp_path / "cache"), "filter_overlong_prompts": False})
+    files = [str(tmp_path / "eval" / f"{name}.parquet") for name in prepare.EVALUATION]
+    data = RLHFDataset(files, SimpleNamespace(), config)
+    batch = collate_fn([data[i] for i in range(len(data))])
+    batch["uid"] = np.array([str(i) for i in range(len(data))], dtype=object)
+    column = tu.get_tensordict(batch)[prepare.SAMPLES]
+    counts = dict(zip(zip(batch["data_source"], batch["uid"], strict=True), map(int, column), strict=True))
+    assert all(list(range(int(count))) == list(range(n)) for count, n in zip(column, counts.values(), strict=True))
+    drawn = [key for key, n in counts.items() for _ in range(n)]
+    told = process_validation_metrics([k[0] for k in drawn], [k[1] for k in drawn], {"acc": [1.0] * len(drawn)})
+    for name, (_, few) in prepare.EVALUATION.items():
+        assert told[name]["acc"][f"mean@{4 if few else 1}"] == 1.0
+
+
 def leaves(tree, prefix=""):
     for key, item in tree.items():
         if isinstance(item, dict) and item:
@@ -665,6 +714,16 @@ class TestScript:
         assert result.stderr.startswith(f"{recipe}: RHYME=histospec: drafts from earlier responses")
         assert "or RHYME=sorted     the sorted pipeline" in result.stderr
         assert "timing_s/gen" in result.stdout.splitlines()[-1]
+
+    def test_a_run_is_watched_from_outside_if_wanted(self, recipe, tmp_path):
+        for watch in ("1", "0"):
+            result, calls = start(recipe, OBSERVE=watch, RUN_DIR=str(tmp_path))
+            config = config_of(calls[-1][3:]).actor_rollout_ref.rollout
+            assert config.prometheus.enable == (not config.disable_log_stats) == (watch == "1")
+            assert (config.prometheus.file == str(tmp_path / "servers.yml")) == (watch == "1")
+            assert (f"watched {tmp_path}" in result.stdout) == (watch == "1")
+        failed, _ = start(recipe, OBSERVE="yes")
+        assert (failed.returncode, "OBSERVE=yes is unknown; use 0 or 1" in failed.stderr) == (2, True)
 
     def test_a_failed_check_stops_it(self, recipe):
         result, calls = start(recipe, verl_rhyme="exit 1")

@@ -172,6 +172,38 @@ def test_evaluation_sets_are_graded_by_the_reward(prepared):
             assert scored["acc"] == acc, (truth, answer)
 
 
+def test_the_evaluation_sets_together_say_how_often_each_problem_is_answered(prepared, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    out.mkdir()
+    for name in prepare.EVALUATION:
+        (out / f"{name}.parquet").symlink_to(prepared / f"{name}.parquet")
+    done("eval", "--out", out)
+    for name, (_, few) in prepare.EVALUATION.items():
+        table = pq.read_table(out / "eval" / f"{name}.parquet")
+        assert set(table[prepare.SAMPLES].to_pylist()) == {32 if few else 1}
+        assert table.drop_columns(prepare.SAMPLES).to_pylist() == rows_of(prepared / f"{name}.parquet")
+    done("eval", "--out", out, "--samples", 2)
+    assert pq.read_table(out / "eval" / "aime-2024.parquet")[prepare.SAMPLES].to_pylist() == [2] * 30
+
+    def no_hub(*_):
+        raise prepare.DataError("no network")
+
+    monkeypatch.setattr(prepare, "_read_hub", no_hub)
+    (out / "minerva.parquet").unlink()
+    said = failed("eval", "--out", out)
+    assert f"minerva.parquet is missing: python -m examples.data.prepare minerva --out {out} --source PATH" in said
+    (out / "minerva.parquet").write_text("torn")
+    assert "minerva.parquet cannot be read" in failed("eval", "--out", out)
+
+
+def test_dapos_rows_are_scored_as_verl_does_and_others_with_minus_one_for_wrong():
+    score = math_reward.compute_dapo_score
+    assert score("math_dapo", "Answer: 42", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert score("math_dapo", "Answer: 0.5", "\\frac{1}{2}")["score"] == -1.0  # verl's compares text
+    assert score("math-ai/amc23", "Answer: 0.5", "\\frac{1}{2}")["score"] == 1.0
+    assert score("math-ai/amc23", "\\boxed{41}", "42")["score"] == -1.0
+
+
 def test_puzzles_are_held_out_have_one_solution_and_follow_the_seed(prepared, tmp_path):
     splits = {split: rows_of(prepared / f"kk-{split}.parquet") for split in ("train", "test")}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 54, "test": 6}

@@ -176,6 +176,8 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["data.train_files=/nowhere/dapo-math-17k.parquet"], "data.train_files", "prepare dapo --out /nowhere"),
         (["data.val_files=/nowhere/gsm8k-test.parquet"], "data.val_files", "prepare gsm8k --out /nowhere"),
         (["data.val_files=/nowhere/x.parquet"], "data.val_files", "make or download"),
+        (["data.val_files=/nowhere/olympiad-bench.parquet"], "data.val_files", "prepare olympiad --out /nowhere"),
+        (["data.val_files=[/nowhere/eval/minerva.parquet]"], "data.val_files", "prepare eval --out /nowhere"),
         (["data.prompt_key=question"], "data.train_files", "no column 'question'"),
         (["actor_rollout_ref.model.path=/nowhere"], "model", "no such folder"),
         (["reward.custom_reward_function.path=/nowhere.py"], "reward function", "no file"),

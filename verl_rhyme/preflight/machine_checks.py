@@ -33,6 +33,9 @@ PREPARED = {
     r"aime-2024": "aime",
     r"math-500": "math500",
     r"gsm8k-.+": "gsm8k",
+    r"amc-2023": "amc",
+    r"minerva": "minerva",
+    r"olympiad-bench": "olympiad",
     r"kk-.+": "kk",
 }
 
@@ -74,6 +77,8 @@ def _dataset(name: str, file: str, column: str) -> Check:
 
 
 def _prepare(path: Path) -> str:
+    if path.parent.name == "eval":  # the sets together, with how often each problem is answered
+        return f"python -m examples.data.prepare eval --out {path.parent.parent}"
     for pattern, argument in PREPARED.items():
         if re.fullmatch(pattern, path.stem):
             return f"python -m examples.data.prepare {argument} --out {path.parent}"

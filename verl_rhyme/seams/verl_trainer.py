@@ -34,6 +34,11 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self)",
         contains=("self._init_tokenizer()", "self._load_checkpoint()"),
     ),
+    Seam(
+        f"{_TRAINER}:PPOTrainer._validate",
+        "recipes: evaluation sets say how many samples are drawn of each problem",
+        contains=('"__rollout_n__", [self.config.actor_rollout_ref.rollout.val_kwargs.n] * batch_size',),
+    ),
     Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
     Seam(f"{_TRAINER}:PPOTrainer.get_llm_client", "prompt keys on requests", signature="(self)"),
     Seam(

@@ -134,6 +134,8 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "history_hit_rate": None,
         "useful_tokens_per_s": 200.0,
         "bubble_ratio": None,
+        "bubble_ratio_sampled": None,
+        "bubble_ratio_sampled_unknown": "2 of 2 steps: nobody watched it",
         "staleness_max": 0,
         "discarded_tokens": None,
         "reverified_tokens": None,

@@ -333,16 +333,13 @@ def test_slots_are_those_that_the_run_can_fill(tmp_path, changes, slots, runs_on
 
 def test_the_process_ends_when_told_and_when_its_parent_does(tmp_path):
     command = [sys.executable, "-m", "verl_rhyme.observability.observe", str(tmp_path)]
-    process = subprocess.Popen(command)
-    time.sleep(3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
-    shell = subprocess.Popen(
-        ["bash", "-c", f"{' '.join(command)} & echo $!; sleep 3"], stdout=subprocess.PIPE, text=True
-    )
-    watcher = int(shell.stdout.readline())
-    shell.wait(30)
+    with subprocess.Popen(command) as process:
+        time.sleep(3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    script = f"{' '.join(command)} > /dev/null & echo $!; sleep 3"
+    watcher = int(subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout)
     deadline = time.monotonic() + 20
     while Path(f"/proc/{watcher}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
