@@ -179,13 +179,17 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    bubble, sampled = cell(row["bubble_ratio"], ".0%"), row["bubble_ratio_sampled"]
+    if bubble == "-" and sampled is not None:
+        bubble = f"~{sampled:.0%}"  # from outside
     return [
         cell(row["reward_mean"], ".3f"),
         cell(row["rollout_s"], ".1f"),
         cell(row["tokens"], ",").replace(",", " "),
         cell(tokens_per_s(row), ".0f"),
         cell(row["accept_length"], ".2f"),
-        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate", "bubble_ratio")),
+        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
+        bubble,
     ]
 
 

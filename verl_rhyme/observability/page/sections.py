@@ -26,6 +26,7 @@ _TABLE = (
     ("tokens", "response tokens", ",d"),
     ("useful_tokens_per_s", "useful tokens/s", ".0f"),
     ("bubble_ratio", "bubble ratio", ".1%"),
+    ("bubble_ratio_sampled", "bubble ratio from outside", ".1%"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
     ("similarity", "similarity", ".0%"),
