@@ -40,6 +40,7 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
         rollouts that no validation came before, weighted by their seconds, as the run tells and as it was seen from
         outside, which tells of stock verl, too; ``wasted``: tokens made and not trained, over those trained;
         ``staleness_max``: policy versions; ``held_out``: ``[samples, seconds, accuracy, score]`` of each validation;
+        ``rewards``: ``[samples, seconds, mean reward]`` of each epoch's training, in which each prompt is trained once;
         ``points``: mean response length and tokens per second of rollout, by step; ``validating_s``: seconds that were
         added because engines generated for training while the trainer validated.
     """
@@ -56,7 +57,8 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
     if len(rows) > 1:  # in the first everything is warmed up
         seconds[0] = np.median(seconds[1:])
     ends = np.cumsum(seconds)
-    first = min(epoch // samples, len(rows) - 1)
+    size = epoch // samples
+    first = min(size, len(rows) - 1)
     warm = rows[first:]
     tokens = column(metrics.RESPONSE_LENGTH_MEAN, warm) * samples
     gen = column(metrics.GEN_S, warm) + added[first:]
@@ -86,6 +88,14 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
         "acceptance_length": short(_acceptance(warm)),
         "validating_s": short(float(np.sum(added))),
         "held_out": held_out,
+        "rewards": [
+            [
+                (stop + 1) * samples,
+                short(ends[stop]),
+                short(column(metrics.REWARD_MEAN, rows[stop + 1 - size : stop + 1]).mean()),
+            ]
+            for stop in range(size - 1, len(rows), size)
+        ],
         "points": [[short(a), short(b)] for a, b in zip(tokens / samples, tokens / gen, strict=True)],
     }
 
@@ -125,7 +135,7 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         merged["matched"] = [
             short(match(_points(run), _points(stock[run["seed"]]), 1).ratio) for run in runs if run["seed"] in stock
         ]
-        merged["held_out"] = _curve(runs)
+        merged["held_out"], merged["rewards"] = _curve(runs, "held_out"), _curve(runs, "rewards")
         merged["to_accuracy"] = {
             str(wanted): [reached(run["held_out"], wanted) for run in runs] for wanted in ACCURACIES
         }
@@ -143,16 +153,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{setting}:\n"
         yield (
             "| arm | runs | bubble | trained tokens/s (least-greatest) | at equal lengths, over `sync` | s an update | "
-            "length | wasted | staleness | held-out accuracy, by samples |"
+            "length | wasted | staleness | held-out accuracy, by samples | training reward, by samples |"
         )
-        yield "|" + "---|" * 10
+        yield "|" + "---|" * 11
         for row in rows:
             if row["setting"] != setting:
                 continue
             low, high = row["tokens_per_s_range"]
-            curve = ", ".join(
-                f"{count}: {mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-                for count, _, mean, error in row["held_out"]
+            held_out, rewards = (
+                ", ".join(
+                    f"{count}: {mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+                    for count, _, mean, error in row[name]
+                )
+                for name in ("held_out", "rewards")
             )
             told = [row["bubble_ratio_sampled"], row["bubble_ratio"]]
             bubble = next((f"{ratio:.0%}" for ratio in told if ratio is not None), "-")
@@ -160,14 +173,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield (
                 f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_s']:.0f} ({low:.0f}-{high:.0f}) | "
                 f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['update_s']:.1f} | "
-                f"{row['response_length']:.0f} | {row['wasted']:.0%} | {row['staleness_max'] or 0:.0f} | {curve} |"
+                f"{row['response_length']:.0f} | {row['wasted']:.0%} | {row['staleness_max'] or 0:.0f} | "
+                f"{held_out} | {rewards} |"
             )
         yield ""
 
 
-def _curve(runs: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
-    """``[samples, seconds, accuracy, its standard error]`` of what every run validated."""
-    counts = [{row[0]: row for row in run["held_out"]} for run in runs]
+def _curve(runs: Sequence[Mapping[str, Any]], name: str) -> list[list[float | None]]:
+    """``[samples, seconds, accuracy or reward, its standard error]`` of what every run has."""
+    counts = [{row[0]: row for row in run[name]} for run in runs]
     found = []
     for count in sorted(set.intersection(*(set(of) for of in counts))):
         values = np.array([of[count][1:3] for of in counts], dtype=float)

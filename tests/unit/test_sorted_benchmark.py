@@ -118,6 +118,7 @@ def test_a_row_is_of_the_second_epoch_and_its_seconds_leave_validation_out(tmp_p
     assert row["bubble_ratio"] == 0.2  # what follows a validation shares the engine with it
     assert row["wasted"] == pytest.approx(20 / (150 * 64), rel=1e-3)
     assert row["held_out"] == [[128, 22.0, 0.1, 0.75], [256, 54.0, 0.3, 0.75]]  # the first step counts as a median one
+    assert row["rewards"] == [[128, 22.0, 0.5], [256, 54.0, 0.5]]
     assert row["bubble_ratio_sampled"] is None
     (folder / "sampled.jsonl").write_text(json.dumps({"step": 4, "data": {measures.SAMPLED: 0.25}}) + "\n")
     assert measures.measure(folder, 64, 128)["bubble_ratio_sampled"] == 0.25
