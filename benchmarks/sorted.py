@@ -32,14 +32,16 @@ from benchmarks import sorted_measures, tiny_run
 from benchmarks.machine import commit, describe
 from benchmarks.real_run import Cell, Kept
 from benchmarks.tiny_run import RHYME, ROLLOUT
+from examples.tiny_world.untie import untie
 
 PROMPTS, BATCH, SAMPLES, SLOTS, LOAD, EPOCHS = 64, 8, 8, 16, 4, 2
 #: Responses to each of 64 held-out puzzles.
 HELD_OUT = 2
 STEADY_MS = 12.0
+MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 
-#: Of each its estimator of advantages and the engine that trains: verl's FSDP critic needs flash-attn, which a CPU has
-#: not.
+#: Of each its estimator of advantages and the engine that trains. verl's FSDP critic needs flash-attn, which a CPU has
+#: not, and its Megatron critic a model whose embeddings are not tied.
 ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "fsdp"), "ppo": ("gae", "megatron")}
 SETTINGS = {f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS}
 
@@ -136,9 +138,20 @@ def train(cell: Cell, out: Path, quick: bool = False) -> None:
     regime, algorithm = SETTINGS[cell.setting]
     settings = {"EPOCHS": str(epochs), "PROMPTS": str(prompts), "SEED": str(cell.seed)}
     settings["ENGINE"] = ALGORITHMS[algorithm][1]
+    if settings["ENGINE"] == "megatron":
+        settings["MODEL"] = str(_untied(out))
     steady = STEADY_MS if regime == "steady" else None
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
     tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=900)
+
+
+def _untied(out: Path) -> Path:
+    """The tiny world's model with an output embedding of its own."""
+    model = out.absolute() / "qwen2_untied"
+    if not model.exists():
+        model.parent.mkdir(parents=True, exist_ok=True)
+        untie(MODEL, model)
+    return model
 
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
