@@ -23,7 +23,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     """What weighs responses by the company in which they are trained, and what to set instead. None of it is refused:
-    SortedRL itself trains so.
+    ``token-mean`` is verl's default.
 
     Args:
         config: verl's whole config; ``data``, ``trainer.v1`` and the actor's are read.
@@ -43,7 +43,7 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.harvest=shortest: each update is divided by "
             "its own tokens, and an update has what is finished first: a token of a short response weighs more than in "
             "a batch as it was loaded",
-            f"leave it, as SortedRL does, or set {by_horizon}, {by_response}, or {CONFIG_PATH}.sorting.harvest=loaded",
+            f"leave it (it is verl's default), or set {by_horizon}, {by_response}, or {CONFIG_PATH}.sorting.harvest=loaded",
         )
     if average == "token-mean" and several and sorting.order:
         yield Refusal(
