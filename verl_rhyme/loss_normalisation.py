@@ -43,7 +43,7 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.harvest=shortest: each update is divided by "
             "its own tokens, and an update has what is finished first: a token of a short response weighs more than in "
             "a batch as it was loaded",
-            f"leave it (it is verl's default), or set {by_horizon}, {by_response}, or {CONFIG_PATH}.sorting.harvest=loaded",
+            f"leave it (verl's default), or set {by_horizon}, {by_response}, or {CONFIG_PATH}.sorting.harvest=loaded",
         )
     if average == "token-mean" and several and sorting.order:
         yield Refusal(
