@@ -52,7 +52,7 @@ def _of_its_actor(loop: asyncio.AbstractEventLoop, work: Any, **about: Any) -> a
 class _Timed(Coroutine[Any, Any, Any]):
     """A coroutine whose slices are timed."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], owner: Actor) -> None:
+    def __init__(self, work: Any, owner: Actor) -> None:
         self._work, self._slices = work, owner.slices[work.__qualname__]
 
     def send(self, value: Any) -> Any:
