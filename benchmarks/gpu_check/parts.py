@@ -88,7 +88,7 @@ PARTS: tuple[Part, ...] = (
         300,
         "planning threads' default, and whether planning must leave the critical path: over 4 us a row, or 1 ms a step "
         "of 256 rows, yes",
-        needs=("numba", "lmdb", "typer", "benchmarks.real_sizes.planning"),
+        needs=("numba", "lmdb", "msgpack", "typer", "benchmarks.real_sizes.planning"),
     ),
     Part(
         "asynchronous",
