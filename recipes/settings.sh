@@ -111,6 +111,7 @@ observable() { # observable RUN_DIR: OBSERVE, and hydra's overrides OBSERVE_ARGS
   OBSERVE=${OBSERVE:-1} OBSERVE_ARGS=()
   one_of OBSERVE 0 1
   local tree=actor_rollout_ref.rollout
+  # shellcheck disable=SC2034  # the scripts read it
   [ "$OBSERVE" = 0 ] || OBSERVE_ARGS=(
     "$tree.disable_log_stats=false" "$tree.prometheus.enable=true" "$tree.prometheus.file=$1/servers.yml"
   )
