@@ -429,7 +429,7 @@ APART = [
 def test_sorted_on_a_pool_of_its_own(world, mode):
     """Two mini-batches an update: verl's separate_async asks for one a weight sync, ours does not."""
     found = preflight(world[1:], *APART, f"{R}.custom.rhyme.sorting.mode={mode}")
-    assert not complaints(found)
+    assert {*complaints(found)} == {("loss", "warn")}  # of token-mean
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
     told = {check.name: check.detail for check in found.checks}
