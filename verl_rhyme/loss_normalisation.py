@@ -31,9 +31,11 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     """
     if rhyme is None or rhyme.sorting.mode is None:
         return
-    actor, sorting = config.actor_rollout_ref.actor, rhyme.sorting
-    average, batch, mini_batch = str(actor.loss_agg_mode), config.data.train_batch_size, actor.ppo_mini_batch_size
-    several = int(mini_batch) < int(batch)
+    keys = (f"{_ACTOR}.loss_agg_mode", "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+    average, batch, mini_batch = (OmegaConf.select(config, key) for key in keys)
+    if None in (average, batch, mini_batch):  # no whole config: verl has its say
+        return
+    sorting, several = rhyme.sorting, int(mini_batch) < int(batch)
     chosen = _chosen_by_length(rhyme, str(config.trainer.v1.trainer_mode))
     horizon = f"{_ACTOR}.loss_scale_factor={config.data.max_response_length}"
     by_horizon = f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm with {horizon} (tokens weigh the same everywhere)"
@@ -51,8 +53,8 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             f"{mini_batch} of {batch} prompts: each of them is divided by its own tokens, and they differ in length",
             f"drop sorting.order, set {_ACTOR}.ppo_mini_batch_size={batch}, {by_horizon} or {by_response}",
         )
-    unbiased = average == "seq-mean-token-sum-norm" and OmegaConf.select(actor, "loss_scale_factor") is not None
-    if average == "seq-mean-token-sum-norm" and not unbiased and (chosen or sorting.order != 0):
+    fixed = OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is not None
+    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or sorting.order != 0):
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: each micro-batch is "
             "divided by its longest response, and sorted ones differ in that",
