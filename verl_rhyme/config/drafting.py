@@ -110,6 +110,11 @@ class DraftingConfig:
         weigh_cost: Adaptive: draft only what pays, by the cost of a step as measured while running.
         tail_weight: Adaptive: what a draft token is worth, at most, of the request predicted to finish last, where one
             of the mean request is worth 1; 1 weighs all alike.
+        plan_threads: Adaptive: threads that plan a batch's drafts, at most as many as the cores that an engine's worker
+            may use; ``None``: half of those, 4 at most. The drafts are the same with any number.
+        wait_for_history: Read a prompt's history when its first request starts, while the engine waits. Otherwise
+            another thread does, and the request drafts from what else there is until its history is there; what is
+            drafted, never what is generated, then depends on time.
         live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 20 bytes each at the
             default and 28 at most.
         reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
@@ -124,6 +129,8 @@ class DraftingConfig:
     floor: float = 0.05
     weigh_cost: bool = True
     tail_weight: float = 2.0
+    plan_threads: int | None = None
+    wait_for_history: bool = False
     live_tokens: int = 1 << 22
     reward_weight: float = 1.0
     match: MatchConfig = field(default_factory=MatchConfig)
@@ -141,6 +148,12 @@ class DraftingConfig:
             "drafting.max_batch_tokens",
             self.max_batch_tokens,
             "null or at least 0",
+        )
+        require(
+            self.plan_threads is None or self.plan_threads >= 1,
+            "drafting.plan_threads",
+            self.plan_threads,
+            "null or at least 1",
         )
         require(self.logits_memory >= 1 << 20, "drafting.logits_memory", self.logits_memory, "at least 1 MiB")
         require(self.policy in DRAFTERS, "drafting.policy", self.policy, " or ".join(DRAFTERS))

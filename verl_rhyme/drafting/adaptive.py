@@ -9,40 +9,52 @@ budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.budg
 A request that generates an interrupted response anew has that response's text (:mod:`~verl_rhyme.drafting.regrowth`),
 which is drafted instead wherever it promises as many tokens.
 
-A state machine, no clock, no thread; all rows of a step are served by one call of compiled code.
+A state machine, no clock; all rows of a step are served by a few calls of compiled code. What a step sampled is taken
+in row after row, then all rows are planned, by as many threads as it is handed, with the same drafts for any number. A
+history may arrive while its requests run; until then they draft from the other sources.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import SlotArrays
-from verl_rhyme.drafting.budget import grant, tail_weights
+from verl_rhyme.drafting.budget import grant, least, tail_weights
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
-from verl_rhyme.drafting.histories import Histories
+from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
 from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
+from verl_rhyme.drafting.threads import OneThread, Threads
+from verl_rhyme.history import suffix_index
 from verl_rhyme.history.record import PromptHistory
 from verl_rhyme.lengths.earlier import EarlierLengths
 
 #: After so many steps in a row whose plans did not pay, plans are made only every so many steps: planning costs, too.
 #: Not those from a previous text, which cost next to nothing.
 REST_AFTER, REST_EVERY = 32, 16
+#: A thread plans at least so many rows: waking one costs as much as planning some.
+ROWS_A_THREAD = 32
+#: Prompts of which is known how new their history was when it last arrived.
+_MAX_NEWEST = 1 << 17
+#: Where not all rows can be planned: how much a step without a plan counts, beside how the last ones fared (-1 to 1).
+_WAITING = 0.01
 
 
 @dataclass(slots=True)
 class _Request:
     key: bytes
     slot: int
-    history_hit: bool
+    history_hit: bool = False
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
@@ -53,33 +65,40 @@ class AdaptiveDrafter:
 
     Args:
         config: The drafting tree.
-        lookup: A prompt's history by its key, or ``None``; called when the first of a prompt's requests starts.
+        histories: Where they come from; a function gives a prompt's history by its key, or ``None``.
         slots: Requests that run at a time; more may, at the price of a copy.
         vocabulary: Token ids that may be drafted are below it.
+        threads: What plans the rows.
     """
 
     def __init__(
         self,
         config: DraftingConfig,
-        lookup: Callable[[bytes], PromptHistory | None],
+        histories: Source | Get,
         slots: int = 256,
         vocabulary: int = 1 << 31,
+        threads: Threads | None = None,
     ):
-        self._config, self._shared, self._vocabulary = config, Histories(lookup), min(vocabulary, (1 << 31) - 1)
+        self._config, self._shared, self._vocabulary = config, Histories(histories), min(vocabulary, (1 << 31) - 1)
+        self._threads = threads or OneThread()
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
         self._earlier = EarlierLengths(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
         self._model = confidence.prior()
-        self._scratch = kernels.scratch(config.max_tokens)
+        self._scratch = [kernels.scratch(config.max_tokens) for _ in range(self._threads.count)]
+        self._planned_at = np.zeros(max(1, slots), dtype=np.int64)  # the step at which each slot was last planned
         #: What a step costs.
         self.cost = StepCost()
         self._steps = 0
         self._refused = 0  # steps in a row whose plans did not pay
         self._free = list(range(max(1, slots)))[::-1]
         self._requests: dict[str, _Request] = {}
+        self._of_prompt: dict[bytes, set[int]] = {}  # slots of its live requests
+        self._live_of: dict[int, _Request] = {}  # by slot
         self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
+        self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
         self._last: tuple[np.ndarray, np.ndarray] = np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
 
@@ -91,58 +110,63 @@ class AdaptiveDrafter:
         """Begin a request; starting it again (after a resume, say) begins it anew."""
         self._forget(request)
         history = self._shared.take(key)
-        # Texts that the history has by now are no siblings any more: the group's number changes with it.
-        newest = int(history.step.max()) if history is not None and len(history) else -1
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._requests[request] = _Request(key, slot, history is not None)
+        self._requests[request] = self._live_of[slot] = _Request(key, slot)
+        self._of_prompt.setdefault(key, set()).add(slot)
         slots = self._slots
         slots.length[slot] = slots.planned[slot] = slots.candidates[slot] = 0
         slots.planned_at[slot] = -1
         slots.recent[slot] = 0.0
         slots.block[slot] = -1
         slots.owner[slot] = self._texts
-        slots.group[slot] = zlib.crc32(key, newest & 0xFFFFFFFF)
         self._texts += 1
-        self._attach(slot, history)
+        self._began[slot] = -1
+        self._planned_at[slot] = self._steps
+        if history is PENDING:
+            self._attach(slot, None)
+            slots.group[slot] = zlib.crc32(key, self._newest.get(key, -1) & 0xFFFFFFFF)
+        else:
+            self._draw_on(history, key, [slot])
         self._regrowth.start(slot, previous)
+
+    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.arrived`."""
+        if not self._shared.arrive(key, history):
+            return False
+        self._draw_on(history, key, self._of_prompt[key])
+        return history is not None
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         rows = len(done.requests)
         if done.seconds is not None:
             self.cost.observe(rows, sum(done.drafted), done.seconds)
-        ids = np.empty(rows, dtype=np.int32)
-        for i, request in enumerate(done.requests):
-            live = self._requests[request]
-            ids[i] = live.slot
-            if done.drafted[i]:
-                live.drafted += done.drafted[i]
+        lives = [self._requests[request] for request in done.requests]
+        for i, drafted in enumerate(done.drafted):
+            if drafted:
+                live = lives[i]
+                live.drafted += drafted
                 live.accepted += done.accepted[i]
                 live.verify_steps += 1
+        ids = np.fromiter((live.slot for live in lives), dtype=np.int32, count=rows)
         self._steps += 1
-        rests = self._refused >= REST_AFTER and self._steps % REST_EVERY
-        limits = np.asarray(done.limits if done.budget > 0 else np.zeros(rows), dtype=np.int64)
+        row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
+        kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
+        weigh, weights = self._config.weigh_cost and self.cost.ready, self._weights(ids, lengths)
+        explores = weigh and self._steps % EXPLORE_EVERY == 0
+        budget = max(0, done.budget)
+        limits = np.minimum(done.limits, budget).astype(np.int64)
         longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
         draft = np.empty((rows, longest), dtype=np.int32)
-        reach = np.zeros((rows, longest))
-        row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
-        planned = kernels.step(
-            self._live.arrays,
-            self._slots,
-            self._model,
-            self._scratch,
-            ids,
-            row,
-            done.tokens,
-            lengths,
-            np.zeros_like(limits) if rests else limits,
-            self._config.floor,
-            self._vocabulary,
-            draft,
-            reach,
-        )
+        reach, planned = np.zeros((rows, longest)), np.zeros(rows, dtype=np.int64)
+        if not (self._refused >= REST_AFTER and self._steps % REST_EVERY):
+            floors = np.full(rows, self._config.floor)
+            if weigh and not explores:
+                np.maximum(floors, least(self.cost.coefficients, rows) / weights, out=floors)
+            self._plan(ids, row, done.tokens, lengths, self._within(budget, ids, limits), floors, draft, reach, planned)
+        promising = reach[:, 0] >= self._config.floor
         regrown = self._regrowth.plan(
             ids,
             row,
@@ -156,18 +180,41 @@ class AdaptiveDrafter:
             reach,
             planned,
         )
-        weigh, weights = self._config.weigh_cost and self.cost.ready, self._weights(ids, done.lengths)
-        granted = grant(reach, planned, done.budget, self.cost.coefficients if weigh else None, weights)
-        if weigh and self._steps % EXPLORE_EVERY == 0:
-            weigh = False
+        granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None, weights)
+        if explores:
             # Of several sizes: what drafting costs at all is then told from what a token costs.
             more = max(rows, self._config.max_tokens) >> self._steps // EXPLORE_EVERY % 3
-            granted = grant(reach, planned, min(done.budget, int(granted.sum()) + more), None, weights)
-        found = ~regrown
-        if weigh and planned[found].any():
-            self._refused = 0 if granted[found].any() else self._refused + 1
+            granted = grant(reach, planned, min(budget, int(granted.sum()) + more), None, weights)
+        elif weigh and promising[~regrown].any():
+            self._refused = 0 if granted[~regrown].any() else self._refused + 1
         self._last = reach, granted
-        return [row[:k] for row, k in zip(draft.tolist(), granted.tolist(), strict=True)]
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        for i in np.flatnonzero(granted).tolist():
+            drafts[i] = draft[i, : granted[i]].tolist()
+        return drafts
+
+    def _plan(self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
+        """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
+        parts = max(1, min(self._threads.count, len(ids) // ROWS_A_THREAD))
+        ends = [len(ids) * part // parts for part in range(parts + 1)]
+        state = self._live.arrays, self._slots, self._model
+        batch = ids, rows, tokens, lengths, limits, floors, self._vocabulary, draft, reach, planned
+        self._threads.run(
+            [partial(kernels.plan, *state, self._scratch[i], *batch, (ends[i], ends[i + 1])) for i in range(parts)]
+        )
+
+    def _within(self, budget: int, ids: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Limits that have no more rows planned than could be granted a token.
+
+        Those whose first tokens were accepted lately, and those that have long not been planned.
+        """
+        if (limits > 0).sum() > budget:
+            worth = self._slots.recent[ids] + _WAITING * (self._steps - self._planned_at[ids])
+            worth[limits <= 0] = -np.inf
+            limits = limits.copy()
+            limits[np.argsort(-worth, kind="stable")[budget:]] = 0
+        self._planned_at[ids[limits > 0]] = self._steps
+        return limits
 
     @property
     def reach(self) -> list[np.ndarray]:
@@ -188,18 +235,40 @@ class AdaptiveDrafter:
         began[ids] = np.where(began[ids] < 0, lengths, began[ids])
         return tail_weights(self._earlier.remaining(ids, lengths - began[ids]), self._config.tail_weight)
 
+    def _draw_on(self, history: PromptHistory | None, key: bytes, slots: Iterable[int]) -> None:
+        """Requests of a prompt draft from its history from now on."""
+        # Texts that the history has by now are no siblings any more: the group's number changes with it.
+        newest = int(history.step.max()) if history is not None and len(history) else -1
+        self._newest[key] = newest
+        self._newest.move_to_end(key)
+        if len(self._newest) > _MAX_NEWEST:
+            self._newest.popitem(last=False)
+        group = zlib.crc32(key, newest & 0xFFFFFFFF)
+        state = self._slots
+        for slot in slots:
+            self._live_of[slot].history_hit = history is not None
+            self._attach(slot, history)
+            if state.block[slot] >= 0 and state.group[slot] != group:
+                self._live.discard(int(state.block[slot]))
+                state.block[slot], state.length[slot] = -1, 0  # the next step takes all of it in again
+            state.group[slot] = group
+
     def _attach(self, slot: int, history: PromptHistory | None) -> None:
+        """Show the compiled code a history, or that there is none.
+
+        It reads by address. What lies there is held here, and let go only by this very thread, between two steps: no
+        planning thread outlives the step that woke it (:class:`~verl_rhyme.drafting.threads.Threads`).
+        """
         slots = self._slots
-        self._histories.pop(slot, None)
         slots.history_size[slot] = 0
-        self._began[slot] = -1
+        self._histories.pop(slot, None)
         if history is None or not len(history.suffixes):
             self._earlier.set(slot, ())
             return
-        arrays = (history.tokens, history.suffixes, history.confidence)
-        self._histories[slot] = arrays  # their addresses are valid as long as this holds them
-        slots.history[slot] = [array.ctypes.data for array in arrays]
-        slots.history_size[slot] = len(history.tokens), len(history.suffixes)
+        arrays = history.tokens, history.suffixes, history.confidence, history.first_tokens
+        self._histories[slot] = arrays
+        slots.history[slot] = [array.__array_interface__["data"][0] for array in arrays]
+        slots.history_size[slot] = len(history.tokens), len(history.suffixes), len(history.first_tokens)
         self._earlier.set(slot, history.lengths)
 
     def _forget(self, request: str) -> None:
@@ -208,6 +277,10 @@ class AdaptiveDrafter:
             return
         self._live.close(int(self._slots.block[live.slot]))
         self._attach(live.slot, None)
+        del self._live_of[live.slot]
+        self._of_prompt[live.key].discard(live.slot)
+        if not self._of_prompt[live.key]:
+            del self._of_prompt[live.key]
         self._regrowth.stop(live.slot)
         self._free.append(live.slot)
         self._shared.give_back(live.key)
@@ -219,6 +292,7 @@ class AdaptiveDrafter:
         for new_array, old_array in zip(self._slots, old, strict=True):
             new_array[:count] = old_array
         self._began = np.concatenate([self._began, np.full(count, -1, dtype=np.int64)])
+        self._planned_at = np.concatenate([self._planned_at, np.zeros(count, dtype=np.int64)])
         self._earlier.grow()
         self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]
@@ -230,8 +304,8 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         block=np.full(slots, -1, dtype=np.int32),
         owner=np.zeros(slots, dtype=np.int64),
         group=np.zeros(slots, dtype=np.int64),
-        history=np.zeros((slots, 3), dtype=np.int64),
-        history_size=np.zeros((slots, 2), dtype=np.int64),
+        history=np.zeros((slots, 4), dtype=np.int64),
+        history_size=np.zeros((slots, 3), dtype=np.int64),
         recent=np.zeros(slots),
         planned=np.zeros(slots, dtype=np.int32),
         planned_at=np.full(slots, -1, dtype=np.int64),
@@ -247,6 +321,7 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
 
 def warm() -> None:
     """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
+    suffix_index.warm()
     drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 10), lambda key: None, slots=1)
     drafter.start("", b"", np.array([2, 1], dtype=np.int32))
     tokens = np.array([[1, 2, 1, 2, 1, 2]], dtype=np.int32)

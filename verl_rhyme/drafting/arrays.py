@@ -34,8 +34,9 @@ class SlotArrays(NamedTuple):
     block: np.ndarray  # int32[slots], where its text ends, or -1
     owner: np.ndarray  # int64[slots], number of its text
     group: np.ndarray  # int64[slots]
-    history: np.ndarray  # int64[slots, 3], addresses of text, suffix array and confidence of its prompt's history
-    history_size: np.ndarray  # int64[slots, 2], entries of the text and of the suffix array
+    # Addresses of text, suffix array, confidence and table of first tokens of its prompt's history.
+    history: np.ndarray  # int64[slots, 4]
+    history_size: np.ndarray  # int64[slots, 3], entries of the text, of the suffix array and of the table
     recent: np.ndarray  # float64[slots], from -1 to 1, how first draft tokens fared
     # What was planned at the last step, to learn from. K is the longest draft.
     planned: np.ndarray  # int32[slots], draft tokens, granted or not

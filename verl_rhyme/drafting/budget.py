@@ -48,6 +48,16 @@ def grant(
     return _grant(reach, planned, budget, cost or _FREE, weights)
 
 
+def least(cost: tuple[float, float, float, float], rows: int) -> float:
+    """What a token is worth at least that :func:`grant` gives to a batch of so many rows.
+
+    At the optimum the last token granted satisfies ``v >= c * rate``, and the rate is no less than without drafts.
+    """
+    a, b, c, _ = cost
+    seconds = a + b * rows
+    return c * rows / seconds if seconds > 0 else 0.0
+
+
 @njit(cache=True, nogil=True)
 def _grant(reach, planned, budget, cost, weights):
     a, b, c, d = cost

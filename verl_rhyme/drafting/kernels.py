@@ -1,9 +1,11 @@
 """The compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
-One call of :func:`step` serves a whole batch. It holds no state of its own: :mod:`verl_rhyme.drafting.live_texts`,
-:mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All
-in one file, constants too, because numba's disk cache does not notice a change in another one; only the types of the
-state, which are part of its key, lie in :mod:`verl_rhyme.drafting.arrays`.
+One call of :func:`take_in` serves a whole batch, row after row; then :func:`plan` changes nothing but the rows that it
+plans, so that several threads may each plan some of them: the drafts are the same, however many there are. No state is
+held here: :mod:`verl_rhyme.drafting.live_texts`, :mod:`verl_rhyme.drafting.confidence` and
+:mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All in one file, constants too, because numba's
+disk cache does not notice a change in another one; only the types of the state, which are part of its key, lie in
+:mod:`verl_rhyme.drafting.arrays`.
 """
 
 from __future__ import annotations
@@ -99,26 +101,16 @@ def pointer(typing_context, address):
 
 
 @njit(cache=True, nogil=True)
-def step(live, slots, model, scratch, ids, rows, tokens, lengths, limits, floor, vocabulary, draft, reach):
-    """Take in what a step sampled and plan the next drafts.
+def take_in(live, slots, model, ids, rows, tokens, lengths):
+    """Learn from what a step sampled, and add it to the live texts.
 
     Args:
         live, slots, model: State, changed in place.
-        scratch: Room to work in.
-        ids: int32[B], slots of the rows to draft for.
+        ids: int32[B], slots of the rows.
         rows: int32[B], their rows of ``tokens``.
         tokens: int32[rows, positions], prompt and response of each request so far.
         lengths: int64[B], tokens of each.
-        limits: int64[B], draft tokens each may have.
-        floor: Plan a token only if its probability to be reached and accepted is at least this.
-        vocabulary: Token ids are below it.
-        draft: int32[B, K], filled with the planned drafts.
-        reach: float64[B, K], filled with the probability that each is reached and accepted.
-
-    Returns:
-        int64[B], tokens planned for each.
     """
-    planned = np.zeros(len(ids), dtype=np.int64)
     for b in range(len(ids)):
         slot = ids[b]
         text = tokens[rows[b]]
@@ -131,12 +123,35 @@ def step(live, slots, model, scratch, ids, rows, tokens, lengths, limits, floor,
         for position in range(known, length):
             _append(live, slots, slot, text, position)
         slots.length[slot] = length
+
+
+@njit(cache=True, nogil=True)
+def plan(
+    live, slots, model, scratch, ids, rows, tokens, lengths, limits, floors, vocabulary, draft, reach, planned, span
+):
+    """Plan the next drafts of rows that were taken in.
+
+    Args:
+        live, model: State, read only.
+        slots: State; what is planned is written to the slots of these rows.
+        scratch: Room to work in, of this thread alone.
+        ids, rows, tokens, lengths: As :func:`take_in` has them.
+        limits: int64[B], draft tokens each may have.
+        floors: float64[B], plan a token only if its probability to be reached and accepted is at least this.
+        vocabulary: Token ids are below it.
+        draft: int32[B, K], filled with the planned drafts.
+        reach: float64[B, K], zeros, filled with the probability that each is reached and accepted; also of the token
+            that fell below the floor.
+        planned: int64[B], zeros, filled with the tokens planned for each.
+        span: The rows, from the first to before the second.
+    """
+    for b in range(span[0], span[1]):
         if limits[b] > 0:
             limit = min(limits[b], draft.shape[1])
+            text = tokens[rows[b]]
             planned[b] = _plan(
-                live, slots, model, scratch, slot, text, length, limit, floor, vocabulary, draft[b], reach[b]
+                live, slots, model, scratch, ids[b], text, lengths[b], limit, floors[b], vocabulary, draft[b], reach[b]
             )
-    return planned
 
 
 @njit(cache=True, nogil=True)
@@ -238,7 +253,8 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     if size > 0:
         text = carray(pointer(slots.history[slot, 0]), (slots.history_size[slot, 0],), dtype=np.int32)
         suffixes = carray(pointer(slots.history[slot, 1]), (size,), dtype=np.int32)
-        n = _history_occurrences(text, suffixes, context, end, positions, sources, matches)
+        table = carray(pointer(slots.history[slot, 3]), (slots.history_size[slot, 2], 3), dtype=np.int32)
+        n = _history_occurrences(text, suffixes, table, context, end, positions, sources, matches)
     # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
     text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
     group, owner = slots.group[slot], slots.owner[slot]
@@ -278,36 +294,71 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
 
 
 @njit(cache=True, nogil=True)
-def _history_occurrences(text, suffixes, context, end, positions, sources, matches):
+def _entries(table, token):
+    """Entries of the suffix array that begin with a token, from the first to before the second; none: twice the same.
+
+    ``table`` is :func:`verl_rhyme.history.suffix_index.first_tokens`.
+    """
+    at = token & (len(table) - 1)
+    while table[at, 0] != token:
+        if table[at, 0] < 0:
+            return 0, 0
+        at = (at + 1) & (len(table) - 1)
+    return table[at, 1], table[at, 2]
+
+
+@njit(cache=True, nogil=True)
+def _narrowed(text, suffixes, low, high, length, token):
+    """Those of the entries from ``low`` to before ``high``, which agree on ``length`` tokens, where ``token`` is next.
+
+    Each look at an entry misses the cache, twice where entries lie far apart. So: do all agree, as mostly where the
+    match is long? Then look for one that does, and from there for the first and the last.
+    """
+    if text[suffixes[low] - length] == token and text[suffixes[high - 1] - length] == token:
+        return low, high
+    while low < high:
+        middle = (low + high) // 2
+        found = text[suffixes[middle] - length]
+        if found < token:
+            low = middle + 1
+        elif found > token:
+            high = middle
+        else:
+            break
+    else:
+        return low, low
+    last = middle
+    while low < last:
+        half = (low + last) // 2
+        if text[suffixes[half] - length] < token:
+            low = half + 1
+        else:
+            last = half
+    first = middle + 1
+    while first < high:
+        half = (first + high) // 2
+        if text[suffixes[half] - length] <= token:
+            first = half + 1
+        else:
+            high = half
+    return low, high
+
+
+@njit(cache=True, nogil=True)
+def _history_occurrences(text, suffixes, table, context, end, positions, sources, matches):
     """Up to MAX_HISTORY entries of the suffix array, those of the longest match first."""
     lows = np.empty(MAX_MATCH + 1, dtype=np.int64)
     highs = np.empty(MAX_MATCH + 1, dtype=np.int64)
     low, high, length = 0, len(suffixes), 0
     while length < min(end, MAX_MATCH):
         token = context[end - 1 - length]
-        if high - low == 1:  # nothing to search: does the one entry agree on?
-            if text[suffixes[low] - length] != token:
-                break
-            length += 1
-            lows[length], highs[length] = low, high
-            continue
-        first, last = low, high
-        while first < last:
-            middle = (first + last) // 2
-            if text[suffixes[middle] - length] < token:
-                first = middle + 1
-            else:
-                last = middle
-        start, last = first, high
-        while first < last:
-            middle = (first + last) // 2
-            if text[suffixes[middle] - length] <= token:
-                first = middle + 1
-            else:
-                last = middle
-        if start == first:
+        if length == 0:
+            inner, outer = _entries(table, token)
+        else:
+            inner, outer = _narrowed(text, suffixes, low, high, length, token)
+        if inner == outer:
             break
-        low, high = start, first
+        low, high = inner, outer
         length += 1
         lows[length], highs[length] = low, high
     n = 0
@@ -391,6 +442,7 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
         reached *= 0.5 * (accepted + _probability(most))
+        reach[planned] = reached
         token = scratch.candidate[best]
         slots.draft[slot, planned] = token
         slots.inputs[slot, planned] = scratch.best
@@ -400,7 +452,6 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
         if reached < floor:
             break
         draft[planned] = token
-        reach[planned] = reached
         planned += 1
         scratch.context[end] = token
         end += 1

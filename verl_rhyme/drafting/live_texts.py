@@ -51,6 +51,14 @@ class LiveTexts:
         """Memory taken, whatever is held."""
         return sum(array.nbytes for array in self.arrays)
 
+    def discard(self, block: int) -> None:
+        """Forget the text that ends in ``block``: its request has another group now, and adds all of it anew."""
+        live = self.arrays
+        while block >= 0:
+            live.fill[block] = 0
+            live.open[block] = False
+            block = int(live.before[block])
+
     def close(self, block: int) -> None:
         """The request that wrote to ``block`` has ended; its text stays until the room is needed."""
         if block >= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
 from verl_rhyme.drafting.bounds import share
-from verl_rhyme.drafting.histories import Histories
+from verl_rhyme.drafting.histories import PENDING, Get, Histories, Pending, Source
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.window import WindowPolicy
 from verl_rhyme.history import suffix_index
@@ -26,7 +26,7 @@ _NO_DRAFT = np.empty(0, dtype=np.int32)
 @dataclass(slots=True)
 class _Request:
     key: bytes
-    history: PromptHistory | None
+    history: PromptHistory | Pending | None
     window: WindowPolicy
     drafted: int = 0
     accepted: int = 0
@@ -39,19 +39,19 @@ class PaperDrafter:
 
     Args:
         config: The drafting tree.
-        lookup: A prompt's history by its key, or ``None``; called when the first of a prompt's requests starts.
+        histories: Where they come from; a function gives a prompt's history by its key, or ``None``.
         vocabulary: Token ids that may be drafted are below it.
     """
 
     def __init__(
         self,
         config: DraftingConfig,
-        lookup: Callable[[bytes], PromptHistory | None],
+        histories: Source | Get,
         vocabulary: int = 1 << 31,
     ):
         self._config = config
         self._vocabulary = vocabulary
-        self._histories = Histories(lookup)
+        self._histories = Histories(histories)
         self._live: OrderedDict[str, _Request] = OrderedDict()
 
     def __len__(self) -> int:
@@ -67,6 +67,15 @@ class PaperDrafter:
         while len(self._live) >= MAX_LIVE:
             self._forget(next(iter(self._live)))
         self._live[request] = _Request(key, self._histories.take(key), self._window())
+
+    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
+        """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.arrived`."""
+        if not self._histories.arrive(key, history):
+            return False
+        for live in self._live.values():
+            if live.key == key:
+                live.history = history
+        return history is not None
 
     def _window(self) -> WindowPolicy:
         window = self._config.window
@@ -124,7 +133,8 @@ class PaperDrafter:
         live = self._forget(request)
         if live is None:
             return RequestCounts()
-        return RequestCounts(live.drafted, live.accepted, live.verify_steps, live.history is not None)
+        hit = live.history is not None and live.history is not PENDING
+        return RequestCounts(live.drafted, live.accepted, live.verify_steps, hit)
 
     def _draft(self, request: str, context: np.ndarray, limit: int) -> np.ndarray:
         live = self._live.get(request)
@@ -133,7 +143,7 @@ class PaperDrafter:
         self._live.move_to_end(request)
         limit = min(limit, live.window.size)
         match = self._config.match
-        if live.history is None or limit <= 0 or len(context) < match.min:
+        if live.history is None or live.history is PENDING or limit <= 0 or len(context) < match.min:
             return _NO_DRAFT
         length, low, high = suffix_index.longest_match(live.history, context, match.max)
         if length < match.min:

@@ -10,25 +10,31 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive, kernels, paper
 from verl_rhyme.drafting.bounds import request_limits
+from verl_rhyme.drafting.histories import Get, Source
 from verl_rhyme.drafting.policy import DraftPolicy
-from verl_rhyme.history.record import PromptHistory
+from verl_rhyme.drafting.threads import OneThread, Threads
 
 
 def build(
-    config: DraftingConfig, lookup: Callable[[bytes], PromptHistory | None], slots: int, vocabulary: int
+    config: DraftingConfig,
+    histories: Source | Get,
+    slots: int,
+    vocabulary: int,
+    threads: Threads | None = None,
 ) -> DraftPolicy:
     """The configured drafter, compiled and ready.
 
     Args:
         config: The drafting tree.
-        lookup: A prompt's history by its key, or ``None``.
+        histories: Where histories come from; a function gives a prompt's history by its key, or ``None``.
         slots: Requests that run at a time.
         vocabulary: Token ids that may be drafted are below it.
+        threads: What plans a batch's rows; ``None``: the thread that asks.
     """
     _warm(paper.warm if config.policy == "paper" else adaptive.warm)
     if config.policy == "paper":
-        return paper.PaperDrafter(config, lookup, vocabulary)
-    return adaptive.AdaptiveDrafter(config, lookup, slots, vocabulary)
+        return paper.PaperDrafter(config, histories, vocabulary)
+    return adaptive.AdaptiveDrafter(config, histories, slots, vocabulary, threads or OneThread())
 
 
 def _warm(compile: Callable[[], None]) -> None:
@@ -39,6 +45,6 @@ def _warm(compile: Callable[[], None]) -> None:
     except Exception:
         # numba unpickles a cache's index before it looks whether that is out of date, and fails where an older
         # version of this package had its types elsewhere.
-        for index in Path(kernels.step.stats.cache_path).glob("*.nbi"):
+        for index in Path(kernels.plan.stats.cache_path).glob("*.nbi"):
             index.unlink(missing_ok=True)
         compile()

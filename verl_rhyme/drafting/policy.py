@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from verl_rhyme.history.record import PromptHistory
+
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
@@ -64,6 +66,14 @@ class DraftPolicy(Protocol):
             key: See :mod:`verl_rhyme.history.keys`.
             previous: int32[n], tokens of the response that it generates anew, where there is one.
         """
+
+    def arrived(self, key: bytes, history: PromptHistory | None) -> bool:
+        """The history of a prompt whose source had it pending.
+
+        Returns:
+            Whether a request draws on it from now on; the source may let it go where none does.
+        """
+        ...
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """Take in a decode step and draft for the next one.

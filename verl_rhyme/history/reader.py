@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import lmdb
+import numpy as np
 
 from verl_rhyme.history import environment, owner
 from verl_rhyme.history.environment import Damaged, Environment
@@ -110,14 +111,18 @@ class HistoryReader:
             logger.warning("history in %s cannot be read, drafting goes on without (told once): %s", self._path, what)
 
 
-def _read(opened: Environment, key: bytes) -> bytearray | None:
+def _read(opened: Environment, key: bytes) -> np.ndarray | None:
     """A private copy of a value: a view of the map would be overwritten once the writer reuses its pages."""
     try:
-        with opened.env.begin(db=opened.prompts, buffers=True) as txn:
-            value = txn.get(key)
-            return None if value is None else bytearray(value)
+        return _copy(opened, key)
     except lmdb.MapResizedError:
         opened.env.set_mapsize(0)
-        with opened.env.begin(db=opened.prompts, buffers=True) as txn:
-            value = txn.get(key)
-            return None if value is None else bytearray(value)
+        return _copy(opened, key)
+
+
+def _copy(opened: Environment, key: bytes) -> np.ndarray | None:
+    with opened.env.begin(db=opened.prompts, buffers=True) as txn:
+        value = txn.get(key)
+        # numpy copies without the interpreter's lock, while another thread may run: it takes long where pages of the
+        # map are not in memory.
+        return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()

@@ -127,6 +127,11 @@ class PromptHistory:
         suffixes = suffix_index.build(tokens, bounds)
         return cls(tokens, bounds, suffixes, rewards, epoch, version, sample, step, confidence)
 
+    @cached_property
+    def first_tokens(self) -> np.ndarray:
+        """int32[2**k, 3]; see :func:`verl_rhyme.history.suffix_index.first_tokens`. Not stored: made when asked for."""
+        return suffix_index.first_tokens(self.tokens)
+
     def __len__(self) -> int:
         """Responses kept."""
         return len(self.reward)
@@ -197,14 +202,14 @@ class PromptHistory:
         return b"".join([_MAGIC, struct.pack("<I", checksum), *body])
 
     @classmethod
-    def decode(cls, value: bytes | bytearray | memoryview) -> PromptHistory:
-        """Views over ``value``, or over one copy of it where it is not a bytearray.
+    def decode(cls, value: bytes | bytearray | memoryview | np.ndarray) -> PromptHistory:
+        """Views over ``value``, or over one copy of it where it is neither a bytearray nor an array of bytes.
 
         Raises:
             CorruptRecord: The value is cut off, altered, or of another format.
         """
-        value = value if isinstance(value, bytearray) else bytearray(value)
-        if len(value) < _HEADER.size or value[:4] != _MAGIC:
+        value = value if isinstance(value, bytearray | np.ndarray) else bytearray(value)
+        if len(value) < _HEADER.size or bytes(value[:4]) != _MAGIC:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
         _, checksum, n, m = _HEADER.unpack_from(value)
         expected = encoded_bytes(n - m - 1, m)

@@ -66,6 +66,21 @@ def build(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return order[len(bounds) :]  # a separator is the least token: the m + 1 of them come first
 
 
+def first_tokens(tokens: np.ndarray) -> np.ndarray:
+    """Where the entries of each token begin and end in the suffix array: the first step of a search in it.
+
+    Found from the text alone, read from front to back: a millisecond for 500k tokens.
+
+    Args:
+        tokens: int32[n], as :func:`join` makes it.
+
+    Returns:
+        int32[2**k, 3], a hash table: token, first entry, entry after the last; -1 for the token where there is none.
+        A token lies at its lowest k bits or at the next free place after it; at least half of the places are free.
+    """
+    return _first_tokens(np.asarray(tokens, dtype=np.int32))
+
+
 def longest_match(index: Index, context: np.ndarray, max_len: int) -> tuple[int, int, int]:
     """Find where the latest tokens were seen before, the longest agreement first.
 
@@ -91,6 +106,7 @@ def warm() -> None:
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
     suffixes = build(text, bounds)
     _longest_match(text, suffixes, tail(text, 1))
+    first_tokens(text)
 
 
 @njit(cache=True, nogil=True)
@@ -121,6 +137,49 @@ def _longest_match(text, suffixes, context):
         low, high = start, first
         length += 1
     return length, low, high
+
+
+@njit(cache=True, nogil=True)
+def _first_tokens(text):
+    table = np.full((16, 3), -1, dtype=np.int32)
+    known = 0
+    for token in text:
+        if token < 0:
+            continue
+        mask = len(table) - 1
+        at = token & mask
+        while table[at, 0] != token:
+            if table[at, 0] < 0:
+                table[at, 0], table[at, 1] = token, 0
+                known += 1
+                break
+            at = (at + 1) & mask
+        table[at, 1] += 1
+        if 2 * known > mask:
+            larger = np.full((2 * len(table), 3), -1, dtype=np.int32)
+            mask = len(larger) - 1
+            for i in range(len(table)):
+                if table[i, 0] >= 0:
+                    at = table[i, 0] & mask
+                    while larger[at, 0] >= 0:
+                        at = (at + 1) & mask
+                    larger[at] = table[i]
+            table = larger
+    distinct = np.empty(known, dtype=np.int64)  # token and place, to be sorted by token
+    n = 0
+    for i in range(len(table)):
+        if table[i, 0] >= 0:
+            distinct[n] = (np.int64(table[i, 0]) << 32) | i
+            n += 1
+    distinct.sort()
+    first = 0
+    for both in distinct:
+        at = both & 0xFFFFFFFF
+        count = table[at, 1]
+        table[at, 1] = first
+        table[at, 2] = first + count
+        first += count
+    return table
 
 
 @njit(cache=True, nogil=True)

@@ -21,6 +21,8 @@ from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.vllm.history_loader import HistoryLoader
+from verl_rhyme.workers.vllm.threads import PlanningThreads, sensible
 
 logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
@@ -50,13 +52,16 @@ class HistoryProposer:
         self._slots = scheduler.max_num_seqs
         self._logit_bytes = vllm_config.model_config.dtype.itemsize
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._history = HistoryReader(settings["history_dir"], settings["namespace"])
+        reader = HistoryReader(settings["history_dir"], settings["namespace"])
+        self._history = HistoryLoader(reader, self._config.wait_for_history)
+        self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
+        self._planning = 0.0  # seconds of the last plan
         self._reported = 0, 0.0  # errors and seconds, with earlier counts
         self._calls = 0
 
@@ -76,7 +81,19 @@ class HistoryProposer:
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
     def _start(self) -> None:
-        self._drafter = build(self._config, self._history.get, self._slots, self._vocab_size)
+        self._threads = PlanningThreads(sensible(self._config.plan_threads))
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads)
+
+    def close(self) -> None:
+        """End its threads; they end with the process as well."""
+        self._history.close()
+        if self._threads is not None:
+            self._threads.close()
+
+    @property
+    def waiting(self) -> int:
+        """Prompts whose history is being read; their requests draft from what else there is."""
+        return self._history.pending
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -92,8 +109,9 @@ class HistoryProposer:
             Draft tokens of each row, ragged.
         """
         started = time.perf_counter()
+        planning, self._planning = self._planning, 0.0
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started, planning)
         except Exception:
             self._errors += 1
             if self._errors == 1:
@@ -105,7 +123,12 @@ class HistoryProposer:
             self._calls += 1
 
     def _propose(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, now: float
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        now: float,
+        planning: float,
     ) -> list[list[int]]:
         drafter = self._drafter
         if drafter is None:
@@ -113,6 +136,9 @@ class HistoryProposer:
                 raise RuntimeError("no model runner: the worker extension's attach_proposer() was never called")
             return [[] for _ in sampled_token_ids]
         self._retire(drafter)
+        for key, history in self._history.ready():
+            if not drafter.arrived(key, history):
+                self._history.release(key, history)
         batch = self._runner.input_batch
         req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
         # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
@@ -138,10 +164,13 @@ class HistoryProposer:
             limits = request_limits(
                 lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
             )
-            seconds = now - self._ended if plain else None
+            # The engine waits for a plan, so that what it verified cost it the plan, too.
+            seconds = planning + now - self._ended if plain else None
+            began = time.perf_counter()
             planned = drafter.step(
                 DecodeStep(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
             )
+            self._planning = time.perf_counter() - began
             for row, draft in zip(rows, planned, strict=True):
                 drafts[row] = draft
         return drafts

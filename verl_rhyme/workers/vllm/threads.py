@@ -1,0 +1,55 @@
+"""Planning threads of an engine's worker.
+
+Threads of our own, over compiled code that holds no lock of the interpreter, and not numba's ``prange``: its OpenMP
+layer shares the process with the engine's OpenMP and its settings, and ends a process that forks after use; its
+``workqueue`` layer aborts the process when two threads enter it; TBB is another package. Waking a thread takes some
+30 us, which is why few rows stay with the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+#: More are not taken unless asked for: planning is bound by memory.
+_MOST = 4
+
+
+def sensible(wanted: int | None) -> int:
+    """How many threads plan: as many as wanted, but no more than the cores that this thread may use.
+
+    ``None``: half of these, 4 at most. An engine on CPU cores binds its thread to one of them: then it is one.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores // 2, _MOST) if wanted is None else min(wanted, cores))
+
+
+class PlanningThreads:
+    """The caller's thread and ``count - 1`` others; see :class:`verl_rhyme.drafting.threads.Threads`.
+
+    The others start when they are first needed, and end with :meth:`close` or with this object.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
+
+    def run(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Call each once; back when all have returned: what they work on may go then."""
+        if self._pool is None or len(calls) == 1:
+            for call in calls:
+                call()
+            return
+        others = [self._pool.submit(call) for call in calls[1:]]
+        try:
+            calls[0]()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
