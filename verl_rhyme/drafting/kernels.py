@@ -120,8 +120,7 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         slots.planned[slot] = 0
         slots.candidates[slot] = 0
         slots.planned_at[slot] = length
-        for position in range(known, length):
-            _append(live, slots, slot, text, position)
+        _append(live, slots, slot, text, known, length)
         slots.length[slot] = length
 
 
@@ -164,29 +163,38 @@ def _hash(text, end, n, salt, size):
 
 
 @njit(cache=True, nogil=True)
-def _append(live, slots, slot, text, index):
-    """Add ``text[index]`` to the slot's live text."""
-    block = slots.block[slot]
-    if block < 0 or live.fill[block] == BLOCK:
-        block = _take_block(live, block)
-        if block < 0:
-            return
-        slots.block[slot] = block
-        live.owner[block] = slots.owner[slot]
-        live.group[block] = slots.group[slot]
-    position = block * BLOCK + live.fill[block]
-    live.text[position] = text[index]
-    live.fill[block] += 1
-    live.link_group[position] = -1
-    live.link_other[position] = -1
-    if index + 1 >= GROUP_NGRAM:
-        bucket = _hash(text, index, GROUP_NGRAM, slots.group[slot], len(live.head_group))
-        live.link_group[position] = live.head_group[bucket]
-        live.head_group[bucket] = position
-    if index + 1 >= OTHER_NGRAM:
-        bucket = _hash(text, index, OTHER_NGRAM, 0, len(live.head_other))
-        live.link_other[position] = live.head_other[bucket]
-        live.head_other[bucket] = position
+def _append(live, slots, slot, text, first, last):
+    """Add ``text[first:last]`` to the slot's live text."""
+    # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
+    texts, fill, link_group, link_other = live.text, live.fill, live.link_group, live.link_other
+    head_group, head_other = live.head_group, live.head_other
+    block, group = slots.block[slot], slots.group[slot]
+    in_group, in_other = len(head_group), len(head_other)
+    while first < last:
+        if block < 0 or fill[block] == BLOCK:
+            block = _take_block(live, block)
+            if block < 0:
+                return
+            slots.block[slot] = block
+            live.owner[block] = slots.owner[slot]
+            live.group[block] = group
+        position = np.int64(block) * BLOCK + fill[block]
+        count = min(last - first, BLOCK - fill[block])
+        for index in range(first, first + count):
+            texts[position] = text[index]
+            link_group[position] = -1
+            link_other[position] = -1
+            if index + 1 >= GROUP_NGRAM:
+                bucket = _hash(text, index, GROUP_NGRAM, group, in_group)
+                link_group[position] = head_group[bucket]
+                head_group[bucket] = position
+            if index + 1 >= OTHER_NGRAM:
+                bucket = _hash(text, index, OTHER_NGRAM, 0, in_other)
+                link_other[position] = head_other[bucket]
+                head_other[bucket] = position
+            position += 1
+        fill[block] += count
+        first += count
 
 
 @njit(cache=True, nogil=True)
@@ -554,7 +562,7 @@ def _learn(slots, model, slot, sampled):
             break
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
 def _descend(model, weight_set, inputs, hit):
     weights = model.weights[weight_set]
     logit = 0.0
