@@ -100,6 +100,25 @@ def pointer(typing_context, address):
     return types.voidptr(types.int64), codegen
 
 
+@intrinsic
+def _borrowed(typing_context, arrays):
+    """The same tuple of arrays, none of which counts its references.
+
+    numba counts them wherever an array gets a name or an argument, atomically: hundreds of times a row, and threads would
+    wait for each other's counts. The caller of :func:`take_in` and :func:`plan` holds all of them meanwhile.
+    """
+
+    def codegen(context, builder, signature, args):
+        borrowed = args[0]
+        for i, kind in enumerate(signature.args[0]):
+            array = context.make_array(kind)(context, builder, builder.extract_value(borrowed, i))
+            array.meminfo = cgutils.get_null_value(array.meminfo.type)
+            borrowed = builder.insert_value(borrowed, array._getvalue(), i)
+        return borrowed
+
+    return arrays(arrays), codegen
+
+
 @njit(cache=True, nogil=True)
 def take_in(live, slots, model, ids, rows, tokens, lengths):
     """Learn from what a step sampled, and add it to the live texts.
@@ -111,6 +130,8 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         tokens: int32[rows, positions], prompt and response of each request so far.
         lengths: int64[B], tokens of each.
     """
+    live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
+    ids, rows, tokens, lengths = _borrowed((ids, rows, tokens, lengths))
     for b in range(len(ids)):
         slot = ids[b]
         text = tokens[rows[b]]
@@ -144,6 +165,9 @@ def plan(
         planned: int64[B], zeros, filled with the tokens planned for each.
         span: The rows, from the first to before the second.
     """
+    live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
+    ids, rows, tokens, lengths, limits = _borrowed((ids, rows, tokens, lengths, limits))
+    floors, draft, reach, planned = _borrowed((floors, draft, reach, planned))
     for b in range(span[0], span[1]):
         if limits[b] > 0:
             limit = min(limits[b], draft.shape[1])
