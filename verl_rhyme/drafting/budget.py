@@ -21,6 +21,8 @@ from numba import njit
 
 #: Coefficients of a step whose draft tokens cost nothing.
 _FREE = (1.0, 0.0, 0.0, 0.0)
+#: Of :func:`least`: never above what it is, whatever sums are rounded to.
+_ROUNDING = 1 - 1e-6
 
 
 def grant(
@@ -55,7 +57,7 @@ def least(cost: tuple[float, float, float, float], rows: int) -> float:
     """
     a, b, c, _ = cost
     seconds = a + b * rows
-    return c * rows / seconds if seconds > 0 else 0.0
+    return _ROUNDING * c * rows / seconds if seconds > 0 else 0.0
 
 
 @njit(cache=True, nogil=True)

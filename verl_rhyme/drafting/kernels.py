@@ -104,8 +104,8 @@ def pointer(typing_context, address):
 def _borrowed(typing_context, arrays):
     """The same tuple of arrays, none of which counts its references.
 
-    numba counts them wherever an array gets a name or an argument, atomically: hundreds of times a row, and threads would
-    wait for each other's counts. The caller of :func:`take_in` and :func:`plan` holds all of them meanwhile.
+    numba counts them wherever an array gets a name or is an argument, atomically: hundreds of times a row, and threads
+    would wait for each other's counts. The caller of :func:`take_in` and :func:`plan` holds all of them meanwhile.
     """
 
     def codegen(context, builder, signature, args):

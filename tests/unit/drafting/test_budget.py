@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.drafting.budget import grant, tail_weights
+from verl_rhyme.drafting.budget import grant, least, tail_weights
 from verl_rhyme.lengths.earlier import EarlierLengths
 
 FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
@@ -26,6 +26,21 @@ def test_keeps_the_likeliest_tokens_within_the_budget(data):
     kept = [reach[i, j] for i in range(len(rows)) for j in range(granted[i])]
     cut = [reach[i, j] for i in range(len(rows)) for j in range(granted[i], planned[i])]
     assert not kept or not cut or min(kept) >= max(cut)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_what_is_worth_less_than_the_least_is_never_granted(data):
+    """So it need not be planned: the grants are the same without it."""
+    rows = data.draw(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=6))
+    cost = tuple(data.draw(st.tuples(*[st.floats(0, 1e-2)] * 4)))
+    weights = np.array(data.draw(st.lists(st.floats(0.5, 2), min_size=len(rows), max_size=len(rows))))
+    reach = np.zeros((len(rows), 6))
+    for i, row in enumerate(rows):
+        reach[i, : len(row)] = np.cumprod(row)
+    planned = np.array([len(row) for row in rows])
+    kept = np.minimum(planned, (reach * weights[:, None] >= least(cost, len(rows))).sum(1))
+    assert grant(reach, kept, 20, cost, weights).tolist() == grant(reach, planned, 20, cost, weights).tolist()
 
 
 def spread(values, rows):

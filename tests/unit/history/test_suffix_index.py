@@ -93,3 +93,20 @@ def test_build_is_fast_enough_for_the_pause_between_steps():
     history = index(responses)
     seconds = time.perf_counter() - started
     assert seconds / len(history.tokens) < 2e-6  # about 0.1 us measured; the margin is for a busy machine
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts)
+def test_first_tokens_say_where_the_entries_of_each_token_lie(responses):
+    history = index(responses)
+    table = suffix_index.first_tokens(history.tokens)
+    there = table[table[:, 0] >= 0]
+    assert len(there) <= len(table) / 2
+    firsts = history.tokens[history.suffixes]
+    assert sorted(there[:, 0]) == np.unique(firsts).tolist()
+    for token, first, last in there.tolist():
+        assert np.flatnonzero(firsts == token).tolist() == list(range(first, last))
+        at = token & (len(table) - 1)
+        while table[at, 0] != token:  # found from its lowest bits on
+            assert table[at, 0] >= 0
+            at = (at + 1) & (len(table) - 1)

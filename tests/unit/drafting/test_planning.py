@@ -1,0 +1,224 @@
+"""Planning by several threads, within a narrow budget, and with histories that arrive while their requests run."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting import adaptive
+from verl_rhyme.drafting.adaptive import AdaptiveDrafter
+from verl_rhyme.drafting.histories import PENDING
+from verl_rhyme.drafting.policies import build
+from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.history.record import PromptHistory, Trajectory
+from verl_rhyme.workers.vllm.threads import PlanningThreads
+
+pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
+
+WIDTH = 1024
+
+
+def history(*responses, step=0):
+    return PromptHistory.build([Trajectory(b"k" * 16, np.array(r, np.int32), 1.0, 0, 0, 0) for r in responses], step)
+
+
+class Late:
+    """A source whose histories are all pending."""
+
+    def __init__(self):
+        self.released = []
+
+    def get(self, key):
+        return PENDING
+
+    def release(self, key, history):
+        self.released.append((key, history))
+
+
+class Batch:
+    """Requests that all get tokens at every step; the same for several drafters."""
+
+    def __init__(self, *drafters, rows=64):
+        self.drafters = drafters
+        self.tokens, self.lengths = np.zeros((rows, WIDTH), np.int32), np.zeros(rows, int)
+        self.names = [""] * rows
+
+    def start(self, row, name, key, prompt):
+        self.names[row] = name
+        self.tokens[row, : len(prompt)], self.lengths[row] = prompt, len(prompt)
+        for drafter in self.drafters:
+            drafter.start(name, key)
+
+    def step(self, sampled, limits=32, budget=1 << 20, seconds=None):
+        for row, new in sampled.items():
+            self.tokens[row, self.lengths[row] : self.lengths[row] + len(new)] = new
+            self.lengths[row] += len(new)
+        rows, nothing = list(sampled), [0] * len(sampled)
+        each = np.full(len(rows), limits)
+        names, lengths = [self.names[row] for row in rows], self.lengths[rows]
+        done = DecodeStep(names, np.array(rows), self.tokens, lengths, nothing, nothing, each, budget, seconds)
+        return [drafter.step(done) for drafter in self.drafters]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_are_the_same_with_any_number_of_threads(seed, monkeypatch):
+    """Requests that come and go, learning included; parts as small as a row."""
+    monkeypatch.setattr(adaptive, "ROWS_A_THREAD", 1)
+    rng = np.random.default_rng(seed)
+    keys = [bytes([i]) * 16 for i in range(5)]
+    texts = {key: rng.integers(0, 30, 400) for key in keys}
+    histories = {key: history(*np.where(rng.random((3, 400)) < 0.1, 30, texts[key])) for key in keys[1:]}
+    pools = [PlanningThreads(count) for count in (1, 2, 5)]
+    config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
+    batch = Batch(*(AdaptiveDrafter(config, histories.get, 8, threads=pool) for pool in pools), rows=12)
+    at = np.zeros(12, int)
+    for number in range(150):
+        for row in range(12):
+            if not batch.names[row] or batch.lengths[row] > 380 or rng.random() < 0.03:
+                for drafter in batch.drafters:
+                    drafter.finish(batch.names[row])
+                batch.start(row, f"{number}-{row}", keys[row % 5], [1, 2, 3])
+                at[row] = 0
+        sampled = {}
+        for row in rng.permutation(12)[: rng.integers(1, 13)].tolist():
+            new = texts[keys[row % 5]][at[row] : at[row] + rng.integers(1, 5)]
+            sampled[row] = np.where(rng.random(len(new)) < 0.1, 31, new)
+            at[row] += len(new)
+        seconds = 1e-2 + 1e-4 * rng.random()
+        first, *others = batch.step(sampled, rng.integers(0, 33), int(rng.integers(0, 60)), seconds)
+        assert others == [first, first]
+    weights = [drafter._model.weights for drafter in batch.drafters]
+    assert all((other == weights[0]).all() for other in weights[1:])
+    assert (weights[0] != 0).any()
+    for pool in pools:
+        pool.close()
+
+
+def test_threads_are_waited_for_and_errors_are_told():
+    """What they work on may be gone as soon as the call is over."""
+    pool, ended, hold = PlanningThreads(3), [], threading.Event()
+
+    def fails():
+        hold.set()
+        raise ValueError("row")
+
+    def lasts():
+        assert hold.wait(10)
+        ended.append(True)
+
+    for calls in ([fails, lasts, lasts], [lasts, fails, lasts]):
+        ended.clear()
+        with pytest.raises(ValueError, match="row"):
+            pool.run(calls)
+        assert ended == [True, True]
+    pool.close()
+
+
+def follow(batch, row, text):
+    """Steps that a text takes when all that is right of a draft is accepted."""
+    done, steps, new = 0, 0, text[:1]
+    while len(new):
+        ((draft,),) = batch.step({row: new})
+        done, steps, k = done + len(new), steps + 1, 0
+        while k < min(len(draft), len(text) - done) and draft[k] == text[done + k]:
+            k += 1
+        new = text[done : done + k + 1]
+    return steps
+
+
+KEY = b"k" * 16
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "paper"])
+def test_a_history_that_arrives_while_its_request_runs_is_drafted_from(policy):
+    source, text = Late(), np.random.default_rng(0).permutation(600)
+    drafter = build(DraftingConfig(policy=policy, live_tokens=1 << 12), source, 8, 1 << 30)
+    batch = Batch(drafter, rows=4)
+    batch.start(0, "a", KEY, [1, 2])
+    batch.start(1, "b", KEY, [1, 2])
+    assert follow(batch, 0, text[:100]) == 100
+    assert drafter.arrived(KEY, history(text))
+    assert follow(batch, 0, text[100:300]) < 80
+    assert follow(batch, 1, text[:200]) < 80, "its sibling was told as well"
+    assert not drafter.arrived(KEY, history(text)), "it has one"
+    assert drafter.finish("a").history_hit
+    assert source.released == []
+    assert drafter.finish("b").history_hit
+    assert [key for key, _ in source.released] == [KEY]
+    assert not drafter.arrived(KEY, history(text)), "nobody waits"
+
+
+def test_until_then_a_request_drafts_from_what_runs_beside_it():
+    source, text = Late(), np.random.default_rng(0).permutation(600)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), source, 8)
+    batch = Batch(drafter, rows=4)
+    batch.start(0, "a", KEY, [1, 2])
+    batch.start(1, "b", KEY, [1, 2])
+    assert follow(batch, 0, text[:200]) == 200
+    assert follow(batch, 1, text[:200]) < 60
+    assert drafter.finish("a").history_hit is False
+    assert not drafter.arrived(b"o" * 16, history(text))
+    assert drafter.finish("b").history_hit is False
+    assert source.released == [(KEY, None)]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["a newer history", "the history of before"])
+def test_siblings_stay_siblings_when_their_history_arrives(known):
+    """Their group's number changes with what the history holds; nothing is counted twice."""
+    rng = np.random.default_rng(1)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 14), Late(), 8)
+    batch = Batch(drafter, rows=4)
+    if known:
+        batch.start(0, "before", KEY, [1, 2])
+        assert drafter.arrived(KEY, history([5, 6], step=7))
+        drafter.finish("before")
+    text = rng.permutation(600)
+    batch.start(0, "a", KEY, [1, 2])
+    batch.start(1, "b", KEY, [1, 2])
+    follow(batch, 0, text[:300])
+    assert drafter.arrived(KEY, history([5, 6], step=7))
+    batch.step({0: text[300:301], 1: text[:1]})
+    assert drafter._live.tokens == 303 + 3, "all text once"
+    assert follow(batch, 1, text[1:300]) < 60
+    slots = drafter._slots
+    groups = {int(slots.group[request.slot]) for request in drafter._requests.values()}
+    assert groups == set(drafter._live.arrays.group[drafter._live.arrays.fill > 0].tolist())
+
+
+def test_an_early_arrival_is_as_good_as_no_wait():
+    """Drafts of a history that was pending for no step are those of one that was there."""
+    rng = np.random.default_rng(2)
+    text = rng.integers(0, 40, 500)
+    known = history(np.where(rng.random(500) < 0.1, 41, text), text[::-1], step=3)
+    late = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), Late(), 8)
+    batch = Batch(late, AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), lambda key: known, 8), rows=4)
+    for row, name in enumerate("abc"):
+        batch.start(row, name, KEY, [1, 2])
+    late.arrived(KEY, known)
+    for i in range(400):
+        first, second = batch.step(dict.fromkeys(range(3), text[i : i + 1]))
+        assert first == second
+
+
+def test_no_more_rows_are_planned_than_a_budget_can_serve():
+    """Those that do well, and each of the others now and then."""
+    rows, budget = 32, 8
+    text = np.random.default_rng(3).permutation(900)
+    drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 12), {KEY: history(text)}.get, rows)
+    batch = Batch(drafter, rows=rows)
+    for row in range(rows):  # the first rows follow the history
+        batch.start(row, f"{row}", KEY if row < 6 else bytes([row]) * 16, [1, 2])
+    planned = np.zeros(rows)
+    for i in range(600):
+        ((*drafts,),) = batch.step(
+            {row: text[i : i + 1] if row < 6 else [1000 + row] for row in range(rows)}, budget=budget
+        )
+        slots = drafter._slots
+        now = np.array([drafter._planned_at[drafter._requests[f"{row}"].slot] == i + 1 for row in range(rows)])
+        assert 0 < now.sum() <= budget
+        assert all(slots.planned[drafter._requests[f"{row}"].slot] == 0 for row in np.flatnonzero(~now))
+        assert sum(map(len, drafts)) <= budget
+        planned += now
+    assert planned.min() > 0
+    assert planned[:6].mean() > 2 * planned[6:].mean()

@@ -1,0 +1,137 @@
+"""Histories read by a thread of their own."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from verl_rhyme.drafting.histories import PENDING
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.workers.vllm import history_loader
+from verl_rhyme.workers.vllm.history_loader import HistoryLoader
+
+NAMESPACE = "test"
+KEYS = [bytes([i]) * 16 for i in range(60)]
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 24, epochs=2) as store:
+        store.append([Trajectory(key, rng.integers(0, 99, 50).astype(np.int32), 1.0, 0, 0, 0) for key in KEYS[:-1]], 0)
+    return tmp_path / "h"
+
+
+class Slow:
+    """A reader that waits for leave before each read."""
+
+    errors = 0
+
+    def __init__(self):
+        self.asked, self.leave, self.closed = [], threading.Semaphore(0), False
+
+    def get(self, key):
+        self.asked.append(key)
+        assert self.leave.acquire(timeout=20)
+        if key == KEYS[3]:
+            raise ValueError("unexpected")
+
+    def close(self):
+        self.closed = True
+
+
+def test_what_is_asked_for_comes_and_is_what_was_stored(folder):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
+    assert [loader.get(key) for key in KEYS] == [PENDING] * len(KEYS)
+    found = {}
+    while len(found) < len(KEYS):
+        until(lambda: loader._work.done)
+        found |= dict(loader.ready())
+    assert loader.pending == 0
+    assert loader.errors == 0
+    reader = HistoryReader(folder, NAMESPACE)
+    for key, history in found.items():
+        expected = reader.get(key)
+        assert (history is None) == (expected is None) == (key == KEYS[-1])
+        if history is not None:
+            assert (history.tokens == expected.tokens).all()
+            assert "first_tokens" in vars(history), "made by the thread"
+            loader.release(key, history)
+    until(lambda: not loader._work.rubbish)
+    thread = loader._thread
+    loader.close()
+    assert not thread.is_alive()
+    assert loader.get(KEYS[0]) is None
+
+
+def test_what_was_read_waits_in_bounded_number(folder):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
+    for key in KEYS:
+        loader.get(key)
+    until(lambda: len(loader._work.done) == history_loader.MOST_READY)
+    time.sleep(0.1)
+    assert len(loader._work.done) == history_loader.MOST_READY
+    assert loader.pending == len(KEYS)
+    loader.close()
+
+
+def test_what_nobody_needs_any_more_is_not_read():
+    reader = Slow()
+    loader = HistoryLoader(reader)
+    for key in KEYS[:3]:
+        loader.get(key)
+    until(lambda: reader.asked == KEYS[:1])
+    loader.release(KEYS[0], None)  # while it is read
+    loader.release(KEYS[1], None)
+    reader.leave.release(3)
+    until(lambda: len(loader._work.done) == 2)
+    assert [key for key, _ in loader.ready()] == [KEYS[0], KEYS[2]]
+    assert reader.asked == [KEYS[0], KEYS[2]]
+    loader.close()
+    assert reader.closed
+
+
+def test_an_error_is_no_history_a_count_and_one_warning(caplog):
+    reader = Slow()
+    loader = HistoryLoader(reader)
+    reader.leave.release(9)
+    for turn in (1, 2):
+        loader.get(KEYS[3])
+        until(lambda: loader._work.done)
+        assert loader.ready() == [(KEYS[3], None)]
+        assert loader.errors == turn
+    assert sum("goes on without" in record.message for record in caplog.records) == 1
+    loader.get(KEYS[4])
+    until(lambda: loader._work.done)
+    loader.close()
+
+
+def test_its_thread_ends_with_it(folder):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
+    loader.get(KEYS[0])
+    thread, work = loader._thread, loader._work
+    until(lambda: work.done)
+    assert thread.is_alive()
+    del loader
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_at_once_where_one_must_wait(folder):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True)
+    assert len(loader.get(KEYS[0]).response(0)) == 50
+    assert loader.get(KEYS[-1]) is None
+    assert (loader.pending, loader._thread) == (0, None)
+    loader.close()
