@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.workers.vllm.history_loader import HistoryLoader
 from verl_rhyme.workers.vllm.extension import RhymeWorkerMethods
 from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
@@ -26,12 +27,14 @@ _CERTAIN = 1e4
 class ReplayProposer(HistoryProposer):
     """Ours, begun anew between measurements."""
 
-    _readers: ClassVar[dict[str, HistoryReader]] = {}
+    _loaders: ClassVar[dict[str, HistoryLoader]] = {}
 
     def begin(self, history_dir: str, namespace: str) -> None:
         """Forget everything and read another history."""
-        readers = self._readers
-        self._history = readers.setdefault(history_dir, HistoryReader(history_dir, namespace))
+        loaders = self._loaders
+        if history_dir not in loaders:
+            loaders[history_dir] = HistoryLoader(HistoryReader(history_dir, namespace), self._config.wait_for_history)
+        self._history = loaders[history_dir]
         self._start()
         self._requests.clear()
         self._finished.clear()

@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
-from benchmarks.real_sizes import budget
+from benchmarks.real_sizes import budget, planning
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
@@ -108,6 +108,15 @@ def test_a_wide_batch_drafts_what_pays(certain):
     assert np.mean(pays) > 200
     assert granted(budget.after) == pays
     assert max(granted(budget.before)) < np.mean(pays) / 2
+
+
+def test_planning_is_timed_with_all_histories_there_and_while_they_come(capsys):
+    planning.main(as_json=True, quick=True, threads=[2])
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["errors"] == 0
+    assert row["tokens_a_row"] > 1.5, "histories were drafted from"
+    assert row["loading_steps"] > 0
+    assert row["us_a_row"] > 0
 
 
 def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():

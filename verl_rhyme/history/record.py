@@ -208,14 +208,14 @@ class PromptHistory:
         Raises:
             CorruptRecord: The value is cut off, altered, or of another format.
         """
-        value = value if isinstance(value, bytearray | np.ndarray) else bytearray(value)
+        value = memoryview(value if isinstance(value, bytearray | np.ndarray) else bytearray(value))  # type: ignore[arg-type]
         if len(value) < _HEADER.size or bytes(value[:4]) != _MAGIC:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
         _, checksum, n, m = _HEADER.unpack_from(value)
         expected = encoded_bytes(n - m - 1, m)
         if n < m + 1 or len(value) != expected:
             raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
-        if zlib.crc32(memoryview(value)[8:]) != checksum:
+        if zlib.crc32(value[8:]) != checksum:
             raise CorruptRecord("the checksum does not agree")
         offset = _HEADER.size
 

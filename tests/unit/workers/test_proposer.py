@@ -1,6 +1,7 @@
 """Any batch a scheduler may make: no error, and no draft beyond a bound. The real engine is in tests/e2e."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
         for prompt in prompts:  # some ids are beyond the vocabulary
             response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
             store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
-    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, match={"min": 1, "max": 4})
+    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, match={"min": 1, "max": 4}, plan_threads=2)
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     lengths = np.zeros(ROWS, np.int32)
     state: dict[str, dict] = {}  # what vLLM knows of a request
@@ -186,3 +187,75 @@ def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
         assert max(map(len, drafts)) <= longest
     assert sum(map(len, drafts)) == budget
     assert proposer.totals()["errors"] == 0
+
+
+def admit(proposer, names, prompt):
+    runner = proposer._runner
+    for name in names:
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name).put({}))
+        runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
+    runner.input_batch.req_ids = list(names)
+    runner.input_batch.spec_token_ids = [[] for _ in names]
+    runner.input_batch.num_prompt_tokens[:] = len(prompt)
+
+
+def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
+    """What a step cost is told from when its drafts began to be planned; not what admitting others took."""
+    proposer = proposer_for(tmp_path / "h")
+    clock, told = [100.0], []
+    monkeypatch.setattr("verl_rhyme.workers.vllm.proposer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class Planner:
+        def start(self, *_):
+            clock[0] += 50.0
+
+        def step(self, done):
+            told.append(done.seconds)
+            clock[0] += 2.0
+            return [[] for _ in done.requests]
+
+    proposer._drafter = Planner()
+    admit(proposer, ["a", "b"], [1, 2, 3])
+    for sampled in ([[5], [5]], [[5], [5]], [[5], []], [[5], [5]], [[5], [5]]):
+        proposer.propose(sampled, np.full(ROWS, 4, np.int32), np.ones((ROWS, LENGTH), np.int32))
+        clock[0] += 0.25  # the engine's own
+    assert proposer.totals()["errors"] == 0
+    assert told == [None, 2.25, None, 2.25, 2.25]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait):
+    prompt, response = [1, 2, 3], np.random.default_rng(0).permutation(VOCABULARY - 4)[:30] + 4
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
+        store.append([Trajectory(prompt_key(prompt), response.astype(np.int32), 1.0, 0, 0, 0)], 0)
+    proposer = proposer_for(tmp_path / "h", wait_for_history=wait)
+    names = ["gone", "a", "b"]
+    admit(proposer, names, prompt)
+    tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, 3, np.int32)
+    tokens[:, :3] = prompt
+
+    def step(token):
+        tokens[np.arange(ROWS), lengths] = token
+        lengths[:] += 1
+        rows = len(proposer._runner.input_batch.req_ids)
+        return proposer.propose([[token]] * rows, lengths, tokens)
+
+    first = step(response[0])
+    assert any(first) == wait
+    del proposer._runner.requests["gone"]
+    proposer._runner.input_batch.req_ids = ["b", "a"]
+    proposer._runner.input_batch.spec_token_ids = [[], []]
+    for token in response[1:20].tolist():
+        drafts = step(token)
+        if all(drafts):
+            break
+        time.sleep(0.1)
+    at = response.tolist().index(token) + 1
+    assert drafts[0][0] == drafts[1][0] == response[at]
+    assert proposer.waiting == 0
+    assert proposer.take_counts(["a", "b"])["b"]["history_hit"]
+    assert proposer.totals()["history_errors"] == proposer.totals()["errors"] == 0
+    thread = proposer._history._thread
+    proposer.close()
+    assert wait == (thread is None)
+    assert wait or not thread.is_alive()
