@@ -11,7 +11,7 @@ can be.
 A figure is the time of ``propose()``, all of it: ``us_a_row``, of steps with all histories there, by numbers of
 planning threads that take turns; the 99th percentile of such a step over its median; and, over a median step, what one
 takes that ends all requests and admits as many (``admission_ms``), and the worst of those until all histories are
-there (``worst_loading_ms``). Between two steps the engine sleeps, as it does while a GPU decodes. About 1.7 GiB of
+there (``worst_loading_ms``). Between two steps the engine sleeps, as it does while a GPU decodes. About 2.5 GiB of
 memory and 1 GiB of disk; ``--scale 0.25`` takes a quarter of the tokens.
 """
 
