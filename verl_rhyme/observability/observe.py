@@ -220,13 +220,13 @@ class Observer:
 
 
 def _read_config(path: Path, since: float) -> Any:
-    """What hydra wrote down of the run that starts; ``None`` before."""
+    """What hydra wrote down of the run that starts; ``None`` before. Its overrides come last: the config is whole then."""
     from omegaconf import OmegaConf
 
-    try:
-        return OmegaConf.load(path) if path.stat().st_mtime >= since - 1 else None
-    except Exception:  # not there, or half written
+    last = path.with_name("overrides.yaml")
+    if not last.is_file() or last.stat().st_mtime < since - 1:
         return None
+    return OmegaConf.load(path)
 
 
 def _addresses(path: Path) -> list[str]:

@@ -187,6 +187,7 @@ class Run:
         config = self.folder / observe.CONFIG
         config.parent.mkdir(parents=True)
         config.write_text(yaml.safe_dump(self.config))
+        config.with_name("overrides.yaml").write_text("[]")
         if addresses:
             jobs = [
                 {"job_name": "ray", "file_sd_configs": [{"files": ["x.json"]}]},
@@ -281,7 +282,8 @@ def test_lines_of_an_earlier_start_are_not_taken_for_this_one(tmp_path):
     run = Run(tmp_path)
     run.log(1, 1.0, 2.0)
     run.begin()
-    os.utime(tmp_path / observe.CONFIG, (1, 1))  # its config, too
+    for name in ("config.yaml", "overrides.yaml"):
+        os.utime((tmp_path / observe.CONFIG).with_name(name), (1, 1))  # its config, too
     observer = observe.Observer(tmp_path, tell=lambda _: None)
     observer.look()
     assert not run.seen
@@ -291,6 +293,22 @@ def test_lines_of_an_earlier_start_are_not_taken_for_this_one(tmp_path):
     observer.look()
     assert set(run.seen) == {2}
     assert observer._config is None
+
+
+def test_a_config_that_is_still_being_written_is_not_taken_for_the_whole(tmp_path):
+    run = Run(tmp_path)
+    run.begin("127.0.0.1:1")
+    config, whole = tmp_path / observe.CONFIG, (tmp_path / observe.CONFIG).read_text()
+    observer = observe.Observer(tmp_path)
+    config.with_name("overrides.yaml").unlink()
+    for text in ("", whole[: len(whole) // 2], whole):
+        config.write_text(text)
+        observer.look()
+        assert not observer.servers
+    config.with_name("overrides.yaml").write_text("[]")
+    observer.look()
+    assert set(observer.servers) == {"127.0.0.1:1"}
+    observer.close()
 
 
 @pytest.mark.parametrize(
