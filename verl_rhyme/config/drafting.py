@@ -116,7 +116,7 @@ class DraftingConfig:
             another thread does, and the request drafts from what else there is until its history is there; what is
             drafted, never what is generated, then depends on time.
         live_tokens: Adaptive: running and recent tokens of this engine that are indexed, 20 bytes each at the
-            default and 28 at most.
+            default and 32 at most.
         reward_weight: Paper: votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
         match, window: Paper: see there.
     """

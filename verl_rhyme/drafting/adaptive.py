@@ -1,6 +1,6 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where the next token no longer pays.
 
-Sources are the prompt's history, the live texts of its group, the request's own text, and other prompts' recent texts
+Sources are the prompt's history, the live texts of its group, the request's own text, and counts over all responses
 (:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). At each draft position the token most likely to be accepted is
 taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
 accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its

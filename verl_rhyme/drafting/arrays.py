@@ -15,9 +15,8 @@ class LiveArrays(NamedTuple):
 
     text: np.ndarray  # int32[blocks * BLOCK]
     link_group: np.ndarray  # int32[blocks * BLOCK], the position before with the same n-gram in the same group, or -1
-    link_other: np.ndarray  # int32[blocks * BLOCK], the same for n-grams of any text
     head_group: np.ndarray  # int32[2**k], the latest position by hash
-    head_other: np.ndarray  # int32[2**k]
+    counts: np.ndarray  # int64[2**k], context's mark (23 bits), count (8) and next token (32), by buckets of WAYS
     fill: np.ndarray  # int32[blocks], tokens in it
     before: np.ndarray  # int32[blocks], its text's block before it, or -1
     after: np.ndarray  # int32[blocks]
@@ -58,14 +57,15 @@ class Scratch(NamedTuple):
     match: np.ndarray  # int32, tokens agreed on
     following: np.ndarray  # int64, position of what follows
     which: np.ndarray  # int32, its candidate
-    candidate: np.ndarray  # int32, tokens
-    votes: np.ndarray  # int32[_MAX_OCCURRENCES, _N_VOTES]
-    mass: np.ndarray  # float32[_MAX_OCCURRENCES, N_TIERS], sum of recorded probabilities
-    known: np.ndarray  # int32[_MAX_OCCURRENCES, N_TIERS], how many were recorded
+    candidate: np.ndarray  # int32[_MAX_DISTINCT], tokens
+    votes: np.ndarray  # int32[_MAX_DISTINCT, _N_VOTES]
+    mass: np.ndarray  # float32[_MAX_DISTINCT, N_TIERS], sum of recorded probabilities
+    known: np.ndarray  # int32[_MAX_DISTINCT, N_TIERS], how many were recorded
     total: np.ndarray  # int32[_N_VOTES]
     active: np.ndarray  # int32[1 + _N_VOTES], its entries that are not 0, after their number plus one
     inputs: np.ndarray  # float32[N_INPUTS]
     best: np.ndarray  # float32[N_INPUTS]
+    keys: np.ndarray  # int64[len(ORDERS)], hashes of the context's last tokens
     context: np.ndarray  # int32[MAX_MATCH + longest draft]
 
 

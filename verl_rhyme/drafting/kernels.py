@@ -21,17 +21,31 @@ from verl_rhyme.drafting.arrays import Scratch
 
 #: Tokens of one block of live text.
 BLOCK = 128
-#: Shortest match looked for among live texts of the same group, and among all others (tokens).
-GROUP_NGRAM, OTHER_NGRAM = 2, 3
+#: Shortest match looked for among live texts of the same group (tokens).
+GROUP_NGRAM = 2
+#: Lengths of the contexts of which all responses' next tokens are counted.
+ORDERS = (1, 2, 3, 5, 9)
+#: Entries of one bucket of the counts, a cache line; at most so many next tokens of a context are known.
+WAYS = 8
+#: A context's counts are halved when one would exceed this: what was said lately counts more.
+MAX_COUNT = 255
+#: A token whose share of a context's counts is below one in so many is no candidate for it.
+_RARE = 6
+#: What followed a context of fewer tokens than this only once is no candidate, either.
+_TOLD_ONCE = 3
+#: Shorter contexts are asked until one was seen so often.
+_ENOUGH = 32
+#: From this class of match on, occurrences that agree are not checked against counts, but for the first draft token.
+_SURE = 1
 #: Latest tokens compared, at most.
 MAX_MATCH = 32
-#: Occurrences looked at, at most: in the prompt's history, in its group's live texts, in other prompts' texts.
-MAX_HISTORY, MAX_GROUP, MAX_OTHER = 8, 8, 8
-_MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP + MAX_OTHER
-#: With fewer occurrences left than this the walk looks for new ones.
-_REFRESH_BELOW = 1
+#: Occurrences looked at, at most: in the prompt's history, in its group's live texts.
+MAX_HISTORY, MAX_GROUP = 8, 8
+_MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
+#: Candidates of a draft token.
+_MAX_DISTINCT = 2 * _MAX_OCCURRENCES
 
-HISTORY, SIBLING, OWN, OTHER = range(4)
+HISTORY, SIBLING, OWN, ALL = range(4)
 SOURCES = 4
 #: Match lengths (tokens) at which a new class of occurrences begins, beside 1.
 TIERS = (3, 5, 9, 17)
@@ -42,7 +56,7 @@ N_INPUTS = _N_VOTES + N_TIERS + 2
 #: Weight sets: by the longest match, for the first draft token and for later ones.
 N_SETS = 2 * N_TIERS
 #: Candidates of a first draft token that are learnt from.
-MAX_CANDIDATES = 12
+MAX_CANDIDATES = 8
 #: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
 _BINS = 32
 N_BINS = 2 * _BINS
@@ -54,35 +68,30 @@ _CALIBRATION_DECAY = 0.999
 _RECENT_DECAY = 0.8
 
 
-def _logit_of(p: np.ndarray) -> np.ndarray:
-    p = np.clip(p, 0.002, 0.998)
-    return np.log(p / (1 - p))
-
-
-_VOTES = np.arange(_MAX_OCCURRENCES + 1.0)
-#: Input for a share of ``votes`` out of ``total``, by ``[votes, total]``.
-_SHARE = _logit_of((_VOTES[:, None] + _SMOOTHING) / (_VOTES[None, :] + 2 * _SMOOTHING)).astype(np.float32)
+#: By votes; the logit of a smoothed share is the difference of those for it and of those against it.
+_LOG_VOTES = np.log(np.arange(WAYS * MAX_COUNT + _MAX_OCCURRENCES + 1) + _SMOOTHING).astype(np.float32)
 #: Probability by its code in a history; see :func:`verl_rhyme.history.record.confidence_codes`.
 _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32)
 
 
 def scratch(longest: int) -> Scratch:
     """Room for walks of up to ``longest`` draft tokens."""
-    n = _MAX_OCCURRENCES
+    n, candidates = _MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
         position=np.zeros(n, dtype=np.int64),
         source=np.zeros(n, dtype=np.int32),
         match=np.zeros(n, dtype=np.int32),
         following=np.zeros(n, dtype=np.int64),
         which=np.zeros(n, dtype=np.int32),
-        candidate=np.zeros(n, dtype=np.int32),
-        votes=np.zeros((n, _N_VOTES), dtype=np.int32),
-        mass=np.zeros((n, N_TIERS), dtype=np.float32),
-        known=np.zeros((n, N_TIERS), dtype=np.int32),
+        candidate=np.zeros(candidates, dtype=np.int32),
+        votes=np.zeros((candidates, _N_VOTES), dtype=np.int32),
+        mass=np.zeros((candidates, N_TIERS), dtype=np.float32),
+        known=np.zeros((candidates, N_TIERS), dtype=np.int32),
         total=np.zeros(_N_VOTES, dtype=np.int32),
         active=np.zeros(1 + _N_VOTES, dtype=np.int32),
         inputs=np.zeros(N_INPUTS, dtype=np.float32),
         best=np.zeros(N_INPUTS, dtype=np.float32),
+        keys=np.zeros(len(ORDERS), dtype=np.int64),
         context=np.zeros(MAX_MATCH + longest, dtype=np.int32),
     )
 
@@ -142,6 +151,9 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         slots.candidates[slot] = 0
         slots.planned_at[slot] = length
         _append(live, slots, slot, text, known, length)
+        # What came with the request is a prompt, which its whole group has, or a text that was counted before.
+        for position in range(known if known else length - 1, length):
+            _count(live.counts, text, position)
         slots.length[slot] = length
 
 
@@ -190,10 +202,9 @@ def _hash(text, end, n, salt, size):
 def _append(live, slots, slot, text, first, last):
     """Add ``text[first:last]`` to the slot's live text."""
     # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
-    texts, fill, link_group, link_other = live.text, live.fill, live.link_group, live.link_other
-    head_group, head_other = live.head_group, live.head_other
+    texts, fill, link_group, head_group = live.text, live.fill, live.link_group, live.head_group
     block, group = slots.block[slot], slots.group[slot]
-    in_group, in_other = len(head_group), len(head_other)
+    in_group = len(head_group)
     while first < last:
         if block < 0 or fill[block] == BLOCK:
             block = _take_block(live, block)
@@ -207,18 +218,71 @@ def _append(live, slots, slot, text, first, last):
         for index in range(first, first + count):
             texts[position] = text[index]
             link_group[position] = -1
-            link_other[position] = -1
             if index + 1 >= GROUP_NGRAM:
                 bucket = _hash(text, index, GROUP_NGRAM, group, in_group)
                 link_group[position] = head_group[bucket]
                 head_group[bucket] = position
-            if index + 1 >= OTHER_NGRAM:
-                bucket = _hash(text, index, OTHER_NGRAM, 0, in_other)
-                link_other[position] = head_other[bucket]
-                head_other[bucket] = position
             position += 1
         fill[block] += count
         first += count
+
+
+@njit(cache=True, nogil=True)
+def _contexts(text, end, keys):
+    """Hashes of the last tokens of ``text[:end]``, for each of ORDERS that fits. Returns how many."""
+    value, n = np.uint64(0x9E3779B97F4A7C15), 0
+    for order in range(len(ORDERS)):
+        if ORDERS[order] > end:
+            return order
+        while n < ORDERS[order]:
+            value = (value ^ np.uint64(text[end - 1 - n])) * np.uint64(0x9FB21C651E98DF25)
+            value ^= value >> np.uint64(29)
+            n += 1
+        keys[order] = np.int64(value >> np.uint64(1))
+    return len(ORDERS)
+
+
+@njit(cache=True, nogil=True)
+def _bucket(counts, key):
+    """Where the bucket of a context begins, and the context's mark in it, from 1 to 2**23 - 1."""
+    return (key & np.int64(len(counts) // WAYS - 1)) * WAYS, max(key >> np.int64(40), np.int64(1))
+
+
+@njit(cache=True, nogil=True)
+def _count(counts, text, index):
+    """Count ``text[index]`` after each context that it follows."""
+    keys = np.empty(len(ORDERS), dtype=np.int64)
+    token = np.int64(text[index])
+    for order in range(_contexts(text, index, keys)):
+        start, mark = _bucket(counts, keys[order])
+        least, fewest, found = start, np.int64(1 << 16), False
+        for i in range(start, start + WAYS):
+            entry = counts[i]
+            if entry >> 40 == mark and entry & 0xFFFFFFFF == token:
+                if (entry >> 32) & 0xFF == MAX_COUNT:
+                    _halve(counts, start, mark)
+                counts[i] += 1 << 32
+                found = True
+                break
+            count = (entry >> 32) & 0xFF
+            if count < fewest:
+                least, fewest = i, count
+        if not found:
+            # The least one gives way, at once if it was seen once. With each newcomer another one loses a count: what
+            # was frequent does not stay for ever.
+            counts[least] = (mark << 40) | (1 << 32) | token if fewest <= 1 else counts[least] - (1 << 32)
+            other = start + (token + order) % WAYS
+            if fewest and (counts[other] >> 32) & 0xFF > 1:
+                counts[other] -= 1 << 32
+
+
+@njit(cache=True, nogil=True)
+def _halve(counts, start, mark):
+    for i in range(start, start + WAYS):
+        entry = counts[i]
+        if entry >> 40 == mark:
+            half = ((entry >> 32) & 0xFF) // 2
+            counts[i] = (mark << 40) | (max(half, 1) << 32) | (entry & 0xFFFFFFFF)
 
 
 @njit(cache=True, nogil=True)
@@ -302,22 +366,6 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
                 if match >= GROUP_NGRAM and _next(fill, after, position) >= 0:
                     positions[n] = position
                     sources[n] = OWN if owners[block] == owner else SIBLING
-                    matches[n] = match
-                    n += 1
-                    found += 1
-            position = np.int64(links[position])
-    found, seen = 0, 0
-    if end >= OTHER_NGRAM:
-        links = live.link_other
-        position = np.int64(live.head_other[_hash(context, end - 1, OTHER_NGRAM, 0, len(live.head_other))])
-        while position >= 0 and seen < 2 * MAX_OTHER and found < MAX_OTHER:
-            seen += 1
-            block = position // BLOCK
-            if groups[block] != group and position % BLOCK < fill[block]:
-                match = _agreement(text, before, position, context, end)
-                if match >= OTHER_NGRAM and _next(fill, after, position) >= 0:
-                    positions[n] = position
-                    sources[n] = OTHER
                     matches[n] = match
                     n += 1
                     found += 1
@@ -449,9 +497,11 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
     active = scratch.active
     planned = 0
     reached = 1.0
-    while planned < limit and n > 0:
+    while planned < limit:
         n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
-        if n == 0:
+        if planned == 0 or distinct != 1 or longest < _SURE:
+            distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
+        if distinct == 0:
             break
         weight_set = longest if planned == 0 else N_TIERS + longest
         weights = model.weights[weight_set]
@@ -494,8 +544,8 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
                 scratch.source[kept] = scratch.source[i]
                 scratch.match[kept] = scratch.match[i] + 1
                 kept += 1
-        n = kept
-        if n < _REFRESH_BELOW and planned < limit:
+        lost, n = n > 0 and kept == 0, kept
+        if lost and planned < limit:  # once more; where nothing was found before, counts alone lead on
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
     return planned
 
@@ -546,6 +596,45 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
 
 
 @njit(cache=True, nogil=True)
+def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
+    """Add how often each token followed ``context[:end]`` in all responses. Returns candidates and longest tier."""
+    candidates, votes, total, keys = scratch.candidate, scratch.votes, scratch.total, scratch.keys
+    mass, known = scratch.mass, scratch.known
+    for order in range(_contexts(scratch.context, end, keys) - 1, -1, -1):
+        start, mark = _bucket(counts, keys[order])
+        k = ALL * N_TIERS + order
+        short = ORDERS[order] < _TOLD_ONCE
+        for i in range(start, start + WAYS):
+            if counts[i] >> 40 == mark:
+                total[k] += (counts[i] >> 32) & 0xFF
+        if not total[k]:
+            continue
+        longest = max(longest, _tier(ORDERS[order]))
+        for i in range(start, start + WAYS):
+            entry = counts[i]
+            if entry >> 40 != mark:
+                continue
+            token, count = entry & 0xFFFFFFFF, (entry >> 32) & 0xFF
+            if token >= vocabulary:
+                continue
+            j = 0
+            while j < distinct and candidates[j] != token:
+                j += 1
+            if j == distinct:
+                if distinct == len(candidates) or _RARE * count < total[k] or (count == 1 and short):
+                    continue
+                candidates[j] = token
+                votes[j] = 0
+                mass[j] = 0
+                known[j] = 0
+                distinct += 1
+            votes[j, k] = count
+        if total[k] >= _ENOUGH:
+            break
+    return distinct, longest
+
+
+@njit(cache=True, nogil=True)
 def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
     """Logit that candidate ``j`` is accepted; ``inputs`` is filled with what it was made of.
 
@@ -556,7 +645,7 @@ def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
     inputs[N_INPUTS - 1] = recent
     for i in range(1, active[0]):
         k = active[i]
-        inputs[k] = _SHARE[votes[j, k], total[k]]
+        inputs[k] = _LOG_VOTES[votes[j, k]] - _LOG_VOTES[total[k] - votes[j, k]]
         logit += weights[k] * inputs[k]
         if k < N_TIERS:  # of the history
             recorded = _N_VOTES + k

@@ -270,7 +270,7 @@ def test_nothing_leaks_between_requests_of_a_slot():
     engine.finish("old")
     assert len(engine.drafter._regrowth) == 0
     engine.start("new", old, key=b"n" * 16)  # the same path, without a text of its own
-    engine.drafter._live.arrays.head_group[:] = engine.drafter._live.arrays.head_other[:] = -1
+    engine.drafter._live.arrays.head_group[:], engine.drafter._live.arrays.counts[:] = -1, 0
     assert engine.step()["new"] == []
     counts = engine.finish("new")
     assert counts == RequestCounts()

@@ -1,0 +1,65 @@
+"""Counts of what followed the latest tokens in all responses."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.drafting import kernels
+from verl_rhyme.drafting.kernels import MAX_COUNT, ORDERS, WAYS
+
+
+def counted(texts, entries=1 << 16):
+    counts = np.zeros(entries, dtype=np.int64)
+    for text in texts:
+        for i in range(len(text)):
+            kernels._count(counts, np.array(text, dtype=np.int32), i)
+    return counts
+
+
+def found(counts, context):
+    """{(order, token): count} of all that followed the end of ``context``."""
+    context = np.array(context, dtype=np.int32)
+    keys = np.zeros(len(ORDERS), dtype=np.int64)
+    result = {}
+    for order in range(kernels._contexts(context, len(context), keys)):
+        start, mark = kernels._bucket(counts, keys[order])
+        for entry in counts[start : start + WAYS].tolist():
+            if entry >> 40 == mark:
+                result[ORDERS[order], entry & 0xFFFFFFFF] = (entry >> 32) & 0xFF
+    return result
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=4), st.lists(st.integers(0, 3), max_size=12))
+def test_counts_are_those_of_brute_force(texts, context):
+    expected = Counter()
+    for text in texts:
+        for i in range(len(text)):
+            for order in ORDERS:
+                if order <= min(i, len(context)) and text[i - order : i] == context[len(context) - order :]:
+                    expected[order, text[i]] += 1
+    assert found(counted(texts), context) == expected
+
+
+def test_counts_are_halved_before_they_overflow():
+    counts = counted([[0, 1] * (2 * MAX_COUNT), [0, 2]])
+    after = found(counts, [0])
+    assert MAX_COUNT // 2 < after[1, 1] <= MAX_COUNT
+    assert after[1, 2] == 1
+
+
+def test_where_there_is_no_room_what_is_frequent_stays_and_what_was_frequent_goes():
+    counts = counted([[0, 1] * 6], entries=WAYS)
+    rng = np.random.default_rng(0)
+    rare = rng.integers(2, 1 << 30, 3)
+    for i in range(1, 3):
+        kernels._count(counts, rare.astype(np.int32), i)
+    assert found(counts, [0])[1, 1] > 1
+    for _ in range(60):
+        text = rng.integers(2, 1 << 30, 12).astype(np.int32)
+        for i in range(1, 12):
+            kernels._count(counts, text, i)
+    assert (1, 1) not in found(counts, [0])
+    assert len(counts) == WAYS
