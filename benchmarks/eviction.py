@@ -25,14 +25,16 @@ import typer
 
 from benchmarks.machine import commit, describe
 from verl_rhyme.config import HISTORY_FILL
-from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.record import Trajectory, encoded_bytes
 from verl_rhyme.history.room import Entry, Room
 from verl_rhyme.history.store import HistoryReader, HistoryStore
+from verl_rhyme.history.values import stored_bytes
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 NAMESPACE = "benchmark"
 PAGE = 4096
+VOCABULARY = 152_064
 
 
 def key(prompt: int) -> bytes:
@@ -41,7 +43,7 @@ def key(prompt: int) -> bytes:
 
 def value_bytes(tokens: int) -> int:
     """Of the file, of one response."""
-    return -(-(16 + 20 + 9 * (tokens + 2) + 16) // PAGE) * PAGE
+    return stored_bytes(encoded_bytes(tokens, 1, VOCABULARY - 1))
 
 
 def schedule(prompts: int, passes: int, batch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -97,7 +99,7 @@ def by_hash(share: float, tokens: np.ndarray, passes: int, batch: int, seed: int
         for number, (epoch, step) in enumerate(schedule(len(tokens), passes, batch, seed)):
             hits.setdefault(epoch, []).extend(reader.get(key(i)) is not None for i in step)
             length = varied(tokens, epoch)
-            made = [np.full(length[i], number % 1000, np.int32) for i in step]
+            made = [np.full(length[i], VOCABULARY - 1 - number % 1000, np.int32) for i in step]
             batch_of = [Trajectory(key(i), t, 0.0, 0, epoch, 0) for i, t in zip(step, made, strict=True)]
             started = time.perf_counter()
             stats = store.append(batch_of, number)

@@ -344,12 +344,12 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
     dapo = [*world, f"{R}.n=16", "data.max_response_length=20480", "trainer.total_epochs=10"]
     history = f"{R}.custom.rhyme.history"
-    found = history_store(preflight(dapo, f"{R}.max_model_len=20992", f"{history}.max_bytes=34359738368"))
+    found = history_store(preflight(dapo, f"{R}.max_model_len=20992", f"{history}.max_bytes={20 << 30}"))
     assert found.status == "warn"
     assert "17398 prompts x 16 responses x 2560 to 10240 tokens (1/8 to 1/2 of max_response_length)" in found.detail
-    per_epoch = 17_398 * 16 * (9 * 2560 + 29) / (1 << 30)
+    per_epoch = 17_398 * 16 * (5.75 * 2560 + 27) / (1 << 30)
     assert f"= {4 * per_epoch:.1f} GiB to " in found.detail
-    levels = 0.7 * 32 / per_epoch, 0.7 * 32 / (17_398 * 16 * (9 * 10240 + 29) / (1 << 30))
+    levels = 0.7 * 20 / per_epoch, 0.7 * 20 / (17_398 * 16 * (5.75 * 10240 + 27) / (1 << 30))
     assert levels[0] > 1 > levels[1]
     assert f"kept: {levels[0]:.1f} of 4 epochs to {levels[1]:.0%} of the prompts" in found.detail
     assert "history.max_bytes" in found.remedy
@@ -378,7 +378,7 @@ def test_the_history_asks_for_the_disk_that_its_rewrite_takes(world, monkeypatch
 
 
 def test_a_rewrite_takes_as_much_disk_as_the_preflight_says(tmp_path, monkeypatch):
-    bound, peaks, publish = 4 << 20, [], environment.publish
+    bound, peaks, publish = 2 << 20, [], environment.publish
 
     def watched(path, folder):
         peaks.append(sum(file.stat().st_blocks * 512 for file in path.glob("env-*/*")))
@@ -395,8 +395,8 @@ def test_a_rewrite_takes_as_much_disk_as_the_preflight_says(tmp_path, monkeypatc
 def test_the_need_is_counted_as_the_store_counts():
     from verl_rhyme.history.record import encoded_bytes
 
-    low, _ = history_room.needs(prompts=1, samples=16, longest=8192, epochs=4)
-    assert low.epoch == pytest.approx(encoded_bytes(16 * 1024, 16), rel=1e-3)
+    low, _ = history_room.needs(prompts=1, samples=16, longest=8 * 60_000, epochs=4)
+    assert low.epoch == pytest.approx(encoded_bytes(16 * 60_000, 16, most=200_000), rel=1e-3)
 
 
 def test_a_pool_of_its_own(world):

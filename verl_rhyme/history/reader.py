@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from verl_rhyme.history import environment, owner
+from verl_rhyme.history import environment, owner, packing
 from verl_rhyme.history.environment import Damaged, Environment
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
 
@@ -31,6 +31,7 @@ class HistoryReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, refresh_interval: float = 1.0):
+        packing.warm()
         self._path = Path(path)
         self._namespace = namespace
         self._interval = refresh_interval

@@ -264,8 +264,9 @@ class HistoryStore:
         prompts = trajectories = written = dropped = unkept = cut = tokens = 0
         alike = similarity.Account()
         for key, group in groups.items():
-            size = stored_bytes(encoded_bytes(sum(len(t.tokens) for t in group), len(group)))
-            room.arrive(key, group[-1].epoch, size, step)
+            most = max(int(t.tokens.max()) for t in group)
+            size = encoded_bytes(sum(len(t.tokens) for t in group), len(group), most)
+            room.arrive(key, group[-1].epoch, stored_bytes(size), step)
         forgotten = room.forget()
         room.settle()
         for key, group in groups.items():

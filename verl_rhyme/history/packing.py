@@ -1,0 +1,71 @@
+"""Whole numbers at the width that the largest of them needs: 18 bits for the ids of a vocabulary of 152,064.
+
+Value i lies in the bits from ``i * width`` on of a row of little-endian 32-bit words, the lowest bit first; one word more
+than is full ends the row, so that reading never asks whether there is a next one.
+
+Every numba function here is self-contained: numba's disk cache does not notice a change in another file.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+def width_of(most: int) -> int:
+    """Bits that values from 0 to ``most`` take, 1 to 32."""
+    return max(1, int(most).bit_length())
+
+
+def words(count: int, width: int) -> int:
+    """32-bit words that so many values of ``width`` bits take."""
+    return (count * width + 31) // 32 + 1
+
+
+def pack(values: np.ndarray, width: int) -> np.ndarray:
+    """uint32[words]: int32[n] read as uint32, each below ``2**width``."""
+    return _pack(np.ascontiguousarray(values).view(np.uint32), width, words(len(values), width))
+
+
+def unpack(packed: np.ndarray, count: int, width: int, shift: int = 0) -> np.ndarray:
+    """int32[count]: what :func:`pack` was given, with ``shift`` added.
+
+    Args:
+        packed: uint32[words(count, width)], writeable and aligned (numba compiles anew for others).
+    """
+    return _unpack(packed, count, width, shift)
+
+
+def warm() -> None:
+    """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
+    unpack(pack(np.zeros(1, np.int32), 1), 1, 1)
+
+
+@njit(cache=True, nogil=True)
+def _pack(values, width, length):
+    packed = np.zeros(length, dtype=np.uint32)
+    held = np.uint64(0)
+    bits = 0
+    at = 0
+    for i in range(len(values)):
+        held |= np.uint64(values[i]) << np.uint64(bits)
+        bits += width
+        if bits >= 32:
+            packed[at] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            at += 1
+            held >>= np.uint64(32)
+            bits -= 32
+    packed[at] = np.uint32(held)
+    return packed
+
+
+@njit(cache=True, nogil=True)
+def _unpack(packed, count, width, shift):
+    values = np.empty(count, dtype=np.int32)
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    for i in range(count):
+        bit = np.uint64(i) * np.uint64(width)
+        word = bit >> np.uint64(5)
+        both = np.uint64(packed[word]) | (np.uint64(packed[word + np.uint64(1)]) << np.uint64(32))
+        values[i] = np.int32(np.int64((both >> (bit & np.uint64(31))) & mask) + shift)
+    return values
