@@ -139,6 +139,12 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, global_steps, partition_id, batch_size)",
     ),
     Seam(
+        f"{_REPLAY}:ReplayBuffer._clear_groups",
+        "groups that are filtered, stale or surplus are recorded before they go",
+        signature="(self, partition_id, uids)",
+        contains=('for key in self.partitions[partition_id] if key.split("_")[0] in uids', "tq.kv_clear("),
+    ),
+    Seam(
         f"{_REPLAY}:ReplayBufferAsync.sample",
         "event log of validation requests",
         signature="(self, global_steps, partition_id, batch_size)",

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, open_dict
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -92,6 +93,7 @@ class RhymeTrainerMixin(PPOTrainer):
         if rhyme.poll_interval is not None:
             self.replay_buffer.poll_interval = rhyme.poll_interval
         self._watch_validation()
+        self._watch_dropped()
 
     # ---- set-up ----
 
@@ -203,8 +205,7 @@ class RhymeTrainerMixin(PPOTrainer):
     @_hook
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         # The first stage after the rewards are known.
-        part = self.global_steps * self.parameter_sync_step + self.local_trigger_step
-        self._recorder.start(batch, step=self.global_steps, part=part, epoch=self._epoch())
+        self._recorder.start(batch, step=self.global_steps, part=self._part(), epoch=self._epoch())
         return super()._compute_old_log_prob(batch, metrics)
 
     @_hook
@@ -237,6 +238,30 @@ class RhymeTrainerMixin(PPOTrainer):
             return sampled
 
         self.replay_buffer.sample = watched
+
+    def _watch_dropped(self) -> None:
+        """Groups that verl's buffer drops (filtered, stale, surplus) are history like any: they are recorded first.
+
+        The buffer's prompts go at once, so that it counts and refills as ever; their trajectories, which it looks at
+        by prompt only, are cleared when they are recorded.
+        """
+        buffer, clear = self.replay_buffer, getattr(self.replay_buffer, "_clear_groups", None)
+        if clear is None:  # a sampler of the user's own
+            return
+
+        def watched(partition_id: str, uids: set[str]) -> None:
+            known = buffer.partitions[partition_id]
+            keys = [key for key, tag in known.items() if key.split("_")[0] in uids and tag.get("status") == "success"]
+            if partition_id == "train" and keys:
+                batch = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[known.pop(key) for key in keys])
+                self._recorder.start_untrained(batch, step=self._part(), epoch=self._epoch())
+            clear(partition_id, uids)
+
+        buffer._clear_groups = watched
+
+    def _part(self) -> int:
+        """Number of the update, of which a step may have several: what the history records goes by it."""
+        return self.global_steps * self.parameter_sync_step + self.local_trigger_step
 
     def _epoch(self) -> int:
         """From 0, as verl counts."""

@@ -252,6 +252,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if self._ranking is not None:
             self._ranking.answered(reply.answered)
         self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
+        if reply.dropped:
+            dropped = KVBatchMeta(partition_id=TRAIN, keys=reply.dropped, tags=reply.dropped_tags)
+            self._recorder.start_untrained(dropped, step=self.global_steps, epoch=self._epoch())
         if self.topology.through_training:
             self.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import transfer_queue as tq
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability import metrics as names
@@ -58,6 +59,7 @@ class Recorder:
         self._alarm = AcceptanceAlarm()
         self._insight = Insight()
         self._store: dict[str, Any] = {}
+        self._untrained = 0  # responses of this step that were recorded all the same
         self._tokens: Counter[str] = Counter()  # that were compared in this step: TOKEN_COUNTS
 
     def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
@@ -67,6 +69,17 @@ class Recorder:
     def _start(self, batch: Any, *when: int) -> None:
         samples = _Samples.of(batch)  # now: verl pads and reorders it in place
         self._pending.append(self._executor.submit(self._guarded, self._record, samples, *when))
+
+    def start_untrained(self, batch: Any, step: int, epoch: int) -> None:
+        """Begin to record finished samples that nobody will train (``KVBatchMeta``): filtered groups, surplus.
+
+        The history has them like those that are trained. They are cleared from TransferQueue when it does, or could
+        not: verl must not clear them before. Returns at once.
+        """
+        self._guarded(self._start_untrained, batch, step, epoch)
+
+    def _start_untrained(self, batch: Any, *when: int) -> None:
+        self._pending.append(self._executor.submit(self._guarded, self._record_untrained, _Samples.of(batch), *when))
 
     def log_validation(self, batch: Any, step: int, epoch: int) -> None:
         """Event log only, and at once: verl clears the batch soon after."""
@@ -107,6 +120,7 @@ class Recorder:
         for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
             if compared := self._tokens[f"{how}compared"]:
                 metrics[name] = self._tokens[f"{how}similar"] / compared
+        metrics[names.HISTORY_UNTRAINED], self._untrained = float(self._untrained), 0
         self._seconds = 0.0
         self._tokens.clear()
         self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
@@ -151,10 +165,29 @@ class Recorder:
                 if self._log_responses:
                     self._append_responses(batch, step)
         finally:
-            stats = self._history.append(batch, step=part)
-            self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
+            self._append(batch, part)
             self._insight.requests(rows, step)
-            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
+
+    def _append(self, batch: TrainedBatch, step: int) -> None:
+        stats = self._history.append(batch, step=step)
+        self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
+        self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
+
+    def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
+        stored = samples.stored
+        try:
+            prompts = samples.prompts(samples.records())
+            try:
+                rewards = self._rewards(stored)
+            except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
+                rewards = np.full(len(prompts), np.nan)
+            batch = TrainedBatch(
+                stored, prompts, rewards, samples.numbers, samples.versions, epoch, logprobs=self._logprobs
+            )
+            self._append(batch, step)
+            self._untrained += len(stored.keys)
+        finally:
+            tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
 
     def _rewards(self, stored: StoredSamples) -> np.ndarray:
         try:

@@ -268,7 +268,8 @@ class Coordinator:
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         keys, tags = _stored(batch.attempts, listing)
-        self._leftovers.taken(listing, keys)
+        dropped = self._leftovers.dropped(rollout, listing, set(batch.attempts))
+        self._leftovers.taken(listing, [*keys, *dropped])
         self._go()
         return Reply(
             keys=keys,
@@ -282,6 +283,8 @@ class Coordinator:
             failed=batch.failed,
             wasted=batch.wasted,
             state=state,
+            dropped=dropped,
+            dropped_tags=[listing[TRAIN][key] for key in dropped],
             lengths=self._expectations.news(),
             answered=answered,
             paces=replica_paces(batch.ran),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
-from verl_rhyme.workers.stored_attempts import TRAIN, clear
+from verl_rhyme.workers.stored_attempts import TRAIN, clear, trajectories
 
 
 class Needs(Protocol):
@@ -27,13 +27,32 @@ class Leftovers:
     def __init__(self) -> None:
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
+        self._dropped = set[str]()  # told before, and still there
+
+    def dropped(self, needs: Needs, listing: dict[str, Any], taken: set[str]) -> list[str]:
+        """Keys of what is finished and whole, and neither in this batch nor, any more, of use for a later one; once.
+
+        Args:
+            needs: After the batch was taken.
+            listing: Tags of all keys, by partition.
+            taken: Attempts of the batch.
+        """
+        stored = listing.get(TRAIN, {})
+        found = [
+            key
+            for name, keys in trajectories(stored).items()
+            if name not in taken and _is_ours(name) and not needs.needs_trajectories(name)
+            for key in keys
+        ]
+        told, self._dropped = self._dropped & stored.keys(), {*found}
+        return [key for key in found if key not in told]
 
     def taken(self, listing: dict[str, Any], keys: Iterable[str]) -> None:
         """A batch of these keys was taken; what it leaves goes when the trainer is known to have it.
 
         Args:
             listing: Tags of all keys then, by partition.
-            keys: The trainer's own, which it clears itself.
+            keys: The trainer's own, which it clears itself, with those that were :meth:`dropped`.
         """
         self._taken = listing, set(keys)
 
@@ -55,9 +74,7 @@ class Leftovers:
             if partition == PROMPTS:
                 return needs.needs_prompt(key)
             name = key.rpartition("_")[0] if partition == TRAIN else key
-            try:
-                Attempt.named(name)
-            except ValueError:  # another trainer mode's
+            if not _is_ours(name):
                 return False
             return needs.needs_trajectories(name) if partition == TRAIN else needs.needs_turns(name)
 
@@ -66,3 +83,12 @@ class Leftovers:
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
         self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether this is the name of an attempt; of another trainer mode's it is not."""
+    try:
+        Attempt.named(name)
+    except ValueError:
+        return False
+    return True

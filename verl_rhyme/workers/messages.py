@@ -133,6 +133,8 @@ class Reply:
         filtered: By their common score, how many groups were dropped since the last batch.
         failed: Prompts that were dropped since, because a sample failed.
         wasted: Request records of attempts whose tokens will not be trained.
+        dropped, dropped_tags: Keys of finished trajectories that will not be trained, in TransferQueue's ``train``, and
+            their tags: groups that were filtered, siblings of samples that failed. Whoever gets the batch clears them.
         state: What the coordinator can be opened with again.
         lengths: What is known of response lengths, where that is news; else ``None``.
         answered: Tokens of the responses to prompts that left since the last batch, by prompt key.
@@ -146,6 +148,8 @@ class Reply:
     failed: int
     wasted: list[Record]
     state: dict[str, Any]
+    dropped: list[str] = field(default_factory=list)
+    dropped_tags: list[dict[str, Any]] = field(default_factory=list)
     lengths: dict[str, Any] | None = None
     answered: dict[str, list[int]] = field(default_factory=dict)
     paces: dict[int, float] = field(default_factory=dict)
