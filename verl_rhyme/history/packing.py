@@ -1,7 +1,7 @@
 """Whole numbers at the width that the largest of them needs: 18 bits for the ids of a vocabulary of 152,064.
 
-Value i lies in the bits from ``i * width`` on of a row of little-endian 32-bit words, the lowest bit first; one word more
-than is full ends the row, so that reading never asks whether there is a next one.
+Value i lies in the bits from ``i * width`` on of a row of little-endian 32-bit words, the lowest bit first; one word
+more than is full ends the row, so that reading never asks whether there is a next one.
 
 Every numba function here is self-contained: numba's disk cache does not notice a change in another file.
 """

@@ -2,7 +2,7 @@
 
 A prompt's value in the store is a header and arrays, little-endian::
 
-    magic "RHY3" | crc32 of all that follows it | n | m | bits of a token, bits of a suffix (a byte each), two bytes of 0
+    magic "RHY3" | crc32 of all that follows it | n | m | bits of a token, of a suffix (a byte each), two bytes of 0
     bounds int32[m+1] | reward float32[m] | epoch, policy_version, sample, step int32[m] each
     tokens + 1, packed[n] | suffixes, packed[n-m-1] | confidence uint8[n]
 

@@ -169,9 +169,9 @@ class HistoryStore:
                 for file in temporary.iterdir():
                     with open(file, "rb") as opened:
                         os.fsync(opened.fileno())
-                old = dest.with_name(f".{dest.name}.old")
-                shutil.rmtree(old, ignore_errors=True)
-                if dest.exists():
+                old = _before(dest)
+                if dest.exists():  # else a killed writer's old one may be all there is, until the new one stands
+                    shutil.rmtree(old, ignore_errors=True)
                     dest.rename(old)
                 temporary.rename(dest)
                 shutil.rmtree(old, ignore_errors=True)
@@ -179,8 +179,12 @@ class HistoryStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
 
-    def restore(self, src_dir: str | os.PathLike[str]) -> bool:
+    def restore(self, src_dir: str | os.PathLike[str], take: bool = False) -> bool:
         """Replace the history by a snapshot's.
+
+        Args:
+            src_dir: A snapshot; where a killed writer was just replacing it, the one before counts.
+            take: The snapshot lies on this disk and nobody else needs it: it is moved, not copied.
 
         Returns:
             True; or False, with a warning and the present history kept, where the snapshot is missing or damaged or
@@ -189,12 +193,15 @@ class HistoryStore:
         Raises:
             HistoryMismatch: The snapshot is of another vocabulary.
         """
-        source = Path(src_dir)
+        source, before = Path(src_dir), _before(Path(src_dir))
+        if not source.exists() and before.exists():
+            source = before
         with self._mutex:
             folder = environment.new_folder(self._path)
             try:
                 folder.mkdir()
-                shutil.copyfile(source / environment.DATA_FILE, folder / environment.DATA_FILE)
+                bring = os.replace if take else shutil.copyfile
+                bring(source / environment.DATA_FILE, folder / environment.DATA_FILE)
                 self._replace(self._open_checked(folder), folder)
             except (OSError, lmdb.Error, Damaged) as error:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -396,6 +403,11 @@ class HistoryStore:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("history in %s: %s (told once)", self._path, message)
+
+
+def _before(snapshot: Path) -> Path:
+    """Where a snapshot waits while another takes its place."""
+    return snapshot.with_name(f".{snapshot.name}.old")
 
 
 def _is_sound(trajectory: Trajectory) -> bool:

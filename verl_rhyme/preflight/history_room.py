@@ -16,8 +16,8 @@ from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.preflight import machine_checks
 from verl_rhyme.preflight.estimate import gib
 
-#: Bytes of a stored token and, beside them, of a response; ``history/record.py`` is the format. A token: 18 bits for one
-#: of 262,143 ids, 20 for a place among a million tokens, 8 for its probability.
+#: Bytes of a stored token and, beside them, of a response; ``history/record.py`` is the format. A token: 18 bits for
+#: one of 262,143 ids, 20 for a place among a million tokens, 8 for its probability.
 TOKEN_BYTES, RESPONSE_BYTES = 5.75, 27
 
 #: Of ``history.max_bytes``, what the disk must have: the file, and once more its values while they are copied into the

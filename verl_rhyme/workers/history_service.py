@@ -136,7 +136,8 @@ class HistoryWriter:
 
     def restore_received(self) -> dict[str, Any]:
         try:
-            return self.restore(str(self._incoming))
+            self._store.restore(self._incoming, take=True)
+            return self._store.stats()
         finally:
             shutil.rmtree(self._incoming, ignore_errors=True)
 
@@ -257,6 +258,8 @@ class HistoryService:
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
         """Load the snapshot of a checkpoint on every node; ``None`` and a warning when it has none, or none answers."""
         folder = Path(checkpoint, SNAPSHOT_FOLDER)
+        if not folder.is_dir() and (before := folder.with_name(f".{folder.name}.old")).is_dir():
+            folder = before  # a run that was killed while it replaced a snapshot
         if not folder.is_dir():
             logger.warning("no history in %s: drafting starts with an empty one", checkpoint)
             return None

@@ -438,3 +438,38 @@ def test_values_carry_lmdbs_format(tmp_path, store):
         assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
         meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
         assert meta == {"format": 3, "namespace": NAMESPACE}
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_snapshot_replaced_by_a_writer_that_is_killed_is_the_old_or_the_new_one(tmp_path, at):
+    """Killed at each of the renames and deletions that put the new one in the place of the old one."""
+    code = f"""
+import os, pathlib, shutil
+import numpy as np
+from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.store import HistoryStore
+calls = 0
+def deadly(real):
+    def call(*args, **kwargs):
+        global calls
+        if calls == {at}:
+            os._exit(9)
+        calls += 1
+        return real(*args, **kwargs)
+    return call
+top = pathlib.Path({str(tmp_path)!r})
+with HistoryStore(top / "h", "tokenizer-a", 1 << 20, 2) as store:
+    for step in range(2):
+        if step:
+            pathlib.Path.rename, shutil.rmtree = deadly(pathlib.Path.rename), deadly(shutil.rmtree)
+        store.append([Trajectory(bytes(16), np.array([step], np.int32), 1.0, 0, step, 0)], step)
+        store.snapshot(top / "s" / "history")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 9, done.stderr[-2000:]
+    with HistoryStore(tmp_path / "again", NAMESPACE, 1 << 20, 2) as store:
+        for take in (False, True):  # taken, it is not copied
+            assert store.restore(tmp_path / "s" / "history", take=take)
+            assert store.stats()["responses"] in (1, 2)
+        store.snapshot(tmp_path / "s" / "history")
+        assert store.restore(tmp_path / "s" / "history")
