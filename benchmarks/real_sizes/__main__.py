@@ -2,13 +2,14 @@
 
 import typer
 
-from benchmarks.real_sizes import budget, planning, routing, sampler
+from benchmarks.real_sizes import budget, history, planning, routing, sampler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command("sampler", help=sampler.__doc__)(sampler.main)
 app.command("budget", help=budget.__doc__)(budget.main)
 app.command("routing", help=routing.__doc__)(routing.main)
 app.command("planning", help=planning.__doc__)(planning.main)
+app.command("history", help=history.__doc__)(history.main)
 
 
 if __name__ == "__main__":

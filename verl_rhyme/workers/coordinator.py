@@ -269,7 +269,7 @@ class Coordinator:
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
         keys, tags = _stored(batch.attempts, listing)
         dropped = self._leftovers.dropped(rollout, listing, set(batch.attempts))
-        self._leftovers.taken(listing, [*keys, *dropped])
+        self._leftovers.taken(listing, keys)
         self._go()
         return Reply(
             keys=keys,

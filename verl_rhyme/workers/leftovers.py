@@ -52,9 +52,9 @@ class Leftovers:
 
         Args:
             listing: Tags of all keys then, by partition.
-            keys: The trainer's own, which it clears itself, with those that were :meth:`dropped`.
+            keys: The trainer's own, which it clears itself, as it does those that were :meth:`dropped`.
         """
-        self._taken = listing, set(keys)
+        self._taken = listing, {*keys, *self._dropped}
 
     def forget(self) -> None:
         """Nothing is known of a batch that was taken."""
