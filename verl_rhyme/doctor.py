@@ -254,6 +254,8 @@ def _engines() -> Iterator[Check]:
 
 
 def _history_disk(folder: Path) -> Iterator[Check]:
+    from verl_rhyme.history.share import available_memory
+
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
@@ -265,7 +267,8 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     free = shutil.disk_usage(existing).free
     status = FAIL if free < DISK_BYTES else OK
     remedy = "" if status == OK else "free some, or set history.dir elsewhere"
-    detail = f"{folder}: {_gib(free)} free, of which history.max_bytes=null takes {_gib(HistoryConfig().bound(free))}"
+    bound = _gib(HistoryConfig().bound(free, available_memory()))
+    detail = f"{folder}: {_gib(free)} free; history.max_bytes=null takes {bound}, half of it or of the memory"
     yield Check("history folder", status, detail, remedy)
     from verl_rhyme.history import owner
 

@@ -4,9 +4,9 @@
 
 The store alone, without TransferQueue and Ray (``benchmarks.recording`` has those): epochs of made responses are
 appended in steps of 512 prompts, then snapshotted, rewritten (what is kept is copied into a dense file) and restored
-into another folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the kernel
-takes back as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. A tenth of a
-response's tokens is new in the second epoch.
+into another folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the
+kernel takes back as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. A tenth of
+a response's tokens is new in the second epoch.
 
 Last, one prompt of 500k tokens is read (four epochs of 16 responses): the fastest of many reads from a warm map, and of
 its parts: unpacking, and the value's checksum.

@@ -358,12 +358,14 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     assert few.status == "ok"
     assert "100 prompts" in few.detail
     assert "kept: all" in few.detail
-    assert "64.0 GiB (null" in few.detail
+    assert "(null: half of free disk or memory" in few.detail
 
 
-def test_the_history_takes_no_more_than_half_of_the_free_disk(world, monkeypatch):
-    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 40 << 30))
-    assert "history.max_bytes 20.0 GiB" in history_store(preflight(world)).detail
+@pytest.mark.parametrize(("disk", "memory", "taken"), [(40, 1000, 20), (4000, 1000, 500)])
+def test_the_history_takes_half_of_the_free_disk_or_memory(world, monkeypatch, disk, memory, taken):
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, disk << 30))
+    monkeypatch.setattr(history_room, "available_memory", lambda: memory << 30)
+    assert f"history.max_bytes {taken}.0 GiB" in history_store(preflight(world)).detail
 
 
 def test_the_history_asks_for_the_disk_that_its_rewrite_takes(world, monkeypatch):

@@ -13,7 +13,6 @@ from typing import Any
 
 from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, coerce, require
 from verl_rhyme.config.drafting import (
-    AUTOMATIC_HISTORY_BYTES,
     AUTOMATIC_HISTORY_SHARE,
     DRAFTERS,
     HISTORY_FILL,
@@ -48,7 +47,6 @@ from verl_rhyme.config.sorting import (
 )
 
 __all__ = [
-    "AUTOMATIC_HISTORY_BYTES",
     "AUTOMATIC_HISTORY_SHARE",
     "CONFIG_PATH",
     "DRAFTERS",

@@ -12,10 +12,7 @@ MAX_DRAFT_TOKENS = 128
 #: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
 HISTORY_FILL = 0.7
 
-#: What ``history.max_bytes=null`` takes: so many bytes, but at most this share of what is free on the disk.
-AUTOMATIC_HISTORY_BYTES = 64 << 30
-
-
+#: What ``history.max_bytes=null`` takes: this share of the disk and of the memory that are free, the smaller one.
 AUTOMATIC_HISTORY_SHARE = 0.5
 
 #: Values of ``drafting.policy``.
@@ -32,9 +29,10 @@ class HistoryConfig:
     Attributes:
         dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
         max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest epochs go
-            first, then whole prompts by a hash of their key. ``None``: 64 GiB, but at most half of what is free on the
-            folder's disk when the run starts. While the file is rewritten the values stand there twice: 1.7 times as
-            many bytes. Each checkpoint takes a copy of the values.
+            first, then whole prompts by a hash of their key. ``None``: half of what is free, when the run starts, of
+            the folder's disk or of memory, whichever is less; nodes that share a disk or a machine share that half.
+            While the file is rewritten the values stand there twice: 1.7 times as many bytes. Each checkpoint takes a
+            copy of the values.
         epochs: How many of a prompt's latest epochs are kept.
         timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer
             anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
@@ -55,11 +53,11 @@ class HistoryConfig:
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
         require(self.timeout > 0, "history.timeout", self.timeout, "above 0 (seconds)")
 
-    def bound(self, free: int) -> int:
-        """``max_bytes``, or what ``None`` stands for on a disk with ``free`` bytes."""
+    def bound(self, disk: int, memory: int) -> int:
+        """``max_bytes``, or what ``None`` stands for where so many bytes are free and no other node shares them."""
         if self.max_bytes is not None:
             return self.max_bytes
-        return max(1 << 20, min(AUTOMATIC_HISTORY_BYTES, int(free * AUTOMATIC_HISTORY_SHARE)))
+        return max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk, memory)))
 
 
 @dataclass(frozen=True)

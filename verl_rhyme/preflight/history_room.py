@@ -13,6 +13,7 @@ from omegaconf import ListConfig
 from verl_rhyme import config_tree
 from verl_rhyme.config import HISTORY_FILL, ConfigError
 from verl_rhyme.doctor import OK, WARN, Check
+from verl_rhyme.history.share import available_memory
 from verl_rhyme.preflight import machine_checks
 from verl_rhyme.preflight.estimate import gib
 
@@ -81,10 +82,10 @@ def check(config: Any) -> Iterator[Check]:
         return
     name = "history store"
     folder, free = machine_checks.free_disk(Path(machine_checks.history_dir(config) or tempfile.gettempdir()))
-    bound = tree.history.bound(free)
+    bound = tree.history.bound(free, available_memory())
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
-        where += " (null: 64 GiB, at most half of what is free)"
+        where += " (null: half of free disk or memory, the smaller one)"
     peak = int(PEAK * bound)
     where += f", {gib(peak)} while it is rewritten"
     if free < peak:

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import environment, owner
+from verl_rhyme.history import owner, share
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryError, HistoryStore
 from verl_rhyme.observability.errors import first_line
@@ -81,12 +81,30 @@ class HistoryWriter:
     def _store(self) -> HistoryStore:
         if self._opened is None:
             folder, config = self._folder, self._config
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             owner.remove_dead(folder.parent, self._living)
-            ours = sum(file.stat().st_size for file in folder.rglob(environment.DATA_FILE))
-            bound = config.bound(shutil.disk_usage(folder.parent).free + ours)
+            bound = config.max_bytes or share.automatic(folder, ())[0]  # until it is settled
             self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
+            if config.max_bytes is None and self._settled.exists():  # by a writer of this run that died
+                self._opened.limit(int(self._settled.read_text()))
         return self._opened
+
+    @property
+    def _settled(self) -> Path:
+        return self._folder / "max_bytes"
+
+    def settle(self) -> str:
+        """Find what ``history.max_bytes=null`` stands for, once those it is shared with have their folders.
+
+        Returns: What came of it, in words; empty where the option says it, or it is settled.
+        """
+        store = self._store
+        if self._config.max_bytes is not None or self._settled.exists():
+            return ""
+        bound, told = share.automatic(self._folder, self._living)
+        store.limit(bound)
+        self._settled.write_text(str(bound))
+        return told
 
     def open(self) -> int:
         """Take the folder; a second call does nothing. Returns the process's id.
@@ -175,6 +193,7 @@ class HistoryService:
         self._writers: dict[str, Any] = {}
         self._opening: dict[str, Any] = {}
         self._failures: dict[str, _Failures] = {}
+        self._ready = False
         self._bytes = 0
         #: Writers that were started in the place of one that failed.
         self.restarts = 0
@@ -203,6 +222,8 @@ class HistoryService:
             )
             writer = actor.remote(folders[node_id], set(folders.values()), self._namespace, self._config, self._run)
             self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
+            if self._ready:
+                writer.settle.remote()
 
     def ready(self) -> None:
         """Wait until the writers have their folders; one that fails otherwise is a warning.
@@ -212,6 +233,11 @@ class HistoryService:
         """
         try:
             self._answers({node: self._opening[node] for node in self._writers}, self._config.timeout)
+            self._ready = True
+            settling = {node: writer.settle.remote() for node, writer in self._writers.items()}
+            for node, told in self._answers(settling, self._config.timeout).items():
+                if told:
+                    logger.info("history.max_bytes on node %s: %s", node[:16], told)
         except HistoryError:
             raise
         except Exception as error:

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import share
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_service import HistoryWriter, node_history_dir
@@ -106,3 +108,29 @@ def test_a_snapshot_that_comes_in_pieces_is_restored_and_leaves_nothing(tmp_path
     first.close()
     second.close()
     assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
+
+
+@pytest.mark.parametrize(("disk", "memory"), [(1 << 30, 8 << 30), (8 << 30, 1 << 30)], ids=["disk", "memory"])
+def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monkeypatch, disk, memory):
+    """Also when one starts anew after others have filled theirs: its bound stays."""
+    monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk))
+    monkeypatch.setattr(share, "available_memory", lambda: memory)
+    living = {node_history_dir(str(tmp_path), f"node{i}") for i in range(4)}
+    made = [HistoryWriter(folder, living, "vocabulary", HistoryConfig(), "run") for folder in sorted(living)]
+    try:
+        for writer in made:
+            writer.open()
+        assert all("shared by 4" in writer.settle() for writer in made)
+        bounds = [writer._store._map_size for writer in made]
+        assert bounds == pytest.approx([(1 << 29) // 4] * 4, rel=1e-2)
+        os.close(made[0]._store._lock)  # it dies
+        monkeypatch.setattr(share, "available_memory", lambda: memory // 8)
+        again = made[0] = HistoryWriter(str(made[0]._folder), living, "vocabulary", HistoryConfig(), "run")
+        assert again.settle() == ""
+        assert again._store._map_size == bounds[0]
+        alone = HistoryWriter(str(tmp_path / "elsewhere" / "x"), set(), "vocabulary", HistoryConfig(), "run")
+        made.append(alone)
+        assert "shared by 1" in alone.settle()
+    finally:
+        for writer in made:
+            writer.close()
