@@ -39,7 +39,7 @@ def automatic(folder: Path, living: Collection[Path]) -> tuple[int, str]:
     disk, memory = shutil.disk_usage(folder).free + held, available_memory()
     bound = max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk / len(seen), memory / near)))
     told = (
-        f"{bound / (1 << 30):.2f} GiB, {AUTOMATIC_HISTORY_SHARE:.0%} of what is free, {disk / (1 << 30):.1f} GiB of "
-        f"disk shared by {len(seen)} node(s) and {memory / (1 << 30):.1f} GiB of memory shared by {near}, the smaller one"
+        f"{bound / (1 << 30):.2f} GiB, {AUTOMATIC_HISTORY_SHARE:.0%} of the smaller of {disk / (1 << 30):.1f} GiB of "
+        f"free disk, shared by {len(seen)}, and {memory / (1 << 30):.1f} GiB of free memory, shared by {near}"
     )
     return bound, told

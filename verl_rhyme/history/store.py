@@ -217,7 +217,7 @@ class HistoryStore:
         """Another bound of the file, at least 1 MiB; what no longer fits goes."""
         with self._mutex:
             self._map_size = max_bytes // 4096 * 4096
-            self._values.opened.env.set_mapsize(max(self._map_size, self.stats()["file_bytes"]))
+            self._values.opened.env.set_mapsize(max(self._map_size, int(self.stats()["file_bytes"])))
             self._values.room.bound = int(self._map_size * HISTORY_FILL)
             self._shrink()
 
