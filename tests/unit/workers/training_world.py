@@ -253,8 +253,9 @@ class World:
             self.driver.publish(step, STEPS - step)
             padding = [self.padding] if self.early else []
             self.cluster.sleep(0.1)
-            assert set(self.queue.partitions[TRAIN]) >= {*reply.keys, *padding}, "the trainer's batch is cleared"
-            self.cluster.run(self.queue.clear([*reply.keys, *padding], TRAIN))
+            ours = [*reply.keys, *padding, *reply.dropped]  # the recorder clears the last ones when it has them
+            assert set(self.queue.partitions[TRAIN]) >= set(ours), "the trainer's batch is cleared"
+            self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
                 self.reserve.observe({})
