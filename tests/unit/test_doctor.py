@@ -29,7 +29,7 @@ def test_another_machines_folder_is_named_with_its_size_and_what_to_do(tmp_path)
     folder = killed(tmp_path / "node", host="elsewhere", boot="another")
     [found] = left_over(tmp_path)
     assert found.status == "warn"
-    assert f"{folder}: 2.3 MiB" in found.detail
+    assert f"{folder}: 0.9 MiB" in found.detail
     assert "elsewhere" in found.detail
     assert f"rm -r {folder}" in found.remedy
 
