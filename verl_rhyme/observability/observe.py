@@ -220,7 +220,7 @@ class Observer:
 
 
 def _read_config(path: Path, since: float) -> Any:
-    """What hydra wrote down of the run that starts; ``None`` before. Its overrides come last: the config is whole then."""
+    """What hydra wrote down of the run that starts; ``None`` before. Overrides come last: then it is whole."""
     from omegaconf import OmegaConf
 
     last = path.with_name("overrides.yaml")
