@@ -38,28 +38,12 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
-        "the bubble ratio from outside: verl names its servers",
-        contains=(
-            "if self.rollout_config.prometheus.enable: update_prometheus_config( self.rollout_config.prometheus, "
-            "self.server_addresses, self.rollout_config.name )",
-        ),
-    ),
-    Seam(
         "verl.workers.rollout.utils:update_prometheus_config",
         "the bubble ratio from outside: the file that names them",
         contains=(
             '{"job_name": "rollout", "static_configs": [{"targets": server_addresses}]}',
             "yaml.dump(config_data, f,",
             ".remote(prometheus_config_json, config.file)",
-        ),
-    ),
-    Seam(
-        "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
-        "the bubble ratio from outside: replicas of both managers in one file",
-        contains=(
-            "self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses",
-            "update_prometheus_config(rollout_config.prometheus, server_addresses, rollout_config.name)",
         ),
     ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
@@ -146,10 +130,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
-        "replicas in the place of dead ones",
+        "replicas in the place of dead ones; the bubble ratio from outside: verl names its servers",
         contains=(
             "self.server_handles = [server._server_handle for server in self.rollout_replicas]",
             "self.server_addresses = [server._server_address for server in self.rollout_replicas]",
+            "if self.rollout_config.prometheus.enable: update_prometheus_config( self.rollout_config.prometheus, "
+            "self.server_addresses, self.rollout_config.name )",
         ),
     ),
     Seam(
