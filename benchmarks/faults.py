@@ -99,7 +99,7 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
 
 def _of(injector: Injector) -> dict[str, Any]:
     seconds = round(injector.seconds)
-    return {"seconds": seconds, "ends": injector.ends, "replaced": injector.replaced, "told": injector.told()}
+    return {"seconds": seconds, "ends": len(injector.ends), "replaced": injector.replaced, "told": injector.told()}
 
 
 def last_words(log: Path) -> str:
