@@ -63,10 +63,11 @@ def test_output_distribution_is_the_targets_whatever_was_said_before(engine, dis
     previous = []
     for i in range(SAMPLES):
         first = int(rng.integers(VOCABULARY))
-        following = distribution[first].argmin() if i % 4 else distribution[first].argmax()
+        # Mostly the likely ones: else what is counted of all responses promises more, and is drafted in its place.
+        following = distribution[first].argmax() if i % 4 else distribution[first].argmin()
         previous.append([first, *map(int, np.unravel_index(following, distribution.shape[1:])), 0])
     tokens = np.array(generate(engine, [PROMPT] * SAMPLES, previous, "anew", temperature=1.0, max_tokens=LENGTH + 1))
     counts = take_counts(engine, "anew", SAMPLES)
     assert sum(count["drafted"] for count in counts) > SAMPLES
-    assert sum(count["reverified"] for count in counts) > SAMPLES / 50, "the test must see acceptances of it, too"
+    assert sum(count["reverified"] for count in counts) > SAMPLES / 100, "the test must see acceptances of it, too"
     assert p_value(tokens[:, :LENGTH], distribution) > 1e-4
