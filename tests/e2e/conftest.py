@@ -166,7 +166,13 @@ def build_engine(small_model):
                 },
                 "additional_config": {
                     "rhyme": {
-                        "drafting": {"max_tokens": 8, "match": {"min": 1, "max": 4}, "wait_for_history": True, **(drafting or {})},
+                        # What is drafted here depends on no clock; whole runs read histories beside their engines.
+                        "drafting": {
+                            "max_tokens": 8,
+                            "match": {"min": 1, "max": 4},
+                            "wait_for_history": True,
+                            **(drafting or {}),
+                        },
                         "history_dir": str(history_dir),
                         "namespace": namespace,
                     }
