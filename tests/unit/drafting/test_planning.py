@@ -1,6 +1,8 @@
 """Planning by several threads, within a narrow budget, and with histories that arrive while their requests run."""
 
 import threading
+import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -112,6 +114,34 @@ def test_threads_are_waited_for_and_errors_are_told():
         with pytest.raises(ValueError, match="row"):
             pool.run(calls)
         assert ended == [True, True]
+    pool.close()
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_nothing_runs_on_where_a_thread_cannot_be_started(started, monkeypatch):
+    """Nor in the next call: the histories that it reads may be gone then."""
+    start, starts = threading.Thread.start, []
+
+    def refuse(thread):
+        starts.append(thread)
+        if len(starts) > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    pool, running, ended = PlanningThreads(4), [], []
+
+    def plan(i):
+        running.append(i)
+        time.sleep(0.05)
+        ended.append(i)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.run([partial(plan, i) for i in range(4)])
+    assert set(running) == set(range(4))
+    assert len(ended) == len(running)
+    assert pool.count == 1
+    pool.run([lambda: ended.append("alone")])
+    assert len(ended) == len(running) + 1
     pool.close()
 
 

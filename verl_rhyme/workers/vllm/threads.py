@@ -8,9 +8,12 @@ layer shares the process with the engine's OpenMP and its settings, and ends a p
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
 
 #: More are not taken unless asked for: planning is bound by memory.
 _MOST = 4
@@ -36,14 +39,22 @@ class PlanningThreads:
         self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once; back when all have returned: what they work on may go then."""
-        if self._pool is None or len(calls) == 1:
-            for call in calls:
-                call()
-            return
-        others = [self._pool.submit(call) for call in calls[1:]]
+        """Call each once; back when all have returned: what they work on may go then.
+
+        Where a thread cannot be started the caller calls all of them, some for the second time, now and from then on.
+        """
+        others: list[Future[None]] = []
+        if self._pool is not None:
+            try:
+                for call in calls[1:]:
+                    others.append(self._pool.submit(call))
+            except RuntimeError as error:
+                logger.warning("one thread plans from now on: %s", error)
+                self._pool.shutdown(cancel_futures=True)  # the pool has queued that call, too, and would make it later
+                self.count, self._pool, others = 1, None, []
         try:
-            calls[0]()
+            for call in calls[:1] if others else calls:
+                call()
         finally:
             wait(others)
         for other in others:
