@@ -307,12 +307,9 @@ def _round_trip(content: bytes) -> bool:
 
 
 def _memory() -> Iterator[Check]:
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    free = int(fields["MemAvailable"].split()[0]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    from verl_rhyme.history.share import available_memory
+
+    free = available_memory()
     ok = free >= MEMORY_BYTES
     remedy = "" if ok else "stop what else is running; the tiny CPU world needs about this much, other models more"
     yield Check("memory", OK if ok else WARN, f"{_gib(free)} available, {_gib(MEMORY_BYTES)} wanted", remedy)

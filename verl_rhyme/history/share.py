@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from verl_rhyme.config import AUTOMATIC_HISTORY_SHARE
 from verl_rhyme.history import environment
 from verl_rhyme.history.owner import Owner
 
+_CGROUPS = Path("/sys/fs/cgroup")
+#: Of a cgroup's memory, version 2 and 1: its limit, what is used of it, and which lines of ``memory.stat`` are files in
+#: memory, which count as used and are given back under pressure.
+_MEMORY = (
+    ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+)
+
 
 def available_memory() -> int:
     """Bytes that processes here may still take, within the cgroup; what the kernel would give back counts."""
     with open("/proc/meminfo") as meminfo:
         free = next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    for limit, used, files in _MEMORY:
+        with suppress(OSError, ValueError):  # of the other version, or "max"
+            bound, taken = (int((_CGROUPS / name).read_text()) for name in (limit, used))
+            lines = (_CGROUPS / limit).with_name("memory.stat").read_text().splitlines()
+            cached = sum(int(size) for name, size in map(str.split, lines) if name in files)
+            free = min(free, bound - max(0, taken - cached))
     return max(0, free)
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the stores in a folder, whose writer may just be replacing one."""
+    held = 0
+    for inner, _, files in os.walk(folder):
+        if environment.DATA_FILE in files:
+            with suppress(FileNotFoundError):
+                held += os.stat(os.path.join(inner, environment.DATA_FILE)).st_size
+    return held
 
 
 def automatic(folder: Path, living: Collection[Path]) -> tuple[int, str]:
@@ -33,7 +56,7 @@ def automatic(folder: Path, living: Collection[Path]) -> tuple[int, str]:
         living: Those of all nodes, this one among them or not.
     """
     seen = {folder, *(other for other in living if other.is_dir())}
-    held = sum(file.stat().st_size for other in seen for file in other.rglob(environment.DATA_FILE))
+    held = sum(map(_held, seen))
     boot = Owner.here("").boot
     near = sum(other == folder or ((owner := Owner.of(other)) is not None and owner.boot == boot) for other in seen)
     disk, memory = shutil.disk_usage(folder).free + held, available_memory()
