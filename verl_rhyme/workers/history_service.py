@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Below a verl checkpoint folder ``global_step_N``.
 SNAPSHOT_FOLDER = "history"
+#: In a writer's folder: what ``history.max_bytes=null`` stands for.
+_BOUND_FILE = "max_bytes"
 #: Bytes a second that copying a snapshot is granted, on top of ``history.timeout``.
 _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
@@ -83,15 +85,16 @@ class HistoryWriter:
             folder, config = self._folder, self._config
             folder.mkdir(parents=True, exist_ok=True)
             owner.remove_dead(folder.parent, self._living)
-            bound = config.max_bytes or share.automatic(folder, ())[0]  # until it is settled
+            # What is free now, until it is settled: not where a writer of this run settled it and died, for engines and
+            # trainer have most of the memory since, and what does not fit goes.
+            bound = config.max_bytes or self._settled() or share.automatic(folder, ())[0]
             self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
-            if config.max_bytes is None and self._settled.exists():  # by a writer of this run that died
-                self._opened.limit(int(self._settled.read_text()))
         return self._opened
 
-    @property
-    def _settled(self) -> Path:
-        return self._folder / "max_bytes"
+    def _settled(self) -> int:
+        """What :meth:`settle` found, this writer's or a dead one's of this run; 0 before."""
+        wrote, file = owner.Owner.of(self._folder), self._folder / _BOUND_FILE
+        return int(file.read_text()) if wrote is not None and wrote.run == self._run and file.is_file() else 0
 
     def settle(self) -> str:
         """Find what ``history.max_bytes=null`` stands for, once those it is shared with have their folders.
@@ -99,11 +102,13 @@ class HistoryWriter:
         Returns: What came of it, in words; empty where the option says it, or it is settled.
         """
         store = self._store
-        if self._config.max_bytes is not None or self._settled.exists():
+        if self._config.max_bytes is not None or self._settled():
             return ""
         bound, told = share.automatic(self._folder, self._living)
         store.limit(bound)
-        self._settled.write_text(str(bound))
+        part = self._folder / f".{_BOUND_FILE}"
+        part.write_text(str(bound))
+        part.replace(self._folder / _BOUND_FILE)
         return told
 
     def open(self) -> int:

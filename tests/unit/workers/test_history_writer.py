@@ -123,11 +123,15 @@ def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monke
         assert all("shared by 4" in writer.settle() for writer in made)
         bounds = [writer._store._map_size for writer in made]
         assert bounds == pytest.approx([(1 << 29) // 4] * 4, rel=1e-2)
+        text = np.arange(20_000, dtype=np.int32)
+        made[0].record([[Trajectory(bytes([i]) * 16, text, 1.0, 0, 0, 0) for i in range(16)]], 1)
+        kept = made[0]._store.stats()
         os.close(made[0]._store._lock)  # it dies
-        monkeypatch.setattr(share, "available_memory", lambda: memory // 8)
+        monkeypatch.setattr(share, "available_memory", lambda: 0)  # engines and trainer have it
         again = made[0] = HistoryWriter(str(made[0]._folder), living, "vocabulary", HistoryConfig(), "run")
         assert again.settle() == ""
         assert again._store._map_size == bounds[0]
+        assert again._store.stats() == kept, "its history fits as before"
         alone = HistoryWriter(str(tmp_path / "elsewhere" / "x"), set(), "vocabulary", HistoryConfig(), "run")
         made.append(alone)
         assert "shared by 1" in alone.settle()
