@@ -43,6 +43,7 @@ class Leftovers:
             for name, keys in trajectories(stored).items()
             if name not in taken and _is_ours(name) and not needs.needs_trajectories(name)
             for key in keys
+            if not stored[key].get("is_padding")  # verl's, of parts that are being trained
         ]
         told, self._dropped = self._dropped & stored.keys(), {*found}
         return [key for key in found if key not in told]

@@ -240,6 +240,7 @@ class World:
             reopened = self.driver.reopened
             reply = self.driver.next_batch(self.topology, self.work_on if self.streams else None)
             assert self.early <= set(reply.keys) or self.driver.reopened > reopened, "a part is not in the batch"
+            assert not any(key.startswith("pad") for key in reply.dropped), "the trainer's padding is told as dropped"
             self.taken_at = self.cluster.clock.time()
             if self.separate:
                 self.driver.supply()
@@ -274,7 +275,9 @@ class World:
             self.check_text(rows[key][1]["turns"], uid, number, self.global_steps - 1)
         if not self.early:  # verl pads a part
             self.padding = f"pad{self.global_steps}_0_0"
-            self.cluster.run(self.queue.put([self.padding], TRAIN, fields=[{}], tags=[{"is_padding": True}]))
+            self.cluster.run(
+                self.queue.put([self.padding], TRAIN, fields=[{}], tags=[{"is_padding": True, "status": "success"}])
+            )
         self.parts += not self.early.issuperset(part.keys)
         self.early |= set(part.keys)
         self.cluster.sleep(self.random.uniform(0.0, 3.0))
