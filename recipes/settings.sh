@@ -118,11 +118,11 @@ observable() { # observable RUN_DIR: OBSERVE, and hydra's overrides OBSERVE_ARGS
 }
 
 observed() { # observed RUN_DIR COMMAND...: the command's status; meanwhile its bubble ratio goes to sampled.jsonl
-  local folder=$1 observer='' status=0
+  local folder=$1 observer='' status=0 me=$BASHPID # a run that ends at once may be gone before the observer looks
   shift
   if [ "$OBSERVE" = 1 ]; then
     mkdir -p "$folder"
-    python -m verl_rhyme.observability.observe "$folder" &
+    python -m verl_rhyme.observability.observe "$folder" --parent "$me" &
     observer=$!
   fi
   "$@" || status=$?

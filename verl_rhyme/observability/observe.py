@@ -132,9 +132,14 @@ class Observer:
 
     def look(self) -> None:
         """Once, now: which servers there are, and the steps that were logged since the last call."""
-        self._find()
+        try:
+            self._find()
+            logged = self._follower.poll()
+        except Exception as error:  # such as a file system that does not answer: the next look may see more
+            self._once("look", f"cannot see the run: {type(error).__name__}: {error}")
+            return
         now = time.time()
-        for number, data in self._follower.poll():
+        for number, data in logged:
             if metrics.EPOCH not in data:  # validation before the training
                 self._from = now
             else:
@@ -188,9 +193,12 @@ class Observer:
                     self._once(address, f"{address} does not answer: {server.failed}; bubble ratios stay unknown")
             ratio = sampled.bubble_ratio(answers, slots, max(begin, self._from), end, without, whole=runs_on)
             return {metrics.BUBBLE_RATIO_SAMPLED: ratio}
-        except Unknown as why:
+        except Exception as error:
+            why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+            if self._before is None:
+                self._from = now  # nobody knows when this step trained: the next one begins here
             self._once("unknown", f"the bubble ratio of a step is not known: {why}")
-            return {metrics.BUBBLE_RATIO_UNKNOWN: str(why)}
+            return {metrics.BUBBLE_RATIO_UNKNOWN: why}
 
     def _slots(self) -> tuple[int, bool]:
         """Q of the bubble ratio, as the run's event log tells it, or as its trainer would; engines run on."""
@@ -240,14 +248,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.observe", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="run folder")
     parser.add_argument("--interval", type=float, default=INTERVAL_S, help="seconds between questions (default: 0.1)")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="end when this process is not the parent")
     options = parser.parse_args(arguments)
-    parent, stopped = os.getppid(), threading.Event()
+    stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     with contextlib.suppress(OSError):
         os.nice(5)
     observer = Observer(options.run_dir.resolve(), options.interval)
-    while not stopped.is_set() and os.getppid() == parent:
+    while not stopped.is_set() and os.getppid() == options.parent:
         observer.look()
         stopped.wait(LOOK_S)
     observer.look()

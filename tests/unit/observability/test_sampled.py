@@ -356,9 +356,25 @@ def test_the_process_ends_when_told_and_when_its_parent_does(tmp_path):
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    script = f"{' '.join(command)} > /dev/null & echo $!; sleep 3"
-    watcher = int(subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{watcher}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{watcher}").exists()
+    for seconds in (3, 0):  # or before it has begun
+        script = f"{' '.join(command)} --parent $$ > /dev/null & echo $!; sleep {seconds}"
+        watcher = int(subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout)
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{watcher}").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{watcher}").exists()
+
+
+def test_what_nobody_thought_of_leaves_null_and_a_reason(tmp_path, serve, monkeypatch):
+    server, run, told = serve(), Run(tmp_path, data={}), []
+    observer = observe.Observer(tmp_path, interval=0.02, tell=told.append)
+    run.begin(server.address)
+    observer.look()
+    time.sleep(0.2)
+    run.log(1, 0.1, 0.2)
+    observer.look()
+    assert run.seen[1][metrics.BUBBLE_RATIO_UNKNOWN].startswith("ConfigAttributeError: ")
+    monkeypatch.setattr(observer._follower, "poll", lambda: 1 / 0)
+    observer.look()
+    observer.close()
+    assert told[-1] == "cannot see the run: ZeroDivisionError: division by zero"
