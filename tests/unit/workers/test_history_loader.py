@@ -135,3 +135,21 @@ def test_at_once_where_one_must_wait(folder):
     assert loader.get(KEYS[-1]) is None
     assert (loader.pending, loader._thread) == (0, None)
     loader.close()
+
+
+def test_read_at_once_where_no_thread_can_be_started(folder, monkeypatch):
+    """Else no request of any prompt could begin to draft; once there is a thread again, it reads."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert len(loader.get(KEYS[0])) == 1
+        assert loader.get(KEYS[-1]) is None
+    assert loader.pending == 0
+    assert loader.get(KEYS[1]) is PENDING
+    until(lambda: loader._work.done)
+    assert [key for key, _ in loader.ready()] == [KEYS[1]]
+    loader.close()

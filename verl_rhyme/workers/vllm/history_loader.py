@@ -67,7 +67,11 @@ class HistoryLoader:
             work.changed.notify()
         if self._thread is None or not self._thread.is_alive():  # the first one, or in a child of a fork
             self._thread = threading.Thread(target=_load, args=(self._reader, work), name="rhyme-history", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no more threads; without one the reader is this thread's
+                work.wanted.pop(key)
+                return _read(self._reader, key)
         return PENDING
 
     def ready(self) -> list[tuple[bytes, PromptHistory | None]]:
