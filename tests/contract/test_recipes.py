@@ -201,14 +201,14 @@ IGNORED = (
 )
 
 
-def start(recipe, *arguments, verl_rhyme="exit 0", **variables):
+def start(recipe, *arguments, verl_rhyme="exit 0", training="echo trained", **variables):
     """Run a recipe's script with stand-ins for the programs it calls; ``(result, [[program, argument, ...], ...])``."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record")
-        for program, answer in (("verl-rhyme", verl_rhyme), ("python", "echo trained")):
+        for program, answer in (("verl-rhyme", verl_rhyme), ("python", training)):
             path = Path(folder, program)
             # beside the run, and so not in its order
-            watches = 'case "$2" in *.observe) echo "watched $3"; exit;; esac'
+            watches = 'case "$2" in *.observe) echo "watched $3"; touch "$3/watched"; exit;; esac'
             told = f"printf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\n"
             path.write_text(f"#!/bin/sh\n{watches}\n{told}")
             with path.open("a") as file:
@@ -716,8 +716,10 @@ class TestScript:
         assert "timing_s/gen" in result.stdout.splitlines()[-1]
 
     def test_a_run_is_watched_from_outside_if_wanted(self, recipe, tmp_path):
-        for watch in ("1", "0"):
-            result, calls = start(recipe, OBSERVE=watch, RUN_DIR=str(tmp_path))
+        # the observer is stopped with the training, which here would end before the observer has begun
+        watched = f"for _ in $(seq 200); do [ -e {tmp_path}/watched ] && break; sleep 0.1; done"
+        for watch, training in (("0", "true"), ("1", watched)):
+            result, calls = start(recipe, OBSERVE=watch, RUN_DIR=str(tmp_path), training=training)
             config = config_of(calls[-1][3:]).actor_rollout_ref.rollout
             assert config.prometheus.enable == (not config.disable_log_stats) == (watch == "1")
             assert (config.prometheus.file == str(tmp_path / "servers.yml")) == (watch == "1")
