@@ -65,8 +65,8 @@ class Server:
 class Replica:
     """As one of verl's, without an engine; verl's pool of devices, which here are processors."""
 
-    #: Processors that each takes; what the next ones find.
-    needs, troubles = 0, deque[str]()
+    #: Processors that each takes; what the next ones find; what their start waits for.
+    needs, troubles, hold = 0, deque[str](), threading.Semaphore(10**6)
 
     def __init__(self, replica_rank: int = 0, **_: Any) -> None:
         self.replica_rank = replica_rank
@@ -76,6 +76,7 @@ class Replica:
         self._server_address, self._server_handle = f"s{replica_rank}", None
 
     async def init_standalone(self) -> None:
+        self.hold.acquire()
         if self.troubles:
             raise ValueError(self.troubles.popleft())
         if self.needs:
@@ -286,6 +287,14 @@ class World:
             if replica.replica_rank in ranks:
                 os.kill(replica.pid(), signal.SIGKILL)
 
+    def mended(self, version: int, ranks: list[int]) -> None:
+        """Those serve, sooner or later."""
+        deadline = time.monotonic() + 60
+        while sorted(self.ranks()) != ranks:
+            assert time.monotonic() < deadline, self.ranks()
+            assert self.spares.mend(version) == 0
+            time.sleep(0.02)
+
     def ranks(self) -> list[int]:
         serving = ray.get(self.servers.global_load_balancer.get_all_servers.remote())
         ranks = [replica.replica_rank for replica in self.weights.replicas]
@@ -312,7 +321,8 @@ def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 def test_a_successor_has_weights_and_is_known_to_the_router(world: World) -> None:
     world.kill(0)
     assert world.spares.mend(7) == 1
-    assert (world.ranks(), Weights.sent) == ([1, 2], [(2, 7)])
+    world.mended(8, [1, 2])
+    assert Weights.sent == [(2, 8)], "of the policy when it is up"
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s2": 4096}
     ray.get(world.servers.global_load_balancer.remove_servers.remote(["s1"]))  # by a client, in error
     assert world.spares.mend(7) == 0
@@ -340,8 +350,9 @@ def test_one_that_rests_takes_the_place_of_one_that_dies(world: World) -> None:
     world.kill(1)
     assert world.spares.mend(4) == 1
     assert (world.ranks(), world.spares.started, world.spares.vacant) == ([0], 0, 1)
-    new = world.spares.wake(5)
-    assert (new.replica_rank, world.ranks(), world.spares.vacant) == (2, [0, 2], 0)
+    assert world.spares.wake(5) is None
+    assert (world.spares.missing, world.spares.vacant) == (1, 0)
+    world.mended(5, [0, 2])
     assert Weights.sent == [(0, 4), (2, 5)]
 
 
@@ -351,8 +362,9 @@ def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World
     world.spares.rest(first, lambda address: 0)
     assert "replica 0 does not go to rest as it should" in warned[-1]
     assert world.spares.mend(4) == 0
-    assert world.spares.wake(5, first).replica_rank == 2
-    assert (world.ranks(), Weights.sent, world.spares.resting) == ([1, 2], [(2, 5)], [])
+    assert world.spares.wake(5, first) is None
+    world.mended(5, [1, 2])
+    assert (Weights.sent, world.spares.resting) == ([(2, 5)], [])
 
 
 @pytest.mark.parametrize(
@@ -372,22 +384,45 @@ def test_where_weights_do_not_reach_one_alone_none_is_started(world: World, engi
     assert (world.spares.started, Weights.sent) == (0, [])
     world.weights.config = SimpleNamespace(backend="nccl", engine_kwargs={"nccl": {"rebuild_group": True}})
     assert world.spares.mend(7) == 1
+    world.mended(7, [1, 2])
     assert Weights.sent == [(2, 7)]
 
 
-def test_one_that_could_not_be_started_is_tried_again(world: World, warned: list[str]) -> None:
+def test_one_that_could_not_be_started_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(replicas, "_PAUSE_S", 0.5)
     Replica.troubles.append("Total available GPUs 0 is less than total desired GPUs 1")
     world.kill(0)
     assert world.spares.mend(7) == 1
-    assert world.ranks() == [1]
-    assert [line for line in warned if "1 replicas are missing" in line and "Total available GPUs 0" in line]
-    assert world.spares.mend(8) == 0, "not before the pause is over"
-    assert world.ranks() == [1]
     deadline = time.monotonic() + 30
-    while world.ranks() == [1]:
+    while not (said := [line for line in warned if "1 replicas are missing" in line]):
         assert time.monotonic() < deadline
-        assert world.spares.mend(9) == 0
-    assert (world.ranks(), Weights.sent) == ([1, 3], [(3, 9)])
+        assert world.spares.mend(8) == 0
+    assert "the next try to start one is in 1 s: Total available GPUs 0" in said[0]
+    assert world.spares.mend(8) == 0, "not before the pause is over"
+    assert (world.ranks(), world.spares._starts) == ([1], [])
+    world.mended(9, [1, 3])
+    assert Weights.sent == [(3, 9)]
+
+
+def test_nobody_waits_for_those_that_start(world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+    """Each by itself; who dies meanwhile is replaced as well, and with the last one the wait begins."""
+    starting = threading.Semaphore(0)
+    monkeypatch.setattr(Replica, "hold", starting)
+    world.kill(0)
+    began = time.monotonic()
+    assert world.spares.mend(7) == 1
+    for _ in range(3):
+        assert world.spares.mend(8) == 0
+    assert time.monotonic() - began < 10.0
+    assert (world.ranks(), world.spares.missing, len(world.spares._starts)) == ([1], 1, 1)
+    threading.Timer(1.0, starting.release, (2,)).start()
+    world.kill(1)
+    assert world.spares.mend(9) == 1
+    assert world.ranks(), "it came back with one that serves"
+    world.mended(10, [2, 3])
+    assert world.spares.missing == 0
 
 
 @pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
@@ -396,7 +431,11 @@ def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: p
     Replica.troubles.extend(["none are free yet"] * 3)
     world.kill(0, 1)
     assert world.spares.mend(7) == 2
-    assert (len(world.ranks()), world.spares.started) == (2, 2)
+    deadline = time.monotonic() + 60
+    while len(world.ranks()) < 2:
+        assert time.monotonic() < deadline
+        assert world.spares.mend(7) == 0
+    assert (world.spares.started, world.spares.missing) == (2, 0)
 
 
 def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
@@ -407,8 +446,11 @@ def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
     threads = threading.active_count()
     world.kill(0)
     assert world.spares.mend(7) == 1
+    deadline = time.monotonic() + 30
+    while not [line for line in warned if "it was not up after 1 s" in line]:
+        assert time.monotonic() < deadline
+        assert world.spares.mend(7) == 0
     assert world.ranks() == [1]
-    assert [line for line in warned if "it was not up after 1 s" in line]
     claims = [group for group in placement_group_table().values() if group["name"].startswith("rollout_pool_2verl")]
     assert [group["state"] for group in claims] == ["REMOVED"]
     deadline = time.monotonic() + 30
@@ -422,8 +464,9 @@ def test_a_successor_that_gets_no_weights_ends_the_run(world: World, monkeypatch
     monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)
     sent: list[int] = []
     world.kill(0)
+    assert world.spares.mend(7) == 1
     with pytest.raises(ReplicaDied, match=r"replica 2, .*, did not get its weights: .*\nThe same command"):
-        world.spares.mend(7)
+        world.mended(7, [1, 2])
     assert sent == [7]
 
 

@@ -49,7 +49,7 @@ class Reserve:
         replicas = servers.get_replicas()
         if why := obstacle(engine, len(replicas[0].workers)):
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.enable=true: {why}; use the relay, or drop it")
-        self._launched = len(replicas)
+        self._launched = self._told = len(replicas)
         try:
             self.roster = Roster(
                 [replica.replica_rank for replica in replicas], config.least, config.most, config.start
@@ -67,6 +67,8 @@ class Reserve:
     def observe(self, paces: Mapping[int, float]) -> None:
         """A step ended, in which a token of a request took so many seconds, by the replica's rank."""
         servers, resting = self._servers.get_replicas(), self._spares.resting
+        if len(servers) != self._told:  # one died, or serves that had to be started
+            self._tell()
         self.roster.look([r.replica_rank for r in servers], [r.replica_rank for r in resting])
         self.roster.paced(paces)
 
@@ -91,7 +93,7 @@ class Reserve:
             told[names.STREAM_MOVED] = float(self._rest(replica))
         elif change is not None or (advice > 0 and self._spares.vacant and self._room()):
             replica = self._spares.wake(version, next(iter(self._by_rank([change.replica])), None) if change else None)
-            if replica is None:
+            if replica is None:  # it is being started
                 return told
             self._tell()
         else:
@@ -104,7 +106,7 @@ class Reserve:
     # ---- within ----
 
     def _room(self) -> bool:
-        return len(self.roster.serving) < self.roster.most
+        return len(self.roster.serving) + self._spares.missing < self.roster.most
 
     def _by_rank(self, ranks: list[int]) -> list[Any]:
         known = {r.replica_rank: r for r in [*self._servers.get_replicas(), *self._spares.resting]}
@@ -114,8 +116,8 @@ class Reserve:
         return self._spares.rest(replica, lambda address: self._tell(address))
 
     def _tell(self, leaves: str = "") -> int:
-        share = len(self._servers.get_replicas()) / self._launched
-        return self._driver.serve(Serving(share, self._slots()), leaves)
+        self._told = len(self._servers.get_replicas())
+        return self._driver.serve(Serving(self._told / self._launched, self._slots()), leaves)
 
     def _log(self, change: Change | None, replica: Any, seconds: float) -> None:
         what = "rests" if change is not None and not change.serves else "serves again"

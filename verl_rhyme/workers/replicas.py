@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -32,9 +32,9 @@ _LET_GO_S = 5.0
 _ANSWER_S, _REST_S = 60.0, 120.0
 #: Seconds that a new replica has to be up, its engine compiled.
 _START_S = 1200.0
-#: Seconds for which one is tried to be started while others serve, and where none is left; those between two tries.
-_FREE_S, _NONE_LEFT_S, _PAUSE_S = 10.0, 300.0, 2.0
-_LONGEST_PAUSE_S = 600.0
+#: Seconds for which a start is tried again at once, as devices come free a while after those that held them died; for
+#: which replicas are started anew where none is left; between two tries, which grow, and the longest.
+_FREE_S, _NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0, 2.0, 600.0
 
 
 def serve(servers: Any) -> None:
@@ -97,10 +97,51 @@ def obstacle(engine: Any, workers: int) -> str:
     return ""
 
 
+class _Start:
+    """A replica that is started in a thread of its own, while others serve.
+
+    Args:
+        make: Another of verl's replicas, which is not started.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._replica: Any = None
+        self.began = time.monotonic()
+        self.up: Future[Any] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def overdue(self) -> bool:
+        """It is not up, and is not waited for any longer: what it holds goes, and its thread ends with that."""
+        if self.up.done() or time.monotonic() - self.began < _START_S:
+            return False
+        if self._replica is not None:
+            _end(self._replica)
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._replica = new = self._make()
+                try:
+                    asyncio.run(new.init_standalone())
+                except BaseException:
+                    _end(new)
+                    if time.monotonic() - self.began >= _FREE_S:
+                        raise
+                    time.sleep(_PAUSE_S)
+                else:
+                    self.up.set_result(new)
+                    return
+        except BaseException as error:
+            self.up.set_exception(error)
+
+
 class Spares:
     """Puts others in the place of dead replicas among those that have devices of their own: such as rest, or new ones.
 
-    What could not be started is owed, and tried again at a later :meth:`mend`, after pauses that grow.
+    New ones start beside those that serve, and nobody waits for them; a later :meth:`mend` gives them their weights and
+    lets them in. What could not be started is tried again, after pauses that grow.
 
     A replica that rests keeps its processes and its place in Ray; it gets no requests and no weights, and gives the
     memory of its devices back where its engine can. Before it serves again it gets the current weights, as a new one
@@ -116,7 +157,10 @@ class Spares:
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # A new name for each one's actors: Ray may know those of dead ones for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
-        self._owed = self._failures = 0
+        #: How many are to serve again, those that are being started among them.
+        self.missing = 0
+        self._failures = 0
+        self._starts: list[_Start] = []
         self._retry_at = 0.0
         #: Replicas that were started in the place of dead ones.
         self.started = 0
@@ -126,7 +170,12 @@ class Spares:
         self.vacant = 0
 
     def mend(self, version: int) -> int:
-        """Take dead replicas out of service, and start as many with the actor's weights, which are ``version``'s.
+        """Take dead replicas out of service, start as many, and let those that are up serve with the actor's weights.
+
+        Where none is left it waits for the first.
+
+        Args:
+            version: Of the policy whose weights the actor has.
 
         Returns:
             How many had died.
@@ -153,9 +202,11 @@ class Spares:
             _let_go(gone)
             for replica in gone:
                 _end(replica)
-            self._owed += len(gone)
+            self.missing += len(gone)
         serve(manager)
-        if self._owed and (gone or not manager.rollout_replicas or time.monotonic() >= self._retry_at):
+        if gone:
+            self._retry_at = 0.0  # they held devices
+        if self.missing:
             self._fill(version)
         return len(gone)
 
@@ -191,7 +242,7 @@ class Spares:
             replica: The one; ``None``: any, or a new one in the place of one that died.
 
         Returns:
-            It; or, if it has died meanwhile, a new one in its place; ``None``: none could be started yet.
+            It; ``None``: a new one is being started, which a later :meth:`mend` lets in, or there is no place for one.
 
         Raises:
             ReplicaDied: It did not get its weights.
@@ -207,10 +258,9 @@ class Spares:
         if replica is None:
             if not self.vacant:
                 return None
-            self.vacant, self._owed = self.vacant - 1, self._owed + 1
-            before = len(self._servers.rollout_replicas)
+            self.vacant, self.missing = self.vacant - 1, self.missing + 1
             self._fill(version)
-            return next(iter(self._servers.rollout_replicas[before:]), None)
+            return None
         self._send(replica, version)
         self._enter(replica)
         return replica
@@ -220,57 +270,75 @@ class Spares:
         _admit(self._servers.global_load_balancer, {replica._server_address: replica._server_handle})
 
     def _fill(self, version: int) -> None:
-        """Start what is owed, or fail after some tries: devices come free a while after those that held them died."""
-        manager = self._servers
-        while self._owed and self.resting:
-            self._owed, self.vacant = self._owed - 1, self.vacant + 1
+        """Let those serve that are up, and start what else is owed; where none serves, wait for one."""
+        while self.missing > len(self._starts) and self.resting:
+            self.missing, self.vacant = self.missing - 1, self.vacant + 1
             self.wake(version)
         began = time.monotonic()
-        while self._owed:
-            try:
-                new = self._start(version)
-            except (ReplicaDied, WeightsError):
-                raise
-            except Exception as error:
-                spent, left = time.monotonic() - began, len(manager.rollout_replicas)
-                if spent < (_FREE_S if left else _NONE_LEFT_S):
-                    time.sleep(_PAUSE_S)
-                    continue
-                if not left:
-                    raise ReplicaDied(
-                        f"no rollout replica is left, and none could be started in {spent:.0f} s: {error}\nThe same "
-                        "command goes on from the last checkpoint."
-                    ) from error
-                self._failures += 1
-                # The trainer waits while one is tried: a tenth of its time at most goes to what hangs.
-                pause = max(min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._failures), 10 * spent)
-                self._retry_at = time.monotonic() + pause
-                logger.warning(
-                    "%d replicas are missing, the next try to start one is in %.0f s: %s", self._owed, pause, error
-                )
+        if not self._servers.rollout_replicas:
+            self._retry_at = 0.0
+        while True:
+            error = self._let_in(version)
+            serving = self._servers.rollout_replicas
+            if error is not None:
+                self._put_off(error, time.monotonic() - began, alone=not serving)
+            if time.monotonic() >= self._retry_at:
+                self._starts += [_Start(self._new) for _ in range(self.missing - len(self._starts))]
+            if serving:
                 return
-            self._enter(new)
-            self._owed -= 1
-            self._failures = 0
-            self.started += 1
-            logger.warning("replica %d takes the place of a dead one", new.replica_rank)
-            began = time.monotonic()
+            wait([start.up for start in self._starts], timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
+            if not self._starts:
+                time.sleep(_PAUSE_S)
 
-    def _start(self, version: int) -> Any:
+    def _new(self) -> Any:
         manager = self._servers
-        new = manager.rollout_replica_class(
+        return manager.rollout_replica_class(
             replica_rank=next(self._ranks),
             config=manager.rollout_config,
             model_config=manager.model_config,
             gpus_per_node=manager.rollout_config.n_gpus_per_node,
         )
-        try:
-            _within(_START_S, lambda: asyncio.run(new.init_standalone()))
-            self._send(new, version)
-        except BaseException:
-            _end(new)
-            raise
-        return new
+
+    def _let_in(self, version: int) -> Exception | None:
+        """Those that are up serve from now on; what became of the last that will not be."""
+        failed: Exception | None = None
+        for start in list(self._starts):
+            try:
+                if start.overdue():
+                    raise TimeoutError(f"it was not up after {_START_S:.0f} s")
+                if not start.up.done():
+                    continue
+                new = start.up.result()
+                try:
+                    self._send(new, version)
+                except BaseException:
+                    _end(new)
+                    raise
+            except (ReplicaDied, WeightsError):
+                raise
+            except Exception as error:
+                self._starts.remove(start)
+                failed = error
+                continue
+            self._starts.remove(start)
+            self._enter(new)
+            self.missing, self._failures, self.started = self.missing - 1, 0, self.started + 1
+            logger.warning("replica %d takes the place of a dead one", new.replica_rank)
+        return failed
+
+    def _put_off(self, error: Exception, spent: float, alone: bool) -> None:
+        """The next try to start one, or the end where none serves."""
+        if alone and spent >= _NONE_LEFT_S:
+            raise ReplicaDied(
+                f"no rollout replica is left, and none could be started in {spent:.0f} s: {error}\nThe same command "
+                "goes on from the last checkpoint."
+            ) from error
+        self._failures += 1
+        pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._failures)
+        self._retry_at = time.monotonic() + pause
+        logger.warning(
+            "%d replicas are missing, the next try to start one is in %.0f s: %s", self.missing, pause, error
+        )
 
     def _send(self, new: Any, version: int) -> None:
         """The actor's weights, once: after a failure it may be in the midst of sending."""
@@ -293,26 +361,6 @@ class Spares:
         manager.server_handles = [replica._server_handle for replica in replicas]
         manager.server_addresses = [replica._server_address for replica in replicas]
         self._weights.replicas = list(replicas)
-
-
-def _within(seconds: float, start: Callable[[], object]) -> None:
-    """Call ``start``, which blocks in what cannot be given a limit.
-
-    Raises:
-        TimeoutError: It takes longer; its thread ends when what it waits for does.
-    """
-    done: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(start())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([done], timeout=seconds).done:
-        raise TimeoutError(f"it was not up after {seconds:.0f} s")
-    done.result()
 
 
 def _let_go(replicas: Iterable[Any]) -> None:

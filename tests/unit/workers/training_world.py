@@ -352,7 +352,8 @@ class World:
             for worker in self.workers:
                 worker.die()
         elif whom == "replica":
-            self.random.choice([*self.rollout_replicas, *self.spares.resting])._server_handle.die()
+            if there := [*self.rollout_replicas, *self.spares.resting]:
+                self.random.choice(there)._server_handle.die()
         else:
             self.cluster.kill_run()
         self._plan_death()
@@ -594,16 +595,31 @@ class Weights(RelayManager):
             self._world.deliveries.pop(replica, None)
 
 
+class Starting:
+    """A replica that is up after a while, or cannot be."""
+
+    def __init__(self, world):
+        self._world, self.up = world, self
+        self._at = world.cluster.clock.time() + world.random.choice([1.0, 5.0, 60.0])
+
+    def overdue(self):
+        return False
+
+    def done(self):
+        return self._world.cluster.clock.time() >= self._at
+
+    def result(self):
+        if self._world.random.random() < 0.2:
+            raise ValueError("no devices are free")
+        return self._world.make_replica(self._world.version)
+
+
 class WorldSpares(Spares):
-    """The real one, but for the start of a process."""
+    """The real one."""
 
     def __init__(self, world):
         super().__init__(world, world.weights)
         self._world = world
-
-    def _start(self, version):
-        self._world.cluster.sleep(5.0)
-        return self._world.make_replica(version)
 
     def _enter(self, replica):
         engine = replica._server_handle.process
@@ -781,6 +797,8 @@ def install(world, monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
     gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     monkeypatch.setattr(replicas, "dead", gone)
+    monkeypatch.setattr(replicas, "_Start", lambda make: Starting(world))
+    monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
     monkeypatch.setattr(driver_module.coordinator, "start", lambda name=None: world.coordinator)
