@@ -53,6 +53,10 @@ from verl_rhyme.workers.weights import BACKEND as RELAY
 
 logger = logging.getLogger(__name__)
 
+#: Share of its steps that drafts save a response beside a sibling, where nothing else is said: what two real replicas
+#: showed (benchmarks/README.md, "Groups together").
+SIBLING_GAIN = 0.1
+
 #: In a checkpoint folder, beside verl's ``transfer_queue``.
 STATE_FILE = "rhyme_sorted.json"
 
@@ -222,8 +226,13 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
-        placement = self._rhyme.placement
-        return (placement.policy, dict(placement.options)) if placement.policy in PLANNED else None
+        placement, drafting = self._rhyme.placement, self._rhyme.drafting
+        if placement.policy not in PLANNED:
+            return None
+        options = dict(placement.options)
+        if placement.policy == "makespan" and drafting.enable and drafting.policy == "adaptive":
+            options.setdefault("sibling_gain", SIBLING_GAIN)  # what is drafted from siblings, they lack elsewhere
+        return placement.policy, options
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import RhymeConfig, SortingConfig
-from verl_rhyme.trainer.pipeline import RhymePipelineColocated, _spread_padding
+from verl_rhyme.config import DraftingConfig, PlacementConfig, RhymeConfig, SortingConfig
+from verl_rhyme.trainer.pipeline import SIBLING_GAIN, RhymePipelineColocated, _spread_padding
 
 
 def tags(lengths, padding=0):
@@ -25,6 +25,23 @@ def test_padding_is_spread_and_the_rest_sorted():
 def test_without_padding_nothing_is_inserted():
     order = _spread_padding(tags([3, 1, 2]), 1.0, np.random.default_rng(0))
     assert order.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "drafting", "wanted"),
+    [
+        ({"policy": "makespan"}, {}, ("makespan", {"sibling_gain": SIBLING_GAIN})),
+        ({"policy": "makespan", "options": {"sibling_gain": 0.0}}, {}, ("makespan", {"sibling_gain": 0.0})),
+        ({"policy": "makespan", "options": {"gain": 0.1}}, {"enable": False}, ("makespan", {"gain": 0.1})),
+        ({"policy": "makespan"}, {"policy": "paper"}, ("makespan", {})),
+        ({"policy": "longest_first"}, {}, ("longest_first", {})),
+        ({"policy": "least_loaded"}, {}, None),
+    ],
+)
+def test_makespan_knows_that_siblings_help_where_they_do(placement, drafting, wanted):
+    trainer = object.__new__(RhymePipelineColocated)
+    trainer._rhyme = RhymeConfig(placement=PlacementConfig(**placement), drafting=DraftingConfig(**drafting))
+    assert trainer._planned() == wanted
 
 
 @pytest.mark.parametrize(
