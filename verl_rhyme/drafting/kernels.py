@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -37,6 +38,8 @@ _TOLD_ONCE = 3
 _ENOUGH = 32
 #: From this class of match on, occurrences that agree are not checked against counts, but for the first draft token.
 _SURE = 1
+#: Tokens whose contexts are looked up in memory at once.
+_AT_ONCE = 32
 #: Latest tokens compared, at most.
 MAX_MATCH = 32
 #: Occurrences looked at, at most: in the prompt's history, in its group's live texts.
@@ -128,6 +131,25 @@ def _borrowed(typing_context, arrays):
     return arrays(arrays), codegen
 
 
+@intrinsic
+def _prefetch(typing_context, array, index):
+    """Have the cache line of an element fetched, without waiting for it."""
+
+    def codegen(context, builder, signature, args):
+        kind = signature.args[0]
+        there = context.make_array(kind)(context, builder, args[0])
+        address = builder.gep(there.data, [args[1]])
+        line = builder.bitcast(address, cgutils.voidptr_t)
+        number = ir.IntType(32)
+        fetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [cgutils.voidptr_t], ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[number] * 3])
+        )
+        builder.call(fetch, [line, number(0), number(3), number(1)])  # to read, into all caches, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen
+
+
 @njit(cache=True, nogil=True)
 def take_in(live, slots, model, ids, rows, tokens, lengths):
     """Learn from what a step sampled, and add it to the live texts.
@@ -152,8 +174,7 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         slots.planned_at[slot] = length
         _append(live, slots, slot, text, known, length)
         # What came with the request is a prompt, which its whole group has, or a text that was counted before.
-        for position in range(known if known else length - 1, length):
-            _count(live.counts, text, position)
+        _count(live.counts, text, known if known else length - 1, length)
         slots.length[slot] = length
 
 
@@ -249,31 +270,53 @@ def _bucket(counts, key):
 
 
 @njit(cache=True, nogil=True)
-def _count(counts, text, index):
-    """Count ``text[index]`` after each context that it follows."""
+def _count(counts, text, first, last):
+    """Count each of ``text[first:last]`` after the contexts that it follows."""
     keys = np.empty(len(ORDERS), dtype=np.int64)
-    token = np.int64(text[index])
-    for order in range(_contexts(text, index, keys)):
-        start, mark = _bucket(counts, keys[order])
-        least, fewest, found = start, np.int64(1 << 16), False
-        for i in range(start, start + WAYS):
-            entry = counts[i]
-            if entry >> 40 == mark and entry & 0xFFFFFFFF == token:
-                if (entry >> 32) & 0xFF == MAX_COUNT:
-                    _halve(counts, start, mark)
-                counts[i] += 1 << 32
-                found = True
-                break
-            count = (entry >> 32) & 0xFF
-            if count < fewest:
-                least, fewest = i, count
-        if not found:
-            # The least one gives way, at once if it was seen once. With each newcomer another one loses a count: what
-            # was frequent does not stay for ever.
-            counts[least] = (mark << 40) | (1 << 32) | token if fewest <= 1 else counts[least] - (1 << 32)
-            other = start + (token + order) % WAYS
-            if fewest and (counts[other] >> 32) & 0xFF > 1:
-                counts[other] -= 1 << 32
+    starts = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
+    marks = np.empty(_AT_ONCE * len(ORDERS), dtype=np.int64)
+    while first < last:
+        # Each context is a cache line somewhere in gigabytes: they are fetched together, not one after another.
+        many = min(_AT_ONCE, last - first)
+        n = 0
+        for index in range(first, first + many):
+            for order in range(_contexts(text, index, keys)):
+                starts[n], marks[n] = _bucket(counts, keys[order])
+                _prefetch(counts, starts[n])
+                n += 1
+        n = 0
+        for index in range(first, first + many):
+            token = np.int64(text[index])
+            for order in range(len(ORDERS)):
+                if ORDERS[order] > index:
+                    break
+                _count_one(counts, starts[n], marks[n], token, order)
+                n += 1
+        first += many
+
+
+@njit(cache=True, nogil=True)
+def _count_one(counts, start, mark, token, order):
+    """Count a token after one context."""
+    least, fewest, found = start, np.int64(1 << 16), False
+    for i in range(start, start + WAYS):
+        entry = counts[i]
+        if entry >> 40 == mark and entry & 0xFFFFFFFF == token:
+            if (entry >> 32) & 0xFF == MAX_COUNT:
+                _halve(counts, start, mark)
+            counts[i] += 1 << 32
+            found = True
+            break
+        count = (entry >> 32) & 0xFF
+        if count < fewest:
+            least, fewest = i, count
+    if not found:
+        # The least one gives way, at once if it was seen once. With each newcomer another one loses a count: what
+        # was frequent does not stay for ever.
+        counts[least] = (mark << 40) | (1 << 32) | token if fewest <= 1 else counts[least] - (1 << 32)
+        other = start + (token + order) % WAYS
+        if fewest and (counts[other] >> 32) & 0xFF > 1:
+            counts[other] -= 1 << 32
 
 
 @njit(cache=True, nogil=True)
