@@ -202,12 +202,28 @@ def plan(
     ids, rows, tokens, lengths, limits = _borrowed((ids, rows, tokens, lengths, limits))
     floors, draft, reach, planned = _borrowed((floors, draft, reach, planned))
     for b in range(span[0], span[1]):
+        if b + 1 < span[1] and limits[b + 1] > 0:
+            _ahead(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
         if limits[b] > 0:
             limit = min(limits[b], draft.shape[1])
             text = tokens[rows[b]]
             planned[b] = _plan(
                 live, slots, model, scratch, ids[b], text, lengths[b], limit, floors[b], vocabulary, draft[b], reach[b]
             )
+
+
+@njit(cache=True, nogil=True)
+def _ahead(live, slots, scratch, slot, text, length):
+    """Have fetched what a row's plan looks at first, while another row is planned."""
+    for order in range(_contexts(text, length, scratch.keys)):
+        _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
+    if length >= GROUP_NGRAM:
+        heads = live.head_group
+        _prefetch(heads, _hash(text, length - 1, GROUP_NGRAM, slots.group[slot], len(heads)))
+    entries = slots.history_size[slot, 2]
+    if entries > 0:
+        table = carray(pointer(slots.history[slot, 3]), (entries * 3,), dtype=np.int32)
+        _prefetch(table, (np.int64(text[length - 1]) & (entries - 1)) * 3)
 
 
 @njit(cache=True, nogil=True)
@@ -643,7 +659,10 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
     """Add how often each token followed ``context[:end]`` in all responses. Returns candidates and longest tier."""
     candidates, votes, total, keys = scratch.candidate, scratch.votes, scratch.total, scratch.keys
     mass, known = scratch.mass, scratch.known
-    for order in range(_contexts(scratch.context, end, keys) - 1, -1, -1):
+    fitting = _contexts(scratch.context, end, keys)
+    for order in range(fitting):
+        _prefetch(counts, _bucket(counts, keys[order])[0])
+    for order in range(fitting - 1, -1, -1):
         start, mark = _bucket(counts, keys[order])
         k = ALL * N_TIERS + order
         short = ORDERS[order] < _TOLD_ONCE

@@ -67,6 +67,7 @@ class Coordinator:
         keep_audible()
         tq.init()
         gc.freeze()  # half a million imported objects, which the collector would stop all to look through
+        self._openings = 0
         self._opened: tuple[Setting, Rollout, Crew] | None = None
         self._early: list[Ended] = []
         self._dispatching = False
@@ -93,6 +94,7 @@ class Coordinator:
         Returns:
             The state it begins with.
         """
+        self._openings = opening = self._openings + 1
         if self._opened is not None:
             self._opened[2].close()
             self._opened = None  # what is reported meanwhile is not that rollout's any more
@@ -107,8 +109,10 @@ class Coordinator:
         crew = Crew(workers, me, setting.lost_after, self._lost)
         running = await crew.join()
         listing = await tq.async_kv_list() or {}
+        self._still(opening)
         if before.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
+            self._still(opening)
             now = before.version, before.batches_left
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
@@ -121,6 +125,7 @@ class Coordinator:
             self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
         )
         await self._moving.look()
+        self._still(opening)
         self._dispatch.take_up(running)
         self._opened, self._error = (setting, rollout, crew), None
         self._moving.begin()
@@ -140,10 +145,11 @@ class Coordinator:
 
     async def add_workers(self, workers: list[Any]) -> None:
         """Others in the place of those that are gone."""
-        setting, rollout, crew = self._open
+        (setting, rollout, crew), opening = self._open, self._openings
         crew.close()
         crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
         await crew.join()
+        self._still(opening)
         self._crewless = 0 if len(crew) else self._crewless + 1
         if self._crewless == _CREWS:
             raise RuntimeError(f"no agent loop worker starts, {_CREWS} times over:\n{crew.start_error[-_ERROR_CHARS:]}")
@@ -163,9 +169,10 @@ class Coordinator:
 
     async def publish(self, version: int, batches_left: int) -> Wants:
         """The engines run under the policy ``version`` from now on; so many update batches are left."""
-        rollout = self._open[1]
+        rollout, opening = self._open[1], self._openings
         self._leftovers.after_batch(rollout)
         await self._errands.look()
+        self._still(opening)
         rollout.publish(version, batches_left)
         self._slots.go(time.time())
         self._announced = False
@@ -212,8 +219,9 @@ class Coordinator:
         Raises:
             RuntimeError: The rollout cannot go on; the message says why.
         """
-        rollout, clock = self._open[1], asyncio.get_running_loop().time
+        rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
         await self._errands.look()  # some may have been replaced
+        self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
         self._dispatching = True
@@ -229,6 +237,7 @@ class Coordinator:
                 return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
+            self._still(opening)
             if clock() - began > _LOOK_S:
                 return Wants(replicas=True)
 
@@ -238,7 +247,7 @@ class Coordinator:
         Returns:
             ``None``: it is not ready, because a reward failed or is long in coming: the engines are to run on.
         """
-        setting, rollout, _ = self._open
+        (setting, rollout, _), opening = self._open, self._openings
         clock = asyncio.get_running_loop().time
         began = complained_at = looked = clock()
         while not rollout.scheduler.settled(looked - began):
@@ -247,6 +256,7 @@ class Coordinator:
             # Where thousands wait for their rewards a look takes milliseconds: at most a fifth of the time goes to it.
             await asyncio.sleep(4 * (clock() - looked))
             await self._change(_TICK_S)
+            self._still(opening)
             looked = clock()
         self._raise()
         if given_up := rollout.give_up():
@@ -267,6 +277,7 @@ class Coordinator:
         self._dispatch.keep(rollout.needs_prompt)
         state = self._state()
         listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
+        self._still(opening)
         keys, tags = _stored(batch.attempts, listing)
         dropped = self._leftovers.dropped(rollout, listing, set(batch.attempts))
         self._leftovers.taken(listing, keys)
@@ -335,6 +346,15 @@ class Coordinator:
         if self._opened is None:
             raise NotOpen("the coordinator was started anew")
         return self._opened
+
+    def _still(self, opening: int) -> None:
+        """After a wait: who asked may have lost touch, and opened it anew; then all that is here is another rollout's.
+
+        Raises:
+            NotOpen: That is so.
+        """
+        if opening != self._openings:
+            raise NotOpen("the coordinator was opened anew")
 
     @property
     def _errands(self) -> Moving:
