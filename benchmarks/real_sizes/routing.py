@@ -1,20 +1,24 @@
 """Which replica serves which sample, at the size of DAPO on 32 and 128 replicas: what it is worth and what it costs.
 
     python -m benchmarks.real_sizes routing [--json] [--quick] [--replicas N ...] [--arm NAME ...] [--steps N]
+        [--epochs N]
 
 The real router and coordinator with all they drive (forecasts, placement, crew, reports), over real asyncio; engines
 are simulated in virtual time (:mod:`benchmarks.real_sizes.routing_world`): a 32B model over four H800s each, reckoned,
 every sample a token a step, whoever its neighbours are: what siblings save is not in these seconds. Updates of 512
 prompts x 16 samples, on engines that share the actor's GPUs; responses log-normal among prompts and within each, 4,000
 tokens on average, 20,480 at most. An epoch is 17,398 prompts, in another order each time; ``--steps`` after the first
-``--steps`` updates it is begun anew, so that a second epoch's prompts are the first's.
+``--steps`` updates it is begun anew, so that a second epoch's prompts are the first's (``--epochs``: how often).
 
 `siblings_met`: share of samples that were at their replica beside a sibling or after one, within their step;
 `siblings`: how many of the other 15 (:mod:`benchmarks.meetings`). `requests_to_mean`, `cached_to_mean`: the most
 requests (tokens in KV caches) at a replica over the mean of all, both summed over time; `tokens_to_mean`: the most
 tokens that a replica made in a step over the mean. `prompts_a_node`: share of an epoch's prompts that a node of eight
 replicas served, the most of any; `history_gib`: of that many of 17,398 prompts with 16 responses; `home`: of the second
-epoch's samples the share that came to a node which had served their prompt. `rollout_s`: a step's, virtual.
+epoch's samples the share that came to a node which had served their prompt. With ``history.keep=served`` a node has
+what it answered last: `served_hits`, share of the samples, from the second epoch on, whose node has any history of
+their prompt; `served_bytes`, what a node has in the end over what it has with ``keep=all``, mean. `rollout_s`: a
+step's, virtual.
 
 Times are processor time of one thread: microseconds of a routing decision and of a report of an attempt; milliseconds
 that the coordinator's loop stands still at most (`coordinator_still_ms`) and takes for a step all in all; messages are
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -50,12 +55,12 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def drive(arm: str, replicas: int, batch: int, steps: int) -> World:
-    """Two epochs of ``steps`` updates."""
+def drive(arm: str, replicas: int, batch: int, steps: int, epochs: int) -> World:
+    """Epochs of ``steps`` updates."""
     policy, options = ARMS[arm]
-    lengths = np.stack([placement.lengths(steps * batch, epoch) for epoch in range(2)])
+    lengths = np.stack([placement.lengths(steps * batch, epoch) for epoch in range(epochs)])
     world = World(policy, options, replicas, profile(PROFILE)[0], lengths, batch, REPLICAS_A_NODE)
-    world.run(2 * steps)
+    world.run(epochs * steps)
     return world
 
 
@@ -99,6 +104,31 @@ def histories(world: World, first: list[Ran], second: list[Ran]) -> dict[str, An
     }
 
 
+def served(world: World, steps: list[Ran]) -> dict[str, Any]:
+    """``history.keep=served``, by its rule (:meth:`~verl_rhyme.workers.stored_samples.TrainedBatch.served_by`): a
+    step's groups are recorded where any of theirs was answered, and what other nodes had of them goes."""
+    has = [Counter[int]() for _ in range(-(-len(world.replicas) // world.replicas_a_node))]
+    asked = met = 0
+    for step in steps:
+        answered: dict[int, set[int]] = {}
+        for uid, replica in zip(step.groups, step.replicas, strict=True):
+            (epoch, prompt), node = world.prompt(uid), replica // world.replicas_a_node
+            answered.setdefault(prompt, set()).add(node)
+            asked += epoch > 0
+            met += epoch > 0 and prompt in has[node]
+        for prompt, nodes in answered.items():
+            for node, mine in enumerate(has):
+                if node in nodes:
+                    mine[prompt] += 1
+                else:
+                    mine.pop(prompt, None)
+    everything = world.lengths.shape[0] * world.lengths.shape[1]
+    return {
+        "served_hits": round(met / asked, 4),
+        "served_bytes": round(sum(mine.total() for mine in has) / len(has) / everything, 4),
+    }
+
+
 def costs(world: World, steps: int) -> dict[str, Any]:
     """Processor time and messages of router and coordinator."""
     samples = steps * world.batch * world.samples
@@ -126,7 +156,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="16 replicas, 64 prompts an update, four arms")] = False,
     replicas: Annotated[list[int] | None, typer.Option(help="default: 32 and 128")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
-    steps: Annotated[int, typer.Option(help="updates of each of the two epochs", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="updates of each epoch", min=1)] = 4,
+    epochs: Annotated[int, typer.Option(min=2)] = 2,
 ) -> None:
     """Drive every arm on every fleet, and print a line for each."""
     if unknown := sorted(set(arm or ()) - set(ARMS)):
@@ -136,16 +167,18 @@ def main(
     about = {"benchmark": "real_sizes", "part": "routing", "machine": describe(), "commit": commit()}
     for count in replicas or ([16] if quick else [32, 128]):
         for name in arm or list(ARMS)[: 4 if quick else None]:
-            world = drive(name, count, batch, steps)
-            first, second = world.steps[:steps], world.steps[steps:]
+            world = drive(name, count, batch, steps, epochs)
+            first, second = world.steps[:steps], world.steps[steps : 2 * steps]
             row = {
                 "arm": name,
                 "replicas": count,
                 "in_flight": batch * world.samples,
-                "steps": 2 * steps,
+                "epochs": epochs,
+                "steps": epochs * steps,
                 **routed(world, world.steps),
                 "siblings_met_first_epoch": routed(world, first)["siblings_met"],
                 **histories(world, first, second),
-                **costs(world, 2 * steps),
+                **served(world, world.steps),
+                **costs(world, epochs * steps),
             }
             print(json.dumps({**about, **row}) if as_json else row, flush=True)

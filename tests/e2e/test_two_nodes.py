@@ -81,8 +81,8 @@ def stored(n, length=20, epoch=0, logprobs=True):
     return KVBatchMeta(partition_id="train", keys=keys, tags=tags, fields=put.fields)
 
 
-def named(n, length=20, epoch=0):
-    """What the recorder tells the writers of it."""
+def named(n, length=20, epoch=0, nodes=None):
+    """What the recorder tells the writers of it; ``nodes`` answered, one for each sample."""
     made = trajectories(n, length, epoch)
     batch = stored(n, length, epoch)
     return TrainedBatch(
@@ -92,6 +92,7 @@ def named(n, length=20, epoch=0):
         [t.sample for t in made],
         [t.policy_version for t in made],
         epoch,
+        nodes=nodes and [frozenset([node]) for node in nodes],
     )
 
 
@@ -179,6 +180,35 @@ def test_every_node_has_the_history_also_after_restore_and_growth(cluster, tmp_p
     service.append(named(4, epoch=2), step=3)
     service.close()
     assert not [path for path in folder.iterdir() if path.name in {n["NodeID"][:16] for n in ray.nodes() if n["Alive"]}]
+
+
+def test_a_node_keeps_what_it_serves_and_the_trainers_keeps_all(cluster, tmp_path):
+    import ray
+
+    built, options = cluster
+    other = built.add_node(**options)
+    built.wait_for_nodes()
+    here = ray.get_runtime_context().get_node_id()
+    [there] = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    folder = tmp_path / "history"
+    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, keep="served"), NAMESPACE)
+    try:
+        assert service.append(named(3, nodes=[here, there, there]), step=1)["prompts"] == 3
+        assert on_each_node(folder, prompt_key([0])) == {here: 1, there: 0}
+        assert on_each_node(folder, prompt_key([1])) == {here: 1, there: 1}
+        assert 0 < service.bytes_elsewhere < 3 * 4096
+        assert service.append(named(3, epoch=1, nodes=[there, here, there]), step=2)["responses"] == 6
+        assert on_each_node(folder, prompt_key([0])) == {here: 2, there: 1}
+        assert on_each_node(folder, prompt_key([1])) == {here: 2, there: 0}
+        assert on_each_node(folder, prompt_key([2])) == {here: 2, there: 2}
+        service.snapshot(str(tmp_path / "global_step_2"))
+        assert service.restore(str(tmp_path / "global_step_2"))["responses"] == 6
+        assert on_each_node(folder, prompt_key([1])) == {here: 2, there: 2}, "who will serve it nobody knows yet"
+        service.append(named(3, epoch=2, nodes=[there, here, there]), step=3)
+        assert on_each_node(folder, prompt_key([1])) == {here: 3, there: 0}
+    finally:
+        service.close()
+        built.remove_node(other)
 
 
 # ---- a writer that fails ----

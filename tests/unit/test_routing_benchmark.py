@@ -49,6 +49,12 @@ def test_figures_are_of_what_ran(world):
         assert told["siblings_met"] < 0.2
         assert where["prompts_a_node"] == 1
         assert where["home"] == 1
+        kept = routing.served(world, world.steps)
+        assert kept == {"served_hits": 1.0, "served_bytes": 1.0}, "all nodes answer some of each"
+    if world.policy == "sticky_group":
+        kept = routing.served(world, world.steps)
+        assert kept["served_hits"] == pytest.approx(where["home"], abs=0.02)
+        assert kept["served_bytes"] < 1
     assert told["requests_to_mean"] >= 1
     assert told["tokens_to_mean"] >= 1
     assert where["history_gib"] <= where["history_gib_of_all"]

@@ -34,6 +34,8 @@ class HistoryConfig:
             While the file is rewritten the values stand there twice: 1.7 times as many bytes. Each checkpoint takes a
             copy of the values.
         epochs: How many of a prompt's latest epochs are kept.
+        keep: ``"all"``: every node has every prompt; ``"served"``: a node has those that its own replicas answered
+            last, but for the trainer's node, which has all, for the checkpoints.
         timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer
             anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
     """
@@ -41,6 +43,7 @@ class HistoryConfig:
     dir: str | None = None
     max_bytes: int | None = None
     epochs: int = 4
+    keep: str = "all"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class HistoryConfig:
             "null or at least 1048576 (1 MiB)",
         )
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
+        require(self.keep in ("all", "served"), "history.keep", self.keep, "all or served")
         require(self.timeout > 0, "history.timeout", self.timeout, "above 0 (seconds)")
 
     def bound(self, disk: int, memory: int) -> int:

@@ -214,11 +214,23 @@ class Room:
         table = self._known
         keys = [key.tobytes() for key in table["key"][self._gone(table) & (table["units"] == 0)]]
         for key in keys:
-            row, last = self._row.pop(key), len(self._row)
-            if row != last:  # the last one takes its row
-                self._table[row] = self._table[last]
-                self._row[self._table["key"][row].tobytes()] = row
+            self.drop(key)
         return keys
+
+    def drop(self, key: bytes) -> None:
+        """Know nothing of a prompt any more.
+
+        Raises: KeyError: It was never seen.
+        """
+        row, last = self._row.pop(key), len(self._row)
+        if row != last:  # the last one takes its row
+            self._table[row] = self._table[last]
+            self._row[self._table["key"][row].tobytes()] = row
+
+    def seen_before(self, key: bytes, epoch: int) -> bool:
+        """Whether a prompt is known, and was not seen in this epoch or later."""
+        row = self._row.get(key)
+        return row is not None and int(self._table["epoch"][row]) < epoch
 
     def _gone(self, table: np.ndarray) -> np.ndarray:
         """Whole epochs passed it by: the data has changed."""

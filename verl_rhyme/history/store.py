@@ -150,6 +150,32 @@ class HistoryStore:
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
+    def leave(self, keys: Iterable[bytes], epoch: int) -> int:
+        """Forget prompts that others answer in this epoch, but for those that were recorded here in it.
+
+        Args:
+            keys: Of prompts.
+            epoch: Pass over the data.
+
+        Returns:
+            How many of those that were kept went. Where it cannot be written, none, with a warning.
+        """
+        with self._mutex:
+            room = self._values.room
+            left = [key for key in keys if room.seen_before(key, epoch)]
+            kept = sum(key in room for key in left)
+            if not left:
+                return 0
+            try:
+                with self._values.opened.env.begin(write=True, buffers=True) as txn:
+                    for key in left:
+                        self._values.drop(txn, key)
+            except (lmdb.Error, OSError, MemoryError) as error:
+                self._values = self._load(self._values.opened)  # as of the last transaction
+                self._warn(f"prompts that other nodes answer are kept for now: {error}")
+                return 0
+            return kept
+
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
         """Copy the history, compacted, into a folder; it appears whole or not at all, replacing an older one.
 

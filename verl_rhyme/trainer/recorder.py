@@ -117,6 +117,8 @@ class Recorder:
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
+        if self._history.bytes_elsewhere is not None:
+            metrics[names.HISTORY_BYTES_ELSEWHERE] = self._history.bytes_elsewhere
         for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
             if compared := self._tokens[f"{how}compared"]:
                 metrics[name] = self._tokens[f"{how}similar"] / compared
@@ -156,9 +158,7 @@ class Recorder:
         self._requests.extend(rows)
         prompts = samples.prompts(records)
         rewards = self._rewards(samples.stored)
-        batch = TrainedBatch(
-            samples.stored, prompts, rewards, samples.numbers, samples.versions, epoch, logprobs=self._logprobs
-        )
+        batch = samples.batch(prompts, rewards, epoch, self._logprobs, records)
         try:  # neither stops the other
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
@@ -176,15 +176,13 @@ class Recorder:
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
         stored = samples.stored
         try:
-            prompts = samples.prompts(samples.records())
+            records = samples.records()
+            prompts = samples.prompts(records)
             try:
                 rewards = self._rewards(stored)
             except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
                 rewards = np.full(len(prompts), np.nan)
-            batch = TrainedBatch(
-                stored, prompts, rewards, samples.numbers, samples.versions, epoch, logprobs=self._logprobs
-            )
-            self._append(batch, step)
+            self._append(samples.batch(prompts, rewards, epoch, self._logprobs, records), step)
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -271,6 +269,13 @@ class _Samples:
             for i, record in zip(owners, (record for told in records for record in told), strict=True)
         ]
         return rows, owners
+
+    def batch(
+        self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool, records: list[list[dict[str, Any]]]
+    ) -> TrainedBatch:
+        """For the history."""
+        nodes = [frozenset(record["node"] for record in told) - {""} for told in records]
+        return TrainedBatch(self.stored, prompts, rewards, self.numbers, self.versions, epoch, logprobs, nodes)
 
     def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
         """Keys of the prompts; only where the servers did not tell one are its tokens fetched."""

@@ -71,10 +71,19 @@ class HistoryWriter:
         living: Folders of all nodes that are alive. Beside its own it deletes those of dead writers, but for these: a
             neighbour on this machine, killed with it, is started anew as well.
         run: What another run left in this node's folder is deleted; what a dead writer of this run left is taken over.
+        serves: The node whose prompts alone are kept (``history.keep=served``); ``None``: all are.
     """
 
-    def __init__(self, folder: str, living: set[str], namespace: str, config: HistoryConfig, run: str) -> None:
-        self._folder = Path(folder)
+    def __init__(
+        self,
+        folder: str,
+        living: set[str],
+        namespace: str,
+        config: HistoryConfig,
+        run: str,
+        serves: str | None = None,
+    ) -> None:
+        self._folder, self._serves = Path(folder), serves
         self._living = set(map(Path, living)) | {self._folder}
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
@@ -133,7 +142,12 @@ class HistoryWriter:
         Raises:
             SamplesGone: The step is over; the pieces before are recorded.
         """
-        return self.record(batch.trajectories(), step)
+        if self._serves is None:
+            return self.record(batch.trajectories(), step)
+        mine, elsewhere = batch.served_by(self._serves)
+        told = self.record(mine.trajectories(), step)
+        self._store.leave(elsewhere, batch.epoch)
+        return {**told, **self._store.stats()}
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
@@ -200,6 +214,8 @@ class HistoryService:
         self._failures: dict[str, _Failures] = {}
         self._ready = False
         self._bytes = 0
+        #: Of the values that other nodes have, the mean over these; ``None`` where there are none.
+        self.bytes_elsewhere: float | None = None
         #: Writers that were started in the place of one that failed.
         self.restarts = 0
         #: What writers of other nodes could not do, although they answered.
@@ -225,7 +241,10 @@ class HistoryService:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             )
-            writer = actor.remote(folders[node_id], set(folders.values()), self._namespace, self._config, self._run)
+            serves = node_id if self._config.keep == "served" and node_id != self._here else None
+            writer = actor.remote(
+                *(folders[node_id], set(folders.values()), self._namespace, self._config, self._run, serves)
+            )
             self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
             if self._ready:
                 writer.settle.remote()
@@ -272,12 +291,15 @@ class HistoryService:
             SamplesGone: They were cleared before they were fetched.
         """
         put = ray.put(batch)
-        stats = self._ask(lambda writer: writer.append.remote(put, step), self._config.timeout)
+        stats = self._ask(lambda writer: writer.append.remote(put, step), self._config.timeout, others=self._look)
         self._bytes = int(stats["bytes"])
         return stats
 
+    def _look(self, others: dict[str, dict[str, Any]]) -> None:
+        self.bytes_elsewhere = float(np.mean([told["bytes"] for told in others.values()])) if others else None
+
     def snapshot(self, checkpoint: str) -> None:
-        """One copy for all: every node holds the same history.
+        """One copy for all, this node's: it has all prompts, also where other nodes keep those alone that they serve.
 
         Raises:
             HistoryUnavailable: This node's writer does not write now.
@@ -333,8 +355,20 @@ class HistoryService:
                 first = False
         return nodes
 
-    def _ask(self, call: Callable[[Any], Any], timeout: float, nodes: set[str] | None = None) -> Any:
+    def _ask(
+        self,
+        call: Callable[[Any], Any],
+        timeout: float,
+        nodes: set[str] | None = None,
+        others: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> Any:
         """Call the writers, of some nodes or all; this node's answer. One that had to be started anew is asked again.
+
+        Args:
+            call: Of one writer.
+            timeout: Seconds.
+            nodes: To ask; ``None``: all.
+            others: Is given what the other nodes answered.
 
         Raises:
             HistoryUnavailable: This node's writer gave none.
@@ -348,6 +382,7 @@ class HistoryService:
             answers |= self._answers({node: call(writer) for node, writer in wanted.items()}, timeout)
         for node in answers:
             self._failures.pop(node, None)
+        others({node: answer for node, answer in answers.items() if node != self._here})
         if self._here not in answers:
             raise HistoryUnavailable("this node's history writer does not record now; see the warnings before")
         return answers[self._here]
