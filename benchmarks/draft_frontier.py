@@ -3,8 +3,8 @@
     python -m benchmarks.draft_frontier [--json] [RESULTS.jsonl]
 
 The adaptive drafter's floors span a frontier of tokens per step over verified tokens per token. At what an arm of
-arctic verifies, the frontier is interpolated between the two floors around it; where it lies outside of all floors there
-is no figure.
+arctic verifies, the frontier is interpolated between the two floors around it; where it lies outside of all floors
+there is no figure.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ tokens that a replica made in a step over the mean. `prompts_a_node`: share of a
 replicas served, the most of any; `history_gib`: of that many of 17,398 prompts with 16 responses; `home`: of the second
 epoch's samples the share that came to a node which had served their prompt. With ``history.keep=served`` a node has
 what it answered last: `served_hits`, share of the samples, from the second epoch on, whose node has any history of
-their prompt; `served_bytes`, what a node has in the end over what it has with ``keep=all``, mean. `rollout_s`: a
-step's, virtual.
+their prompt; `served_bytes`, what a node but the first, the trainer's, which has all, has in the end over what it has
+with ``keep=all``, mean. `rollout_s`: a step's, virtual.
 
 Times are processor time of one thread: microseconds of a routing decision and of a report of an attempt; milliseconds
 that the coordinator's loop stands still at most (`coordinator_still_ms`) and takes for a step all in all; messages are
@@ -118,14 +118,14 @@ def served(world: World, steps: list[Ran]) -> dict[str, Any]:
             met += epoch > 0 and prompt in has[node]
         for prompt, nodes in answered.items():
             for node, mine in enumerate(has):
-                if node in nodes:
+                if node in nodes or node == 0:  # the trainer's
                     mine[prompt] += 1
                 else:
                     mine.pop(prompt, None)
     everything = world.lengths.shape[0] * world.lengths.shape[1]
     return {
         "served_hits": round(met / asked, 4),
-        "served_bytes": round(sum(mine.total() for mine in has) / len(has) / everything, 4),
+        "served_bytes": round(sum(mine.total() for mine in has[1:]) / len(has[1:]) / everything, 4),
     }
 
 

@@ -53,7 +53,7 @@ def test_figures_are_of_what_ran(world):
         assert kept == {"served_hits": 1.0, "served_bytes": 1.0}, "all nodes answer some of each"
     if world.policy == "sticky_group":
         kept = routing.served(world, world.steps)
-        assert kept["served_hits"] == pytest.approx(where["home"], abs=0.02)
+        assert where["home"] - 0.02 <= kept["served_hits"] <= 1, "the trainer's node has all"
         assert kept["served_bytes"] < 1
     assert told["requests_to_mean"] >= 1
     assert told["tokens_to_mean"] >= 1
