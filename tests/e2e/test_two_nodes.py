@@ -186,26 +186,29 @@ def test_a_node_keeps_what_it_serves_and_the_trainers_keeps_all(cluster, tmp_pat
     import ray
 
     built, options = cluster
+    before = {node["NodeID"] for node in ray.nodes()}
     other = built.add_node(**options)
     built.wait_for_nodes()
     here = ray.get_runtime_context().get_node_id()
-    [there] = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    [there] = {node["NodeID"] for node in ray.nodes()} - before
     folder = tmp_path / "history"
     service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, keep="served"), NAMESPACE)
+
+    def responses(prompt):
+        found = on_each_node(folder, prompt_key([prompt]))
+        return found[here], found[there]
+
     try:
         assert service.append(named(3, nodes=[here, there, there]), step=1)["prompts"] == 3
-        assert on_each_node(folder, prompt_key([0])) == {here: 1, there: 0}
-        assert on_each_node(folder, prompt_key([1])) == {here: 1, there: 1}
+        assert [responses(prompt) for prompt in range(3)] == [(1, 0), (1, 1), (1, 1)]
         assert 0 < service.bytes_elsewhere < 3 * 4096
         assert service.append(named(3, epoch=1, nodes=[there, here, there]), step=2)["responses"] == 6
-        assert on_each_node(folder, prompt_key([0])) == {here: 2, there: 1}
-        assert on_each_node(folder, prompt_key([1])) == {here: 2, there: 0}
-        assert on_each_node(folder, prompt_key([2])) == {here: 2, there: 2}
+        assert [responses(prompt) for prompt in range(3)] == [(2, 1), (2, 0), (2, 2)]
         service.snapshot(str(tmp_path / "global_step_2"))
         assert service.restore(str(tmp_path / "global_step_2"))["responses"] == 6
-        assert on_each_node(folder, prompt_key([1])) == {here: 2, there: 2}, "who will serve it nobody knows yet"
+        assert [responses(prompt) for prompt in range(3)] == [(2, 2)] * 3, "who will serve it nobody knows yet"
         service.append(named(3, epoch=2, nodes=[there, here, there]), step=3)
-        assert on_each_node(folder, prompt_key([1])) == {here: 3, there: 0}
+        assert [responses(prompt) for prompt in range(3)] == [(3, 3), (3, 0), (3, 3)]
     finally:
         service.close()
         built.remove_node(other)
