@@ -10,8 +10,9 @@ A request that generates an interrupted response anew has that response's text (
 which is drafted instead wherever it promises as many tokens.
 
 A state machine, no clock; all rows of a step are served by a few calls of compiled code. What a step sampled is taken
-in row after row, then all rows are planned, by as many threads as it is handed, with the same drafts for any number. A
-history may arrive while its requests run; until then they draft from the other sources.
+in row after row, then all rows are planned, by as many threads as it is handed, with the same drafts for any number; it
+is counted after that, for the plans to come. A history may arrive while its requests run; until then they draft from
+the other sources.
 """
 
 from __future__ import annotations
@@ -55,9 +56,6 @@ class _Request:
     key: bytes
     slot: int
     history_hit: bool = False
-    drafted: int = 0
-    accepted: int = 0
-    verify_steps: int = 0
 
 
 class AdaptiveDrafter:
@@ -83,6 +81,7 @@ class AdaptiveDrafter:
         self._threads = threads or OneThread()
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
+        self._counts = np.zeros((max(1, slots), 3), dtype=np.int64)  # drafted, accepted, steps that verified
         self._earlier = EarlierLengths(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
@@ -123,6 +122,7 @@ class AdaptiveDrafter:
         slots.owner[slot] = self._texts
         self._texts += 1
         self._began[slot] = -1
+        self._counts[slot] = 0
         self._planned_at[slot] = self._steps
         if history is PENDING:
             self._attach(slot, None)
@@ -141,19 +141,15 @@ class AdaptiveDrafter:
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         rows = len(done.requests)
+        drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         if done.seconds is not None:
-            self.cost.observe(rows, sum(done.drafted), done.seconds)
-        lives = [self._requests[request] for request in done.requests]
-        for i, drafted in enumerate(done.drafted):
-            if drafted:
-                live = lives[i]
-                live.drafted += drafted
-                live.accepted += done.accepted[i]
-                live.verify_steps += 1
-        ids = np.fromiter((live.slot for live in lives), dtype=np.int32, count=rows)
+            self.cost.observe(rows, int(drafted.sum()), done.seconds)
+        ids = np.array([self._requests[request].slot for request in done.requests], dtype=np.int32)
+        verified = drafted > 0
+        self._counts[ids] += np.stack([drafted, np.where(verified, accepted, 0), verified], axis=1)
         self._steps += 1
         row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
-        kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
+        said = kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
         weigh, weights = self._config.weigh_cost and self.cost.ready, self._weights(ids, lengths)
         explores = weigh and self._steps % EXPLORE_EVERY == 0
         budget = max(0, done.budget)
@@ -172,7 +168,7 @@ class AdaptiveDrafter:
             row,
             done.tokens,
             lengths,
-            1 + np.asarray(done.accepted, dtype=np.int64),
+            1 + accepted,
             limits,
             self._config.floor,
             self._vocabulary,
@@ -188,10 +184,9 @@ class AdaptiveDrafter:
         elif weigh and promising[~regrown].any():
             self._refused = 0 if granted[~regrown].any() else self._refused + 1
         self._last = reach, granted
-        drafts: list[list[int]] = [[] for _ in range(rows)]
-        for i in np.flatnonzero(granted).tolist():
-            drafts[i] = draft[i, : granted[i]].tolist()
-        return drafts
+        self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
+        drafts = draft[:, : granted.max(initial=0)].tolist()
+        return [tokens[:count] for tokens, count in zip(drafts, granted.tolist(), strict=True)]
 
     def _plan(self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
         """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
@@ -227,8 +222,9 @@ class AdaptiveDrafter:
         if live is None:
             return RequestCounts()
         reverified = self._regrowth.reverified(live.slot)
+        drafted, accepted, verified = self._counts[live.slot].tolist()
         self._forget(request)
-        return RequestCounts(live.drafted, live.accepted, live.verify_steps, live.history_hit, reverified)
+        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         began = self._began
@@ -293,6 +289,7 @@ class AdaptiveDrafter:
             new_array[:count] = old_array
         self._began = np.concatenate([self._began, np.full(count, -1, dtype=np.int64)])
         self._planned_at = np.concatenate([self._planned_at, np.zeros(count, dtype=np.int64)])
+        self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._earlier.grow()
         self._regrowth.grow()
         self._free = list(range(count, 2 * count))[::-1]

@@ -64,7 +64,6 @@ class Scratch(NamedTuple):
     total: np.ndarray  # int32[_N_VOTES]
     active: np.ndarray  # int32[1 + _N_VOTES], its entries that are not 0, after their number plus one
     inputs: np.ndarray  # float32[N_INPUTS]
-    best: np.ndarray  # float32[N_INPUTS]
     keys: np.ndarray  # int64[len(ORDERS)], hashes of the context's last tokens
     context: np.ndarray  # int32[MAX_MATCH + longest draft]
 

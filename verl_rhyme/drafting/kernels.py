@@ -1,11 +1,11 @@
 """The compiled core of the adaptive drafter: live texts, occurrences of the latest tokens, confidence, the walk.
 
 One call of :func:`take_in` serves a whole batch, row after row; then :func:`plan` changes nothing but the rows that it
-plans, so that several threads may each plan some of them: the drafts are the same, however many there are. No state is
-held here: :mod:`verl_rhyme.drafting.live_texts`, :mod:`verl_rhyme.drafting.confidence` and
-:mod:`verl_rhyme.drafting.adaptive` own the arrays and explain them. All in one file, constants too, because numba's
-disk cache does not notice a change in another one; only the types of the state, which are part of its key, lie in
-:mod:`verl_rhyme.drafting.arrays`.
+plans, so that several threads may each plan some of them: the drafts are the same, however many there are. What plans
+do not wait for, :func:`count` does after them, while the engine decodes. No state is held here:
+:mod:`verl_rhyme.drafting.live_texts`, :mod:`verl_rhyme.drafting.confidence` and :mod:`verl_rhyme.drafting.adaptive` own
+the arrays and explain them. All in one file, constants too, because numba's disk cache does not notice a change in
+another one; only the types of the state, which are part of its key, lie in :mod:`verl_rhyme.drafting.arrays`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def scratch(longest: int) -> Scratch:
         total=np.zeros(_N_VOTES, dtype=np.int32),
         active=np.zeros(1 + _N_VOTES, dtype=np.int32),
         inputs=np.zeros(N_INPUTS, dtype=np.float32),
-        best=np.zeros(N_INPUTS, dtype=np.float32),
         keys=np.zeros(len(ORDERS), dtype=np.int64),
         context=np.zeros(MAX_MATCH + longest, dtype=np.int32),
     )
@@ -160,9 +159,25 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         rows: int32[B], their rows of ``tokens``.
         tokens: int32[rows, positions], prompt and response of each request so far.
         lengths: int64[B], tokens of each.
+
+    Returns:
+        What :func:`count` is to count: int32[k], the new tokens of each row, each row's after the context that they
+        follow; and int64[B, 2], where in it a row's new tokens begin and end.
     """
+    spans = np.empty((len(ids), 2), dtype=np.int64)
+    longest = ORDERS[len(ORDERS) - 1]
+    size = 0
+    for b in range(len(ids)):
+        known = min(slots.length[ids[b]], lengths[b])
+        # What came with the request is a prompt, which its whole group has, or a text that was counted before.
+        first = known if known else lengths[b] - 1
+        size += min(first, longest)
+        spans[b, 0], spans[b, 1] = size, size + lengths[b] - first
+        size = spans[b, 1]
+    said = np.empty(size, dtype=np.int32)
     live, slots, model = _borrowed(live), _borrowed(slots), _borrowed(model)
     ids, rows, tokens, lengths = _borrowed((ids, rows, tokens, lengths))
+    size = 0
     for b in range(len(ids)):
         slot = ids[b]
         text = tokens[rows[b]]
@@ -173,9 +188,26 @@ def take_in(live, slots, model, ids, rows, tokens, lengths):
         slots.candidates[slot] = 0
         slots.planned_at[slot] = length
         _append(live, slots, slot, text, known, length)
-        # What came with the request is a prompt, which its whole group has, or a text that was counted before.
-        _count(live.counts, text, known if known else length - 1, length)
+        for index in range(length - (spans[b, 1] - size), length):
+            said[size] = text[index]
+            size += 1
         slots.length[slot] = length
+    return said, spans
+
+
+@njit(cache=True, nogil=True)
+def count(counts, said, spans):
+    """Count what a step sampled, for the plans to come: each token is a few cache lines in memory of gigabytes.
+
+    Args:
+        counts: Of the live texts, changed in place.
+        said, spans: As :func:`take_in` gives them.
+    """
+    counts, said, spans = _borrowed((counts, said, spans))
+    begin = 0
+    for b in range(len(spans)):
+        _count(counts, said[begin : spans[b, 1]], spans[b, 0] - begin, spans[b, 1] - begin)
+        begin = spans[b, 1]
 
 
 @njit(cache=True, nogil=True)
@@ -553,7 +585,8 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
     history = carray(pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
     recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
-    active = scratch.active
+    active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
+    candidate_inputs, path_inputs = slots.candidate_inputs, slots.inputs
     planned = 0
     reached = 1.0
     while planned < limit:
@@ -565,28 +598,30 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
         weight_set = longest if planned == 0 else N_TIERS + longest
         weights = model.weights[weight_set]
         active[0] = 1
-        scratch.inputs[:] = 0
+        for k in range(N_INPUTS):
+            inputs[k] = 0
         for k in range(_N_VOTES):
             if total[k]:
                 active[active[0]] = k
                 active[0] += 1
         best, most = 0, -np.inf
         for j in range(distinct):
-            logit = _weigh(votes, total, mass, known, active, weights, j, recent, scratch.inputs)
+            logit = _weigh(votes, total, mass, known, active, weights, j, recent, inputs)
             if planned == 0 and j < MAX_CANDIDATES:
-                slots.candidate[slot, j] = scratch.candidate[j]
-                slots.candidate_inputs[slot, j] = scratch.inputs
+                slots.candidate[slot, j] = candidates[j]
+                for k in range(N_INPUTS):
+                    candidate_inputs[slot, j, k] = inputs[k]
                 slots.candidates[slot] = j + 1
             if logit > most:
                 best, most = j, logit
-                scratch.best[:] = scratch.inputs
+                for k in range(N_INPUTS):
+                    path_inputs[slot, planned, k] = inputs[k]
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
         reached *= 0.5 * (accepted + _probability(most))
         reach[planned] = reached
-        token = scratch.candidate[best]
+        token = candidates[best]
         slots.draft[slot, planned] = token
-        slots.inputs[slot, planned] = scratch.best
         slots.weight_set[slot, planned] = weight_set
         slots.bin[slot, planned] = bin
         slots.planned[slot] = planned + 1
@@ -610,13 +645,23 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
 
 
 @njit(cache=True, nogil=True)
+def _clear(votes, mass, known, j):
+    for k in range(_N_VOTES):
+        votes[j, k] = 0
+    for k in range(N_TIERS):
+        mass[j, k] = 0
+        known[j, k] = 0
+
+
+@njit(cache=True, nogil=True)
 def _vote(live, scratch, history, recorded, n, vocabulary):
     """What follows each occurrence. Returns occurrences that go on, candidates, and the tier of the longest match."""
     positions, sources, matches, following = scratch.position, scratch.source, scratch.match, scratch.following
     which, candidates, votes, total = scratch.which, scratch.candidate, scratch.votes, scratch.total
     mass, known = scratch.mass, scratch.known
     text, fill, after = live.text, live.fill, live.after
-    total[:] = 0
+    for k in range(_N_VOTES):
+        total[k] = 0
     kept, distinct, longest = 0, 0, 0
     for i in range(n):
         code = 0
@@ -640,9 +685,7 @@ def _vote(live, scratch, history, recorded, n, vocabulary):
             j += 1
         if j == distinct:
             candidates[j] = token
-            votes[j] = 0
-            mass[j] = 0
-            known[j] = 0
+            _clear(votes, mass, known, j)
             distinct += 1
         which[kept] = j
         kept += 1
@@ -686,9 +729,7 @@ def _vote_counts(counts, scratch, end, distinct, longest, vocabulary):
                 if distinct == len(candidates) or _RARE * count < total[k] or (count == 1 and short):
                     continue
                 candidates[j] = token
-                votes[j] = 0
-                mass[j] = 0
-                known[j] = 0
+                _clear(votes, mass, known, j)
                 distinct += 1
             votes[j, k] = count
         if total[k] >= _ENOUGH:

@@ -84,7 +84,7 @@ class PaperDrafter:
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         for request, drafted, accepted in zip(done.requests, done.drafted, done.accepted, strict=True):
-            self.observe(request, drafted, accepted)
+            self.observe(request, int(drafted), int(accepted))
         longest = self._config.match.max
         contexts = [
             done.tokens[row, max(0, length - longest) : length]

@@ -38,7 +38,7 @@ class DecodeStep:
         rows: int[B], their rows of ``tokens``.
         tokens: int32[rows, positions], prompt and response of each, C-contiguous.
         lengths: int[B], tokens of each so far.
-        drafted, accepted: B each, what the step verified; both 0 where nothing had been drafted.
+        drafted, accepted: int[B], what the step verified; both 0 where nothing had been drafted.
         limits: int[B], draft tokens each may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
         budget: Draft tokens for the whole batch.
         seconds: What the step took, where it was a plain decode step of these requests and no others.
@@ -48,8 +48,8 @@ class DecodeStep:
     rows: np.ndarray
     tokens: np.ndarray
     lengths: np.ndarray
-    drafted: Sequence[int]
-    accepted: Sequence[int]
+    drafted: Sequence[int] | np.ndarray
+    accepted: Sequence[int] | np.ndarray
     limits: np.ndarray
     budget: int
     seconds: float | None = None

@@ -14,7 +14,13 @@ class Threads(Protocol):
         """How many at a time."""
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Call each once; back when all have returned, also where one of them failed: its error is raised then."""
+        """Call each once; back when all have returned, also where one of them failed: its error is raised then.
+
+        None begins before what was given to :meth:`later` has returned.
+        """
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call it once, now or after this has returned; an error of it is raised here or by the next call of either."""
 
 
 class OneThread:
@@ -26,3 +32,7 @@ class OneThread:
         """One after another."""
         for call in calls:
             call()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Now."""
+        call()

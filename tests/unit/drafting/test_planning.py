@@ -117,6 +117,65 @@ def test_threads_are_waited_for_and_errors_are_told():
     pool.close()
 
 
+def test_what_can_wait_ends_before_the_next_plans_begin_and_its_error_is_told():
+    for count in (1, 3):
+        pool, ended, hold = PlanningThreads(count), [], threading.Event()
+
+        def held(hold=hold, ended=ended):
+            hold.wait(10)
+            ended.append("later")
+
+        def fails():
+            raise ValueError("not counted")
+
+        if count == 1:
+            hold.set()
+        pool.later(held)
+        assert ended == (["later"] if count == 1 else [])
+        threading.Timer(0.1, hold.set).start()
+        pool.run([partial(ended.append, "plan")] * 2)
+        pool.later(partial(ended.append, "once more"))
+        pool.run([])
+        assert ended == ["later", "plan", "plan", "once more"]
+
+        def told(pool=pool, fails=fails):
+            pool.later(fails)  # here where there is no other thread
+            pool.run([])
+
+        with pytest.raises(ValueError, match="not counted"):
+            told()
+        pool.run([partial(ended.append, "after it")])
+        assert ended[-1] == "after it"
+        pool.close()
+
+
+def test_what_is_counted_later_is_not_read_from_rows_that_the_engine_writes_meanwhile():
+    class Slow(PlanningThreads):
+        """Counts when the engine has moved its rows."""
+
+        def later(self, call):
+            self.call = call
+
+    texts = np.random.default_rng(0).integers(0, 50, (8, 200))
+    counted = []
+    for pool in (PlanningThreads(1), Slow(1)):
+        drafter = AdaptiveDrafter(DraftingConfig(live_tokens=1 << 13), lambda key: None, 8, threads=pool)
+        batch = Batch(drafter, rows=8)
+        for row in range(8):
+            batch.start(row, str(row), bytes(16), texts[row, : 3 + row])
+        for _ in range(30):
+            at = batch.lengths.copy()
+            batch.step({row: texts[row, at[row] : at[row] + 1 + row % 4].tolist() for row in range(8)})
+            if isinstance(pool, Slow):
+                kept = batch.tokens.copy()
+                batch.tokens[:] = 7
+                pool.call()
+                batch.tokens[:] = kept
+        counted.append(drafter._live.arrays.counts)
+    assert counted[0].any()
+    np.testing.assert_array_equal(*counted)
+
+
 @pytest.mark.parametrize("started", [0, 1])
 def test_nothing_runs_on_where_a_thread_cannot_be_started(started, monkeypatch):
     """Nor in the next call: the histories that it reads may be gone then."""

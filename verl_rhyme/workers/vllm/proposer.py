@@ -139,40 +139,38 @@ class HistoryProposer:
         for key, history in self._history.ready():
             if not drafter.arrived(key, history):
                 self._history.release(key, history)
-        batch = self._runner.input_batch
-        req_ids, scheduled, prompt_tokens = batch.req_ids, batch.spec_token_ids, batch.num_prompt_tokens
+        batch, count = self._runner.input_batch, len(sampled_token_ids)
+        req_ids, prompt_tokens = batch.req_ids, batch.num_prompt_tokens
+        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, count)
+        rows = np.flatnonzero(sampled)
+        if not len(rows):
+            return [[] for _ in sampled_token_ids]
+        drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
+        accepted = sampled[rows] - 1
+        names = [req_ids[row] for row in rows.tolist()]
+        known = [self._requests.get(name) for name in names]
         # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
-        plain = len(self._requests) > 0 and bool(self._ended)
-        rows, ids, drafted, accepted, max_tokens = [], [], [], [], []
-        for row, sampled in enumerate(sampled_token_ids):
-            request = self._requests.get(req_ids[row])
-            plain &= bool(sampled) and request is not None
-            if not sampled:
-                continue
-            request = request or self._admit(drafter, req_ids[row])
-            rows.append(row)
-            ids.append(request.id)
-            drafted.append(len(scheduled[row]))
-            accepted.append(len(sampled) - 1)
-            max_tokens.append(request.max_tokens)
+        plain = bool(self._requests) and bool(self._ended) and len(rows) == count and all(known)
+        running = [request or self._admit(drafter, name) for request, name in zip(known, names, strict=True)]
+        self._drafted += int(drafted.sum())
+        self._accepted += int(accepted.sum())
+        lengths = num_tokens_no_spec[rows]
+        longest, budget = self._bounds(count, len(rows) < count)
+        max_tokens = np.array([request.max_tokens for request in running])
+        limits = request_limits(lengths, lengths - prompt_tokens[rows], max_tokens, self._max_model_len, longest)
+        # The engine waits for a plan, so that what it verified cost it the plan, too.
+        seconds = planning + now - self._ended if plain else None
+        began = time.perf_counter()
+        ids = [request.id for request in running]
+        planned = drafter.step(
+            DecodeStep(ids, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
+        )
+        self._planning = time.perf_counter() - began
+        if len(rows) == count:
+            return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if rows:
-            self._drafted += sum(drafted)
-            self._accepted += sum(accepted)
-            lengths = num_tokens_no_spec[rows]
-            longest, budget = self._bounds(len(sampled_token_ids), len(rows) < len(sampled_token_ids))
-            limits = request_limits(
-                lengths, lengths - prompt_tokens[rows], np.array(max_tokens), self._max_model_len, longest
-            )
-            # The engine waits for a plan, so that what it verified cost it the plan, too.
-            seconds = planning + now - self._ended if plain else None
-            began = time.perf_counter()
-            planned = drafter.step(
-                DecodeStep(ids, np.array(rows), token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
-            )
-            self._planning = time.perf_counter() - began
-            for row, draft in zip(rows, planned, strict=True):
-                drafts[row] = draft
+        for row, draft in zip(rows.tolist(), planned, strict=True):
+            drafts[row] = draft
         return drafts
 
     def _bounds(self, rows: int, prefilling: bool) -> tuple[int, int]:

@@ -36,6 +36,7 @@ class PlanningThreads:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self._later: Future[None] | None = None
         self._pool = ThreadPoolExecutor(count - 1, "rhyme-plan") if count > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
@@ -43,15 +44,15 @@ class PlanningThreads:
 
         Where a thread cannot be started the caller calls all of them, some for the second time, now and from then on.
         """
+        self._settle()
         others: list[Future[None]] = []
         if self._pool is not None:
             try:
                 for call in calls[1:]:
                     others.append(self._pool.submit(call))
             except RuntimeError as error:
-                logger.warning("one thread plans from now on: %s", error)
-                self._pool.shutdown(cancel_futures=True)  # the pool has queued that call, too, and would make it later
-                self.count, self._pool, others = 1, None, []
+                self._alone(error)
+                others = []
         try:
             for call in calls[:1] if others else calls:
                 call()
@@ -59,6 +60,29 @@ class PlanningThreads:
             wait(others)
         for other in others:
             other.result()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call it once in another thread, where there is one, after what was given before."""
+        self._settle()
+        if self._pool is not None:
+            try:
+                self._later = self._pool.submit(call)
+                return
+            except RuntimeError as error:
+                self._alone(error)
+        call()
+
+    def _settle(self) -> None:
+        """Wait for what was given to :meth:`later`."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            later.result()
+
+    def _alone(self, error: RuntimeError) -> None:
+        logger.warning("one thread plans from now on: %s", error)
+        assert self._pool is not None
+        self._pool.shutdown(cancel_futures=True)  # the pool has queued that call, too, and would make it later
+        self.count, self._pool = 1, None
 
     def close(self) -> None:
         """End the threads."""
