@@ -87,6 +87,7 @@ class Engine:
 
     def __init__(self, folder: Path, texts: Texts, prompts: list[list[int]], rows: int, threads: int) -> None:
         import torch
+        from vllm.utils.gc_utils import freeze_gc_heap
 
         from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
@@ -113,6 +114,7 @@ class Engine:
             input_batch=self._batch, requests=self._requests, rejection_sampler=SimpleNamespace(one_pass=True)
         )
         self.proposer._start()
+        freeze_gc_heap()  # as vLLM's workers do when they have started
         self._texts, self._prompts, self._rows = texts, prompts, rows
         self._tokens = np.zeros((rows, WIDTH), np.int32)
         self._lengths = np.full(rows, PROMPT, np.int32)

@@ -185,8 +185,8 @@ class AdaptiveDrafter:
             self._refused = 0 if granted[~regrown].any() else self._refused + 1
         self._last = reach, granted
         self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
-        drafts = draft[:, : granted.max(initial=0)].tolist()
-        return [tokens[:count] for tokens, count in zip(drafts, granted.tolist(), strict=True)]
+        flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
+        return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
 
     def _plan(self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
         """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
