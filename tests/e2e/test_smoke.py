@@ -18,6 +18,15 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
         pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
         pytest.param("qwen3_8b_grpo", {"RHYME": "full"}, ["actor/kl_loss", "training/stream/parts"], marks=SLOW),
         pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
+        *(
+            pytest.param(recipe, {"RHYME": "sorted"}, ["training/sorted/order", *metrics], marks=SLOW)
+            for recipe, metrics in (
+                ("qwen32b_dapo", []),
+                ("llama8b_logic", ["actor/kl_loss"]),
+                ("qwen3_8b_grpo", ["actor/kl_loss"]),
+                ("qwen32b_ppo_math", ["critic/vf_loss", "critic/grad_norm"]),
+            )
+        ),
     ],
 )
 def test_two_steps(recipe, variables, metrics, tmp_path):
