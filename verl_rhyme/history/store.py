@@ -166,10 +166,13 @@ class HistoryStore:
             kept = sum(key in room for key in left)
             if not left:
                 return 0
+            opened = self._values.opened
             try:
-                with self._values.opened.env.begin(write=True, buffers=True) as txn:
+                opened.env.reader_check()  # as in an append
+                with opened.env.begin(write=True, buffers=True) as txn:
                     for key in left:
                         self._values.drop(txn, key)
+                environment.fill_up(opened.folder, opened.env)
             except (lmdb.Error, OSError, MemoryError) as error:
                 self._values = self._load(self._values.opened)  # as of the last transaction
                 self._warn(f"prompts that other nodes answer are kept for now: {error}")

@@ -1,6 +1,7 @@
 """``history.keep=served``: who keeps what, and what goes where others answer."""
 
 import dataclasses
+import random
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 from verl_rhyme.workers.history_service import HistoryWriter
@@ -49,7 +51,7 @@ def test_a_node_gets_whole_groups_of_which_it_answered_any():
 
 @pytest.fixture
 def store(tmp_path):
-    with HistoryStore(tmp_path / "h", "vocabulary", max_bytes=1 << 20, epochs=4) as opened:
+    with HistoryStore(tmp_path / "h", "vocabulary", max_bytes=1 << 24, epochs=4) as opened:
         yield opened
 
 
@@ -74,6 +76,20 @@ def test_what_others_answer_goes_unless_it_was_recorded_in_that_epoch(store, tmp
         assert again.stats()["prompts"] == 3
         assert again.leave([key(2), key(3)], epoch=9) == 2
         assert again.stats()["kept_share"] == 1.0, "what others answer is not what there is no room for"
+
+
+def test_what_is_left_is_there_for_the_next_writer(store, tmp_path):
+    """LMDB gives pages back that it never wrote: the file is shorter than it says, and would be taken for damaged."""
+    rng = random.Random(51)
+    lengths = [rng.choice([9, 900]) for _ in range(300)]
+    store.append([Trajectory(key(p), np.arange(n, dtype=np.int32), 1.0, 0, 0, 0) for p, n in enumerate(lengths)], 0)
+    others = list(range(300))
+    rng.shuffle(others)
+    assert store.leave([key(p) for p in others[:280]], epoch=1) == 280
+    environment.check(store._values.opened.folder)
+    store.close()
+    with HistoryStore(tmp_path / "h", "vocabulary", max_bytes=1 << 20, epochs=4) as again:
+        assert again.stats()["prompts"] == 20
 
 
 def test_a_disk_that_takes_nothing_keeps_all(store, monkeypatch):
