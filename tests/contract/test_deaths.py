@@ -478,3 +478,31 @@ def test_where_none_is_left_and_none_can_be_started_the_run_ends(world: World, m
     with pytest.raises(ReplicaDied, match=r"no rollout replica is left, .*no devices\nThe same command"):
         world.spares.mend(7)
     assert 1.0 <= time.monotonic() - began < 20.0
+
+
+def test_one_that_is_still_loading_is_waited_for_although_another_finds_no_devices(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_NONE_LEFT_S", 1.0)
+    begin, loading = Replica.init_standalone, threading.Semaphore(0)
+
+    async def init_standalone(self: Replica) -> None:
+        if self.replica_rank > 2:
+            raise ValueError("no devices")
+        loading.acquire()
+        await begin(self)
+
+    monkeypatch.setattr(Replica, "init_standalone", init_standalone)
+    world.kill(0, 1)
+    threading.Timer(3.0, loading.release).start()
+    assert world.spares.mend(7) == 2
+    assert (world.ranks(), world.spares.missing) == ([2], 1)
+
+
+def test_one_that_is_missing_for_weeks_is_tried_again_and_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.0)
+    Replica.troubles.append("no devices")
+    world.spares._failures = 2000
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    world.mended(7, [1, 3])

@@ -277,12 +277,20 @@ class Spares:
         began = time.monotonic()
         if not self._servers.rollout_replicas:
             self._retry_at = 0.0
+        why: Exception | None = None
         while True:
             error = self._let_in(version)
-            serving = self._servers.rollout_replicas
+            serving, spent = self._servers.rollout_replicas, time.monotonic() - began
             if error is not None:
-                self._put_off(error, time.monotonic() - began, alone=not serving)
-            if time.monotonic() >= self._retry_at:
+                why = error
+                self._put_off(error, alone=not serving)
+            late = not serving and spent >= _NONE_LEFT_S  # what is being started may be up any moment all the same
+            if late and not self._starts:
+                raise ReplicaDied(
+                    f"no rollout replica is left, and none could be started in {spent:.0f} s: {why}\nThe same command "
+                    "goes on from the last checkpoint."
+                ) from why
+            if time.monotonic() >= self._retry_at and not late:
                 self._starts += [_Start(self._new) for _ in range(self.missing - len(self._starts))]
             if serving:
                 return
@@ -326,15 +334,10 @@ class Spares:
             logger.warning("replica %d takes the place of a dead one", new.replica_rank)
         return failed
 
-    def _put_off(self, error: Exception, spent: float, alone: bool) -> None:
-        """The next try to start one, or the end where none serves."""
-        if alone and spent >= _NONE_LEFT_S:
-            raise ReplicaDied(
-                f"no rollout replica is left, and none could be started in {spent:.0f} s: {error}\nThe same command "
-                "goes on from the last checkpoint."
-            ) from error
+    def _put_off(self, error: Exception, alone: bool) -> None:
+        """The next try to start one; ``alone``: none serves."""
         self._failures += 1
-        pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._failures)
+        pause = _PAUSE_S if alone else min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(self._failures, 30))
         self._retry_at = time.monotonic() + pause
         logger.warning(
             "%d replicas are missing, the next try to start one is in %.0f s: %s", self.missing, pause, error
