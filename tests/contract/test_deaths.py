@@ -425,6 +425,27 @@ def test_nobody_waits_for_those_that_start(world: World, monkeypatch: pytest.Mon
     assert world.spares.missing == 0
 
 
+def test_one_that_dies_before_it_is_let_in_is_replaced_as_well(
+    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    """It may be up for minutes until a step ends. Weights that do not get there would end the run."""
+
+    def update_weights(self: Weights, version: int) -> None:
+        for replica in self.replicas:
+            replica.pid()
+        sent(self, version)
+
+    sent = Weights.update_weights
+    monkeypatch.setattr(Weights, "update_weights", update_weights)
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    os.kill(world.spares._starts[0].up.result(60).pid(), signal.SIGKILL)
+    assert world.spares.mend(8) == 0
+    assert [line for line in warned if "replica 2 died before it served" in line]
+    world.mended(9, [1, 3])
+    assert Weights.sent == [(3, 9)]
+
+
 @pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
 def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_FREE_S", 30.0)

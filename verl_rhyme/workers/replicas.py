@@ -318,6 +318,8 @@ class Spares:
                     continue
                 new = start.up.result()
                 try:
+                    if gone := dead([new], self._hung_s):  # since it was up; weights that fail would end the run
+                        raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
                     self._send(new, version)
                 except BaseException:
                     _end(new)
