@@ -480,6 +480,25 @@ def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
         time.sleep(0.1)
 
 
+def test_one_that_comes_up_after_it_was_given_up_keeps_no_devices(
+    world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    """It hung before it asked for any, so that there was nothing to end."""
+    starting = threading.Semaphore(0)
+    monkeypatch.setattr(Replica, "hold", starting)
+    monkeypatch.setattr(replicas, "_START_S", 0.1)
+    world.kill(0)
+    assert world.spares.mend(7) == 1
+    [start] = world.spares._starts
+    time.sleep(0.2)
+    assert start.overdue()
+    starting.release()
+    new, deadline = start.up.result(60), time.monotonic() + 30
+    while not dead([new]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_successor_that_gets_no_weights_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The actor may be in the midst of sending: it is not asked again."""
     monkeypatch.setattr(Weights, "update_weights", lambda self, version: sent.append(version) or 1 / 0)

@@ -107,6 +107,7 @@ class _Start:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._replica: Any = None
+        self._given_up = False
         self.began = time.monotonic()
         self.up: Future[Any] = Future()
         threading.Thread(target=self._run, daemon=True).start()
@@ -115,6 +116,7 @@ class _Start:
         """It is not up, and is not waited for any longer: what it holds goes, and its thread ends with that."""
         if self.up.done() or time.monotonic() - self.began < _START_S:
             return False
+        self._given_up = True
         if self._replica is not None:
             _end(self._replica)
         return True
@@ -132,6 +134,8 @@ class _Start:
                     time.sleep(_PAUSE_S)
                 else:
                     self.up.set_result(new)
+                    if self._given_up:  # what it has asked for since, nobody will use
+                        _end(new)
                     return
         except BaseException as error:
             self.up.set_exception(error)
