@@ -88,6 +88,8 @@ class Reserve:
         told = {names.STREAM_REPLICAS: float(len(self.roster.serving))}
         began = time.monotonic()
         change = self.roster.wants(advice)
+        if change is not None and change.serves and not self._room():  # those that are being started will serve, too
+            return told
         if change is not None and not change.serves:
             [replica] = self._by_rank([change.replica])
             told[names.STREAM_MOVED] = float(self._rest(replica))

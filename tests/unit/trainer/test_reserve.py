@@ -1,0 +1,23 @@
+"""Replicas that rest, where others are just being started."""
+
+from types import SimpleNamespace
+
+from verl_rhyme.config import ElasticConfig
+from verl_rhyme.trainer.reserve import Reserve
+
+
+def test_no_more_return_than_may_serve_with_those_that_are_being_started():
+    """One that starts beside the others serves minutes later: until then another seemed to have its place."""
+    made = [SimpleNamespace(replica_rank=rank, workers=[None]) for rank in range(4)]
+    serving, woken = list(made), [made[2]]
+    spares = SimpleNamespace(resting=made[2:], missing=1, vacant=0, wake=lambda *_: woken.pop())
+    engine = SimpleNamespace(backend="relay", engine_kwargs={})
+    config = ElasticConfig(enable=True, least=1, most=3, start=2)
+    reserve = Reserve(config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
+    reserve._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
+    del serving[2:]
+    assert "training/stream/change_s" not in reserve.act(1, 7)
+    assert woken
+    spares.missing = 0
+    assert "training/stream/change_s" in reserve.act(1, 8)
+    assert not woken
