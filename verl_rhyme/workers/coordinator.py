@@ -109,10 +109,10 @@ class Coordinator:
         crew = Crew(workers, me, setting.lost_after, self._lost)
         running = await crew.join()
         listing = await tq.async_kv_list() or {}
-        self._still(opening)
+        self._still(opening, crew)
         if before.state is not None:
             known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
-            self._still(opening)
+            self._still(opening, crew)
             now = before.version, before.batches_left
             handed = [prompt[:2] for prompt in before.handed]
             for uid in rollout.restore(before.state, *now, known, prompts, handed):
@@ -125,7 +125,7 @@ class Coordinator:
             self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
         )
         await self._moving.look()
-        self._still(opening)
+        self._still(opening, crew)
         self._dispatch.take_up(running)
         self._opened, self._error = (setting, rollout, crew), None
         self._moving.begin()
@@ -149,7 +149,7 @@ class Coordinator:
         crew.close()
         crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
         await crew.join()
-        self._still(opening)
+        self._still(opening, crew)
         self._crewless = 0 if len(crew) else self._crewless + 1
         if self._crewless == _CREWS:
             raise RuntimeError(f"no agent loop worker starts, {_CREWS} times over:\n{crew.start_error[-_ERROR_CHARS:]}")
@@ -347,13 +347,19 @@ class Coordinator:
             raise NotOpen("the coordinator was started anew")
         return self._opened
 
-    def _still(self, opening: int) -> None:
+    def _still(self, opening: int, crew: Crew | None = None) -> None:
         """After a wait: who asked may have lost touch, and opened it anew; then all that is here is another rollout's.
+
+        Args:
+            opening: Which one it was before.
+            crew: One that is nobody's yet, and would watch its workers, and tell of what they lost, for ever.
 
         Raises:
             NotOpen: That is so.
         """
         if opening != self._openings:
+            if crew is not None:
+                crew.close()
             raise NotOpen("the coordinator was opened anew")
 
     @property

@@ -1,0 +1,64 @@
+"""A coordinator that is opened anew while it is still being opened, or gets other workers."""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from verl_rhyme.workers import coordinator
+from verl_rhyme.workers.coordinator import Coordinator
+from verl_rhyme.workers.messages import Before, NotOpen
+
+
+class Crew:
+    """While it waits for its workers the coordinator is opened anew."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, workers, me, patience_s, lost):
+        self.closed, self.opened = False, workers[0]
+        self.made.append(self)
+
+    async def join(self):
+        self.opened._openings += 1
+        return {}
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    async def listing():
+        return {}
+
+    monkeypatch.setattr(coordinator, "tq", SimpleNamespace(init=lambda: None, async_kv_list=listing))
+    monkeypatch.setattr(
+        coordinator, "ray", SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
+    )
+    monkeypatch.setattr(coordinator, "Crew", Crew)
+    monkeypatch.setattr(Crew, "made", [])
+    for name in ("Rollout", "Expectations"):
+        monkeypatch.setattr(coordinator, name, lambda *_: SimpleNamespace(scheduler=SimpleNamespace()))
+    return Coordinator()
+
+
+SETTING = SimpleNamespace(rules=None, filters=None, response_limit=1, lost_after=1.0)
+
+
+async def test_the_crew_of_an_opening_that_came_too_late_watches_nobody(opened):
+    with pytest.raises(NotOpen):
+        await opened.open(SETTING, [opened], Before(None, [], 0, 1, 1, None, None), False)
+    [crew] = Crew.made
+    assert crew.closed
+    assert opened._opened is None
+
+
+async def test_nor_do_workers_that_came_too_late(opened):
+    before = SimpleNamespace(close=lambda: None)
+    opened._opened = SETTING, None, before
+    with pytest.raises(NotOpen):
+        await opened.add_workers([opened])
+    [crew] = Crew.made
+    assert crew.closed
+    assert opened._opened[2] is before
