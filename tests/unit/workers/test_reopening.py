@@ -62,3 +62,28 @@ async def test_nor_do_workers_that_came_too_late(opened):
     [crew] = Crew.made
     assert crew.closed
     assert opened._opened[2] is before
+
+
+@pytest.mark.parametrize("question", [("publish", 1, 1), ("enough", False, True), ("take",)], ids=lambda q: q[0])
+async def test_what_is_asked_of_a_rollout_changes_nothing_of_the_one_opened_since(opened, question):
+    """Who asked lost touch, and opened it anew: a late answer could clear what is being trained."""
+
+    async def look():
+        opened._openings += 1
+
+    def settled(_):
+        opened._openings += 1
+        return opened._openings > 1
+
+    done = []
+    rollout = SimpleNamespace(
+        scheduler=SimpleNamespace(settled=settled, ledger=SimpleNamespace(samples=lambda state: ())),
+        publish=lambda *_: done.append("published"),
+        give_up=lambda: done.append("taken"),
+    )
+    opened._opened = SETTING, rollout, None
+    opened._moving = SimpleNamespace(look=look)
+    opened._leftovers = SimpleNamespace(after_batch=lambda _: None)
+    with pytest.raises(NotOpen):
+        await getattr(opened, question[0])(*question[1:])
+    assert (done, opened._dispatching) == ([], False)
