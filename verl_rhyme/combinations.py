@@ -128,7 +128,7 @@ TABLE = (
         ("rhyme.history.keep", "rhyme.placement.policy"),
         lambda keep, placement: keep == "served" and placement in (None, "least_loaded"),
         "prompts come back to any node, which then has no history of most",
-        f"set {CONFIG_PATH}.placement.policy=sticky_group (or one that goes by forecasts), or keep=all",
+        f"set {CONFIG_PATH}.placement.policy=sticky_group (those by forecasts bring fewer back), or keep=all",
     ),
     Combination(
         ("rhyme.sampling.coupled", "rhyme.drafting.enable"),
