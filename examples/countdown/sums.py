@@ -1,8 +1,8 @@
 """The numbers game, and searches for its sums written out with what did not work.
 
     make 19 from 10, 16, 7
-    <think> now 7 + 16 = 23. we have 23, 10. 23 - 10 = 13, no. back. try 16 - 7 = 9. with 9, 10. 9 + 10 = 19. found it.
-    </think> <answer> 16 - 7 = 9, 9 + 10 = 19 </answer>
+    <think> now 7 + 16 = 23. we have 23, 10 for 19. 23 - 10 = 13, no. back. try 16 - 7 = 9. with 9, 10 for 19.
+    9 + 10 = 19. found it. </think> <answer> 16 - 7 = 9, 9 + 10 = 19 </answer>
 
 Each number may be used once, and need not be. The searcher takes pairs and signs in random order, passes over some,
 and words itself at random, so a model of these texts samples honestly; goals that few sums reach make long searches.
