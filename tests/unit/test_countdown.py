@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import traces
 from examples.countdown.make import make_data, vocabulary
 from examples.countdown.reward import compute_score
 from examples.countdown.sums import GREATEST, LIMIT, draw, search, steps
 from examples.tiny_world import tokenizer as tokenizers
+from examples.tiny_world.sampling import encode_prompt
 
 
 def test_flawless_searches_earn_all_and_pass_through_the_tokenizer():
@@ -83,3 +85,21 @@ def test_prompts_are_different_and_never_trained_on(tmp_path, seed):
     trained = [draw(rng, supervised=True) for _ in range(2000)]
     assert all(task.supervised() for task in trained)
     assert not {task.text() for task in trained} & set(texts)
+
+
+def test_the_trace_is_whole_and_of_the_prompts_its_recipe_makes(tmp_path):
+    make_data(tmp_path, 64, seed=6)
+    tokenizer = tokenizers.build(vocabulary())
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    prompts = {tuple(encode_prompt(tokenizer, row["prompt"][0]["content"])) for row in rows}
+    steps = traces.load(traces.FOLDER / "countdown.parquet")
+    assert [len(step) for step in steps] == [128] * 24
+    for epoch in range(6):
+        assert {tuple(r.prompt) for step in steps for r in step if r.epoch == epoch} == prompts
+    first = steps[0][0]
+    scored = compute_score(None, tokenizer.decode(first.tokens, skip_special_tokens=True), text_of(tokenizer, first))
+    assert scored["score"] == pytest.approx(first.reward)
+
+
+def text_of(tokenizer, response):
+    return tokenizer.decode(response.prompt, skip_special_tokens=True)
