@@ -52,7 +52,7 @@ GPUS = {1024: 8, 128: 4}
 #: Updates of an epoch, and of a load of ``sorting.group_batches``.
 EPOCH = 4
 #: Tokens a decoding step when a prompt comes first and later, and draft tokens verified for each that was gained: the
-#: least of five recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
+#: least of six recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
 ACCEPTANCE, OVERHEAD = (1.61, 2.25), 2.77
 #: verl's bound: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
