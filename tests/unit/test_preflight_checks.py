@@ -540,6 +540,25 @@ def test_the_dry_run_fails_where_the_run_would(override, told):
     assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def documented():
+    """Of README and docs the verl commands that are whole but for the user's own arguments (``...``) at the end."""
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = file.read_text().replace("\\\n", " ")
+        for command in re.findall(r"^ {4,}python -m verl\.trainer\.main_ppo (\+rhyme=.*)", text, re.M):
+            arguments = command.partition("#")[0].removesuffix("...").split()
+            if "..." not in arguments:
+                yield pytest.param(arguments, id=f"{file.stem}-{arguments[0]}")
+
+
+@pytest.mark.parametrize("arguments", documented())
+def test_nothing_of_a_documented_command_is_refused(world, arguments):
+    found = complaints(preflight(world[1:], f"{R}.calculate_log_probs=true", *arguments))
+    assert ("rhyme", "fail") not in found, found["rhyme", "fail"]
+
+
 def test_json(world):
     found = CliRunner().invoke(app, ["preflight", "--dry-run", "--json", "--", *world])
     report = json.loads(found.stdout)

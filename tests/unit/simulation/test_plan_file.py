@@ -13,6 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from typer.testing import CliRunner
 
+from verl_rhyme import combinations, config_tree
 from verl_rhyme.cli import app
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.scheduling.allocation.planner import plan
@@ -62,6 +63,8 @@ def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
     assert (rollout.gpu_memory_utilization, rollout.max_num_seqs) == (0.8, 256), "as it was planned with"
     assert config.trainer.v1.trainer_mode == "separate_async"
     assert rollout.custom.rhyme.sorting.max_staleness == 1
+    rollout.name = "vllm"
+    assert [*combinations.refusals(config, config_tree.from_verl(config))] == [], "to paste, and nothing else"
 
 
 def test_a_node_that_two_roles_share_is_said_so():
