@@ -46,7 +46,8 @@ NAME=$RECIPE
 RHYME=${RHYME:-histospec}
 ENGINE=${ENGINE:-megatron}
 MODE=${MODE:-$(default_mode)}
-SMOKE=${SMOKE:-0}
+DRY_RUN=${DRY_RUN:-0} SMOKE=${SMOKE:-0} SKIP_PREFLIGHT=${SKIP_PREFLIGHT:-0} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
+for _switch in DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 one_of MODE sync colocate_async separate_async
 check_rhyme
 one_of ENGINE megatron fsdp
@@ -62,13 +63,17 @@ if [ "$SMOKE" = 1 ]; then
 fi
 PP=${PP:-1}
 SP=${SP:-1}
+SEED=${SEED:-1}
+ROLLOUT_NNODES=${ROLLOUT_NNODES:-1}
+ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}
+for _count in NNODES GPUS_PER_NODE TP PP SP ROLLOUT_TP ROLLOUT_NNODES ROLLOUT_GPUS_PER_NODE; do number "$_count" 1; done
+number SEED 0
 DATA_DIR=$(_absolute "${DATA_DIR:-$ROOT/data}")
 TRAIN_FILE=$(_absolute "${TRAIN_FILE:-$DATA_DIR/$TRAIN_NAME}")
 VAL_FILE=$(_absolute "${VAL_FILE:-$(_files "$VAL_NAME")}")
 RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$_run}")
 CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}
-SEED=${SEED:-1}
 [ "$SMOKE" = 1 ] || [ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
 plain_path ROOT "the checkout's folder"
 for _path in RUN_DIR CKPT DATA_DIR TRAIN_FILE VAL_FILE MODEL_PATH; do
@@ -114,8 +119,8 @@ fi
 _args+=("trainer.v1.trainer_mode=$MODE")
 if [ "$MODE" = separate_async ]; then
   _args+=(
-    "actor_rollout_ref.rollout.nnodes=${ROLLOUT_NNODES:-1}"
-    "actor_rollout_ref.rollout.n_gpus_per_node=${ROLLOUT_GPUS_PER_NODE:-$GPUS_PER_NODE}"
+    "actor_rollout_ref.rollout.nnodes=$ROLLOUT_NNODES"
+    "actor_rollout_ref.rollout.n_gpus_per_node=$ROLLOUT_GPUS_PER_NODE"
   )
   case "$RHYME-$SMOKE" in # of full each replica takes weights by itself; on a CPU, to a second logical GPU, all do
     *-1) _args+=(actor_rollout_ref.rollout.checkpoint_engine.backend=relay ray_kwargs.ray_init.num_gpus=2) ;;
@@ -138,8 +143,8 @@ launch() { # launch [hydra overrides]
     tell_systems
     echo "  sizes that a system changes: recipes/config/${RECIPE}_rhyme; docs/choosing.md says which is for which run"
   } >&2
-  if [ "${SKIP_BOOTSTRAP:-0}" != 1 ]; then
-    [ "${DRY_RUN:-0}" != 1 ] || RHYME_BUILD=0
+  if [ "$SKIP_BOOTSTRAP" != 1 ]; then
+    [ "$DRY_RUN" != 1 ] || RHYME_BUILD=0
     # shellcheck source=requirements/bootstrap.sh
     source "$ROOT/requirements/bootstrap.sh"
   fi
@@ -147,7 +152,7 @@ launch() { # launch [hydra overrides]
     # shellcheck source=recipes/cpu.sh
     source "$ROOT/recipes/cpu.sh"
   fi
-  if [ "${DRY_RUN:-0}" = 1 ]; then
+  if [ "$DRY_RUN" = 1 ]; then
     verl-rhyme preflight --dry-run -- "${args[@]}"
     return
   fi
@@ -159,7 +164,7 @@ launch() { # launch [hydra overrides]
       [ -e "$MODEL_PATH" ] || python -m examples.tiny_world.untie "examples/tiny_world/models/$SMOKE_MODEL" "$MODEL_PATH"
     )
   fi
-  if [ "${SKIP_PREFLIGHT:-0}" != 1 ]; then
+  if [ "$SKIP_PREFLIGHT" != 1 ]; then
     verl-rhyme preflight -- "${args[@]}" || {
       echo "$RECIPE: not started, see above; SKIP_PREFLIGHT=1 starts regardless" >&2
       return 1

@@ -691,6 +691,27 @@ class TestScript:
         assert f"{variable}=deepspeed is unknown; use " in result.stderr
         assert calls == []
 
+    @pytest.mark.parametrize("variable", ["DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP"])
+    def test_a_switch_that_is_neither_on_nor_off(self, recipe, variable):
+        result, calls = start(recipe, **{variable: "yes"})  # taken for off, DRY_RUN=yes would train
+        assert result.returncode == 2
+        assert f"{variable}=yes is unknown; use 0 or 1" in result.stderr
+        assert calls == []
+
+    @pytest.mark.parametrize("variable", ["NNODES", "GPUS_PER_NODE", "TP", "PP", "SP", "ROLLOUT_TP", "ROLLOUT_NNODES"])
+    def test_a_count_that_is_no_number(self, recipe, variable):
+        for value, told in (("two", "=two is no whole number"), ("0", "=0 is below 1")):
+            result, calls = start(recipe, **{variable: value})
+            assert result.returncode == 2
+            assert f"{variable}{told}" in result.stderr
+            assert calls == []
+
+    def test_a_seed_that_is_no_number(self, recipe):
+        result, calls = start(recipe, DRY_RUN="1", SEED="x")
+        assert result.returncode == 2
+        assert "SEED=x is no whole number" in result.stderr
+        assert calls == []
+
     @pytest.mark.parametrize("variable", ["RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL_PATH"])
     def test_a_path_that_hydra_cannot_read(self, recipe, variable, tmp_path):
         path = tmp_path / "a=(b)"
