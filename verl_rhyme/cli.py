@@ -113,7 +113,9 @@ def preflight(
 
             found = examine_run(config, dry_run=dry_run, notes=_pairs(note))
     except (ConfigError, ValueError, OmegaConfBaseException) as error:
-        told = str(error).partition("\n    full_key:")[0]  # of a mandatory value that is missing
+        told = str(error).partition("\n    full_key:")[0]
+        if (key := told.removeprefix("Missing mandatory value: ")) != told:
+            told += f" -> set {key}={'vllm' if key == 'actor_rollout_ref.rollout.name' else 'VALUE'}"
         if as_json:
             print(json.dumps({"version": __version__, "ok": False, "error": told}, indent=2))
         print(f"verl-rhyme preflight: {told}", file=sys.stderr)
@@ -162,10 +164,12 @@ def claim(
     from verl_rhyme.preflight import run_folder
     from verl_rhyme.preflight.checks import examine
     from verl_rhyme.preflight.compose import compose
+    from verl_rhyme.preflight.plan import check_numbers
 
     try:
         with _silenced():
             config = compose(arguments or [])
+            check_numbers(config)
             checks = examine(config, dry_run=True, notes=_pairs(note)).checks if check else []
         failed = _failures(checks)
         if failed:
@@ -271,7 +275,8 @@ def history(
             found = inspection.inspect(folder)
             print(json.dumps(asdict(found)) if as_json else _told(found))
     except (OSError, ValueError, Damaged) as error:
-        print(f"verl-rhyme history: {path}: {error}", file=sys.stderr)
+        where = "" if str(path) in str(error) else f"{path}: "
+        print(f"verl-rhyme history: {where}{error}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 

@@ -490,6 +490,7 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
         (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
         (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),
+        (["--config-path", "/nowhere", "--config-name", "x"], "--config-path /nowhere: no such folder"),
         (["--bogus", "x=1"], "bogus"),
         (["--multirun"], "multirun"),
         (["trainer.project_name=${nothing.here}"], "nothing.here"),
@@ -518,7 +519,8 @@ def test_the_dry_run_is_yaml_whatever_is_missing_here(monkeypatch):
     for missing in ("data.train_files: no file", "GPUs: 0 on this machine", "verl: not installed"):
         assert f"# warn: {missing}" in found.stdout
     unset = dry_run(f"{R}.name=???")
-    assert (unset.exit_code, unset.stderr) == (1, f"verl-rhyme preflight: Missing mandatory value: {R}.name\n")
+    told = f"verl-rhyme preflight: Missing mandatory value: {R}.name -> set {R}.name=vllm\n"
+    assert (unset.exit_code, unset.stderr) == (1, told)
     broken = dry_run("nonsense=1")
     assert broken.exit_code == 1
     assert "Key 'nonsense' is not in struct" in broken.stderr
@@ -538,6 +540,61 @@ def test_the_dry_run_fails_where_the_run_would(override, told):
     assert found.stderr.startswith(f"verl-rhyme preflight: {told}")
     assert " -> " in found.stderr
     assert OmegaConf.create(found.stdout).actor_rollout_ref.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.nnodes=two", "trainer.nnodes must be a whole number, not 'two'"),
+        ("trainer.nnodes=null", "trainer.nnodes must be a whole number, not null"),
+        ("data.train_batch_size=abc", "data.train_batch_size must be a whole number, not 'abc'"),
+        (
+            f"{A}.ppo_micro_batch_size_per_gpu=few",
+            f"{A}.ppo_micro_batch_size_per_gpu must be a whole number, not 'few'",
+        ),
+        (f"{R}.max_num_seqs=[1]", f"{R}.max_num_seqs must be a whole number, not [1]"),
+        (f"{R}.gpu_memory_utilization=high", f"{R}.gpu_memory_utilization must be a number, not 'high'"),
+    ],
+)
+@pytest.mark.parametrize("command", [("preflight", "--dry-run"), ("claim",)])
+def test_a_size_that_is_no_number_is_named(world, override, told, command):
+    found = CliRunner().invoke(app, [*command, "--", *world, override])
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert told in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+
+
+OWN = "defaults:\n  - ppo_trainer\n  - rhyme: sorted\n  - _self_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", "did not find expected|expected the node content"),
+        ("", "--config-name mine: no actor_rollout_ref, data, trainer in it; begin its defaults with `- ppo_trainer`"),
+        (b"a: \xd2\xff", "mine"),
+        (OWN, "Could not load 'ppo_trainer'; add `hydra: {searchpath: [pkg://verl.trainer.config]}` to mine.yaml"),
+    ],
+)
+def test_a_yaml_of_your_own_that_does_not_compose_says_why(tmp_path, text, told):
+    (tmp_path / "mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as error:
+        compose(["--config-path", str(tmp_path), "--config-name", "mine"])
+    assert any(words in str(error.value) for words in (told, *told.split("|"))), error.value
+
+
+def test_a_yaml_of_your_own_selects_a_system_as_the_document_says(tmp_path):
+    """Both ways of ``docs/recipes.md``, from a folder with a space in its name."""
+    folder = tmp_path / "my configs"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(OWN)
+    (folder / "alone.yaml").write_text(f"hydra:\n  searchpath: [pkg://verl.trainer.config]\n{OWN}")
+    for way, name in (("--config-dir", "mine"), ("--config-path", "alone")):
+        arguments = [way, str(folder), "--config-name", name]
+        config = compose([*arguments, f"{R}.name=vllm"])
+        assert config.trainer.v1.trainer_mode == "rhyme_sorted"
+        assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"
 
 
 ROOT = Path(__file__).parents[2]

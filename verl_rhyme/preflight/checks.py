@@ -16,7 +16,7 @@ from verl_rhyme.doctor import FAIL, WARN, Check
 from verl_rhyme.preflight import config_checks, history_room, machine_checks, run_folder
 from verl_rhyme.preflight.estimate import Estimate, estimate
 from verl_rhyme.preflight.machine import Machine, look
-from verl_rhyme.preflight.plan import ENGINES, Plan, read
+from verl_rhyme.preflight.plan import ENGINES, Plan, check_numbers, read
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,10 @@ def examine(
         notes: Of :func:`verl_rhyme.preflight.run_folder.describe`.
 
     Raises:
+        ConfigError: A size is no number.
         ValueError: ``GPU_MEMORY_GB`` is no number.
     """
+    check_numbers(config)
     machine = look()
     model_check, fields, model = machine_checks.model(config)
     positions = fields.get("max_position_embeddings")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import compute_search_path_dir, create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
@@ -55,7 +56,10 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     state = GlobalHydra.instance(), HydraConfig.instance().cfg
     previous = state[0].hydra
     try:
-        search = create_config_search_path(compute_search_path_dir(str(main), None, args.config_path or _CONFIG_PATH))
+        folder = compute_search_path_dir(str(main), None, args.config_path or _CONFIG_PATH)
+        if folder is not None and "://" not in folder and not os.path.isdir(folder):
+            raise ConfigError(f"--config-path {args.config_path}: no such folder {folder}")
+        search = create_config_search_path(folder)
         if args.config_dir is not None:
             folder = os.path.abspath(args.config_dir)
             if not os.path.isdir(folder):
@@ -72,9 +76,15 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
         config = hydra.get_sanitized_cfg(config, "job")
         OmegaConf.resolve(config)
+        missing = [key for key in ("actor_rollout_ref", "data", "trainer") if key not in config]
+        if missing:
+            begin = f"begin its defaults with `- {_CONFIG_NAME}`"
+            raise ConfigError(f"--config-name {name}: no {', '.join(missing)} in it; {begin}")
         return config
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_one_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config-name {name}: it, or a file of its defaults, is no UTF-8 text: {error}") from error
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
@@ -83,6 +93,9 @@ def compose(arguments: Sequence[str]) -> DictConfig:
 def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
     """The error in one line; of an unknown key, the nearest that there is."""
     text = _one_line(error)
+    if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path takes the place of verl's own folder
+        search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
+        return f"{text}; add `{search}` to {name}.yaml, or give its folder as --config-dir"
     key = getattr(error.__cause__, "full_key", None)
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):

@@ -18,6 +18,52 @@ _BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m
 ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 
 
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+#: What is reckoned with as a whole number.
+_WHOLE = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.total_epochs",
+    "trainer.save_freq",
+    "trainer.v1.separate_async.parameter_sync_step",
+    f"{_ACTOR}.ppo_mini_batch_size",
+    f"{_ACTOR}.megatron.tensor_model_parallel_size",
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size",
+    f"{_ACTOR}.megatron.context_parallel_size",
+    f"{_ROLLOUT}.n",
+    f"{_ROLLOUT}.nnodes",
+    f"{_ROLLOUT}.n_gpus_per_node",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.data_parallel_size",
+    f"{_ROLLOUT}.pipeline_model_parallel_size",
+    f"{_ROLLOUT}.max_num_seqs",
+    f"{_ROLLOUT}.max_num_batched_tokens",
+)
+
+#: The same, or null.
+_WHOLE_OR_NULL = (
+    "data.train_max_samples",
+    "trainer.total_training_steps",
+    "trainer.max_actor_ckpt_to_keep",
+    f"{_ACTOR}.ppo_micro_batch_size",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.ulysses_sequence_parallel_size",
+    f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+    f"{_ROLLOUT}.log_prob_micro_batch_size",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{_ROLLOUT}.max_model_len",
+)
+
+_NUMBERS = (f"{_ROLLOUT}.gpu_memory_utilization",)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sizes that the config asks for.
@@ -63,6 +109,27 @@ class Plan:
         """vLLM replicas of all pools."""
         pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
         return pools // self.replica_gpus
+
+
+def check_numbers(config: Any) -> None:
+    """Look whether sizes are numbers at all, before anything reckons with them; verl's own tree types none of them.
+
+    Raises:
+        ConfigError: It names each that is none.
+    """
+    kinds = ((_WHOLE, int, "a whole number"), (_WHOLE_OR_NULL, int, "a whole number"), (_NUMBERS, float, "a number"))
+    wrong = []
+    for keys, kind, what in kinds:
+        for key in keys:
+            value = OmegaConf.select(config, key, default=0)  # an engine's keys are there if it is
+            if value is None and keys is _WHOLE_OR_NULL:
+                continue
+            try:
+                kind(value)
+            except (TypeError, ValueError, OverflowError):
+                wrong.append(f"{key} must be {what}, not {'null' if value is None else repr(value)}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
 
 
 def read(config: Any, max_positions: int | None = None) -> Plan:
