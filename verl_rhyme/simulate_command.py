@@ -41,6 +41,8 @@ def simulate(
                 event_log.check(out)
                 _check_folder(out)
         if timeline is not None:
+            if timeline.exists() and timeline.samefile(cluster):
+                raise _CannotWrite(f"cannot write --timeline {timeline} (it is the cluster file): name another")
             _check_file("--timeline", timeline)
         for line in loaded.unread:
             print(f"verl-rhyme simulate: {line}", file=sys.stderr)

@@ -186,6 +186,15 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_runs(tmp_path, mo
     assert told.stderr.endswith("): name another\n")
 
 
+def test_a_timeline_does_not_take_the_place_of_the_cluster_file(tmp_path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(EXAMPLE.read_text())
+    told = CliRunner().invoke(app, ["simulate", str(mine), *SMALL, "--timeline", str(mine)])
+    assert told.exit_code == 1
+    assert told.stderr.endswith("(it is the cluster file): name another\n")
+    assert mine.read_text() == EXAMPLE.read_text()
+
+
 def test_a_disk_that_fills_up_costs_the_file_and_not_the_table(tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
