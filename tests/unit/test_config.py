@@ -131,6 +131,8 @@ def test_numbers_are_finite(number):
         ({"sorting": {"mode": "histopipe", "harvest_tokens": 9}}, "harvest_tokens must be left out with .*histopipe"),
         ({"sorting": {"mode": "histopipe", "group_batches": 8}}, "group_batches must be left out with .*histopipe"),
         ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy, partial, histopipe"),
+        ({"sorting": {"mode": "on_policy", "max_staleness": -1}}, "max_staleness must be at least 0, not -1"),
+        ({"sorting": {"mode": "stream", "max_staleness": -1}}, "max_staleness must be at least 0, not -1"),
         ({"sorting": {"mode": "partial", "max_staleness": 0}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": 1}}, "on-policy bound is sorting.mode=on_policy"),
         ({"sorting": {"mode": "partial", "max_versions": "two"}}, "sorting.max_staleness must be int, not 'two'"),

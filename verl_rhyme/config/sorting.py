@@ -108,7 +108,9 @@ class SortingConfig:
             self.max_staleness >= (1 if self.mode == "partial" else 0),
             "sorting.max_staleness",
             self.max_staleness,
-            "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)",
+            "at least 1 in partial mode, which mixes versions (an on-policy bound is sorting.mode=on_policy)"
+            if self.mode == "partial"
+            else "at least 0",
         )
         require(
             self.mode in ("partial", "stream", None) or self.max_staleness <= 1,  # 1 is the default, also there
