@@ -53,6 +53,7 @@ def test_command_line(store, tmp_path):
     missing = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
     assert missing.exit_code == 1
     assert "holds no history" in missing.output
+    assert missing.output.count(str(tmp_path / "nothing")) == 1
 
 
 def test_a_damaged_snapshot_is_an_error_that_names_it(store, tmp_path):
