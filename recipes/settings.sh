@@ -101,6 +101,8 @@ check_overrides() { # after check_rhyme, hydra's: the folder is called after RHY
     full) mode=partial ;;
   esac
   for override in "$@"; do
+    [[ ! "$override" =~ ^[A-Z_]+= ]] ||
+      refuse "$override is a variable, not one of hydra's overrides; set it before the command: $override bash recipes/..."
     [[ "${override#+}" == actor_rollout_ref.rollout.custom.rhyme.sorting.mode=* && "${override##*=}" != "$mode" ]] || continue
     refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \
       "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"

@@ -706,6 +706,12 @@ class TestScript:
             assert f"{variable}{told}" in result.stderr
             assert calls == []
 
+    def test_a_variable_behind_the_command(self, recipe):
+        result, calls = start(recipe, "trainer.total_epochs=3", "DRY_RUN=1")
+        assert result.returncode == 2
+        assert "DRY_RUN=1 is a variable, not one of hydra's overrides; set it before the command" in result.stderr
+        assert calls == []
+
     def test_a_seed_that_is_no_number(self, recipe):
         result, calls = start(recipe, DRY_RUN="1", SEED="x")
         assert result.returncode == 2
