@@ -25,7 +25,7 @@ BLOCK = 128
 #: Shortest match looked for among live texts of the same group (tokens).
 GROUP_NGRAM = 2
 #: Lengths of the contexts of which all responses' next tokens are counted.
-ORDERS = (1, 2, 3, 5, 9)
+ORDERS = (1, 2, 3, 4, 6)
 #: Entries of one bucket of the counts, a cache line; at most so many next tokens of a context are known.
 WAYS = 8
 #: A context's counts are halved when one would exceed this: what was said lately counts more.

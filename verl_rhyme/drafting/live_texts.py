@@ -5,7 +5,7 @@ its group until newer text needs the room. A hash table holds the latest positio
 each position links to the one before with the same n-gram: latest first is also the order in which occurrences are
 looked at.
 
-Of all responses together it is counted how often each token followed the latest 1, 2, 3, 5 and 9: a table of entries
+Of all responses together it is counted how often each token followed the latest 1, 2, 3, 4 and 6: a table of entries
 (context, token, count) in buckets of one cache line, of which a lookup reads one for each length. The idea is that of
 prediction by partial matching (Cleary and Witten, IEEE Trans. Commun. 32(4), 1984). While a bucket has room its counts
 are exact but for collisions of hashes; where it has none the least frequent give way (after Misra and Gries, Sci.
