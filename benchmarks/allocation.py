@@ -199,6 +199,8 @@ def main(
     """All rows."""
     about = {"machine": describe(), "commit": commit()}
     near = []
+    if not any(only in name for name in OVERLAPS):
+        raise typer.BadParameter(f"no overlap has {only!r} in its name; there are: {', '.join(OVERLAPS)}")
     for rows in (splits(quick, only), [] if only else kinds(quick)):
         for row in rows:
             near += [row["near"]] if "near" in row else []

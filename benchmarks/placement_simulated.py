@@ -205,7 +205,9 @@ def main(
     ] = "",
 ) -> None:
     """Simulate every arm in every setting."""
+    found = False
     for row in evaluate(1 if quick else seeds, quick, only, arm):
+        found = True
         if as_json:
             told = {"benchmark": "placement_simulated", **row, "machine": describe(), "commit": commit()}
             print(json.dumps(told), flush=True)
@@ -219,6 +221,8 @@ def main(
                 f"  moved {row['moved']:.0f}",
                 flush=True,
             )
+    if not found:
+        raise typer.BadParameter(f"nothing has --only {only!r} and --arm {arm!r} in its name{' (--quick)' * quick}")
 
 
 if __name__ == "__main__":
