@@ -11,12 +11,11 @@ import random
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from examples.tiny_world import tokenizer as tokenizers
-from examples.tiny_world.sampling import encode_prompt, sample
+from examples.tiny_world.sampling import encode_prompt
+from examples.tiny_world.small_task import show, write
 from examples.tiny_world.train import Example, batches, build_model, fit, save
 
 from . import sums
@@ -53,36 +52,17 @@ def make_model(out: Path, searches: int, seed: int) -> None:
     weights[tokenizer.convert_tokens_to_ids([".", ","])] = DECISIVE
     fit(model, list(batches(made, 8, rng)), weights, lr=2e-3)
     save(model, tokenizer, out)
-    tasks = [sums.draw(rng, supervised=False) for _ in range(64)]
-    responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, t.text()) for t in tasks], 384, seed)
-    scores = [compute_score(None, r.text, t.text())["acc"] for r, t in zip(responses, tasks, strict=True)]
-    chances = [p for r in responses for p in r.probabilities]
-    print(
-        f"right {sum(scores) / len(scores):.2f}, tokens {sum(len(r.tokens) for r in responses) / len(tasks):.0f}, "
-        f"mean probability {sum(chances) / len(chances):.3f}\n{tasks[0].text()}\n{responses[0].text}"
-    )
+    show(model, tokenizer, [sums.draw(rng, supervised=False).text() for _ in range(64)], compute_score, seed)
 
 
 def make_data(out: Path, count: int, seed: int) -> None:
     """Write ``train.parquet`` and ``test.parquet``: different tasks, none of them trained on before."""
     rng = random.Random(f"{seed} data")
-    out.mkdir(parents=True, exist_ok=True)
     made: dict[str, None] = {}
     while len(made) < 2 * count:
         made[sums.draw(rng, supervised=False).text()] = None
     tasks = list(made)
-    for split, texts in (("train", tasks[:count]), ("test", tasks[count:])):
-        rows = [
-            {
-                "data_source": "rhyme/countdown",
-                "prompt": [{"role": "user", "content": task}],
-                "ability": "arithmetic",
-                "reward_model": {"style": "rule", "ground_truth": task},
-                "extra_info": {"split": split, "index": i},
-            }
-            for i, task in enumerate(texts)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
+    write(out, {"train": tasks[:count], "test": tasks[count:]}, "rhyme/countdown", "arithmetic")
 
 
 def main() -> None:

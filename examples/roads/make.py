@@ -11,12 +11,11 @@ import random
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from examples.tiny_world import tokenizer as tokenizers
-from examples.tiny_world.sampling import encode_prompt, sample
+from examples.tiny_world.sampling import encode_prompt
+from examples.tiny_world.small_task import show, write
 from examples.tiny_world.train import batches, build_model, fit, save
 
 from . import maps
@@ -51,33 +50,14 @@ def make_model(out: Path, searches: int, seed: int) -> None:
     weights[tokenizer.convert_tokens_to_ids(list(maps.TOWNS))] = WEIGHT
     fit(model, list(batches(made, 8, rng)), weights, lr=2e-3)
     save(model, tokenizer, out)
-    tasks = [maps.draw(rng) for _ in range(64)]
-    responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, t.text()) for t in tasks], 384, seed)
-    scores = [compute_score(None, r.text, t.text())["acc"] for r, t in zip(responses, tasks, strict=True)]
-    chances = [p for r in responses for p in r.probabilities]
-    print(
-        f"right {sum(scores) / len(scores):.2f}, tokens {sum(len(r.tokens) for r in responses) / len(tasks):.0f}, "
-        f"mean probability {sum(chances) / len(chances):.3f}\n{tasks[0].text()}\n{responses[0].text}"
-    )
+    show(model, tokenizer, [maps.draw(rng).text() for _ in range(64)], compute_score, seed)
 
 
 def make_data(out: Path, count: int, seed: int) -> None:
     """Write ``train.parquet`` and ``test.parquet``."""
     rng = random.Random(f"{seed} data")
-    out.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "test"):
-        tasks = [maps.draw(rng).text() for _ in range(count)]
-        rows = [
-            {
-                "data_source": "rhyme/roads",
-                "prompt": [{"role": "user", "content": task}],
-                "ability": "search",
-                "reward_model": {"style": "rule", "ground_truth": task},
-                "extra_info": {"split": split, "index": i},
-            }
-            for i, task in enumerate(tasks)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
+    tasks = {split: [maps.draw(rng).text() for _ in range(count)] for split in ("train", "test")}
+    write(out, tasks, "rhyme/roads", "search")
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""What small tasks beside the puzzles share: how a model of theirs fares, and their data in verl's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .sampling import encode_prompt, sample
+
+
+def show(model: Any, tokenizer: Any, tasks: Sequence[str], score: Callable[..., dict[str, Any]], seed: int) -> None:
+    """Print how many of one answer to each task are right, how long they are and how sure, and the first of them.
+
+    Args:
+        model, tokenizer: Of transformers.
+        tasks: Texts; each is its own ground truth.
+        score: verl's reward function; ``acc`` of what it gives is 0 or 1.
+        seed: Of sampling.
+    """
+    responses = sample(model.float(), tokenizer, [encode_prompt(tokenizer, task) for task in tasks], 384, seed)
+    right = [score(None, response.text, task)["acc"] for response, task in zip(responses, tasks, strict=True)]
+    chances = [p for response in responses for p in response.probabilities]
+    print(
+        f"right {sum(right) / len(right):.2f}, tokens {sum(len(r.tokens) for r in responses) / len(tasks):.0f}, "
+        f"mean probability {sum(chances) / len(chances):.3f}\n{tasks[0]}\n{responses[0].text}"
+    )
+
+
+def write(out: Path, splits: dict[str, list[str]], source: str, ability: str) -> None:
+    """Write tasks as ``SPLIT.parquet``.
+
+    Args:
+        out: Folder, made where it is missing.
+        splits: Texts of tasks, each its own ground truth, by split.
+        source, ability: ``data_source`` and ``ability`` of all rows.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for split, tasks in splits.items():
+        rows = [
+            {
+                "data_source": source,
+                "prompt": [{"role": "user", "content": task}],
+                "ability": ability,
+                "reward_model": {"style": "rule", "ground_truth": task},
+                "extra_info": {"split": split, "index": i},
+            }
+            for i, task in enumerate(tasks)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
