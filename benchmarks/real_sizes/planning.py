@@ -17,6 +17,7 @@ memory and 1 GiB of disk; ``--scale 0.25`` takes a quarter of the tokens.
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import tempfile
@@ -87,7 +88,6 @@ class Engine:
 
     def __init__(self, folder: Path, texts: Texts, prompts: list[list[int]], rows: int, threads: int) -> None:
         import torch
-        from vllm.utils.gc_utils import freeze_gc_heap
 
         from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
@@ -114,7 +114,8 @@ class Engine:
             input_batch=self._batch, requests=self._requests, rejection_sampler=SimpleNamespace(one_pass=True)
         )
         self.proposer._start()
-        freeze_gc_heap()  # as vLLM's workers do when they have started
+        gc.collect()  # as vLLM's workers do when they have started; it need not be here
+        gc.freeze()
         self._texts, self._prompts, self._rows = texts, prompts, rows
         self._tokens = np.zeros((rows, WIDTH), np.int32)
         self._lengths = np.full(rows, PROMPT, np.int32)
