@@ -103,6 +103,13 @@ class Watched:
     def start(self, *numbers, prompt="p"):
         self.crew.start([Start(f"{prompt}_{number}", None, 0) for number in numbers], 1)
 
+    async def about(self, *expected):
+        """Wait until that is what the workers are about: Ray keeps no order among messages to an async actor."""
+        deadline = time.monotonic() + 30
+        while (found := sorted([sorted(await worker.attempts.remote()) for worker in self.workers])) != [*expected]:
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.02)
+
     async def until(self, done):
         deadline = time.monotonic() + 30
         while not done():
@@ -116,10 +123,9 @@ async def test_samples_of_a_prompt_go_to_the_worker_that_is_about_least():
     watched.start(0, 1, 2, prompt="a")
     watched.start(0, prompt="b")
     watched.start(0, 1, prompt="c")
-    await asyncio.sleep(0.1)
-    found = [sorted(await worker.attempts.remote()) for worker in watched.workers]
-    assert sorted(found) == [["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"]]
+    await watched.about(["a_0", "a_1", "a_2"], ["b_0", "c_0", "c_1"])
     watched.crew.abandon(["a_1", "c_0"])
+    await watched.about(["a_0", "a_2"], ["b_0", "c_1"])
     again = Crew(watched.workers, None, 30.0, watched._lost)
     assert set(await again.join()) == {"a_0", "a_2", "b_0", "c_1"}
     assert again.knows("a_0")
@@ -143,7 +149,8 @@ async def test_a_worker_that_dies_between_two_messages_is_noticed(monkeypatch):
     await watched.crew.join()
     watched.start(0, prompt="a")
     watched.start(0, prompt="b")
-    await asyncio.sleep(0.3)
+    await watched.about(["a_0"], ["b_0"])
+    await asyncio.sleep(0.3)  # roll calls
     assert watched.lost == []
     first, second = watched.workers
     ray.kill(first if await first.attempts.remote() == ["a_0"] else second)
@@ -169,8 +176,8 @@ async def test_one_that_still_starts_is_waited_for_and_one_that_cannot_is_left_o
     await watched.crew.join()
     assert len(watched.crew) == 1
     watched.start(0)
-    await asyncio.sleep(0.1)
-    assert await watched.workers[1].attempts.remote() == ["p_0"]
+    del watched.workers[0]
+    await watched.about(["p_0"])
 
 
 # ---- validation ----
