@@ -96,6 +96,7 @@ class AdaptiveDrafter:
         self._requests: dict[str, _Request] = {}
         self._of_prompt: dict[bytes, set[int]] = {}  # slots of its live requests
         self._live_of: dict[int, _Request] = {}  # by slot
+        self._batch: tuple[tuple[str, ...], np.ndarray] | None = None  # the last step's requests and their slots
         self._histories: dict[int, tuple] = {}  # slot to the arrays whose addresses it holds
         self._newest: OrderedDict[bytes, int] = OrderedDict()  # step of the latest response in a prompt's history
         self._texts = 0
@@ -113,6 +114,7 @@ class AdaptiveDrafter:
             self._grow()
         slot = self._free.pop()
         self._requests[request] = self._live_of[slot] = _Request(key, slot)
+        self._batch = None
         self._of_prompt.setdefault(key, set()).add(slot)
         slots = self._slots
         slots.length[slot] = slots.planned[slot] = slots.candidates[slot] = 0
@@ -144,7 +146,7 @@ class AdaptiveDrafter:
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         if done.seconds is not None:
             self.cost.observe(rows, int(drafted.sum()), done.seconds)
-        ids = np.array([self._requests[request].slot for request in done.requests], dtype=np.int32)
+        ids = self._slots_of(tuple(done.requests))
         verified = drafted > 0
         self._counts[ids] += np.stack([drafted, np.where(verified, accepted, 0), verified], axis=1)
         self._steps += 1
@@ -187,6 +189,13 @@ class AdaptiveDrafter:
         self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
         flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
+
+    def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
+        """int32[B]; of the same requests as at the last step without looking each of them up."""
+        if self._batch is None or self._batch[0] != requests:
+            ids = np.array([self._requests[request].slot for request in requests], dtype=np.int32)
+            self._batch = requests, ids
+        return self._batch[1]
 
     def _plan(self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
         """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
@@ -271,6 +280,7 @@ class AdaptiveDrafter:
         live = self._requests.pop(request, None)
         if live is None:
             return
+        self._batch = None
         self._live.close(int(self._slots.block[live.slot]))
         self._attach(live.slot, None)
         del self._live_of[live.slot]

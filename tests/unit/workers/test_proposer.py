@@ -69,7 +69,8 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
                 runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
             state[name]["draft"] = []
             rows.append(name)
-        rng.shuffle(rows)  # vLLM condenses and swaps rows
+        if rng.random() < 0.5:
+            rng.shuffle(rows)  # vLLM condenses and swaps rows
         sampled = []
         runner.input_batch.req_ids = list(rows)
         runner.input_batch.spec_token_ids = [list(state[name]["draft"]) for name in rows]
@@ -197,6 +198,66 @@ def admit(proposer, names, prompt):
     runner.input_batch.req_ids = list(names)
     runner.input_batch.spec_token_ids = [[] for _ in names]
     runner.input_batch.num_prompt_tokens[:] = len(prompt)
+
+
+def test_requests_that_stay_are_not_looked_up_again_and_draft_the_same(tmp_path):
+    """Beside a proposer that remembers no batch: requests come, go, change rows, and are asked for too early."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, 5).tolist() for _ in range(4)]
+    texts = [rng.integers(0, 4, LENGTH).tolist() for _ in prompts]
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
+        for prompt, text in zip(prompts, texts, strict=True):
+            store.append([Trajectory(prompt_key(prompt), np.array(text, np.int32), 1.0, 0, 0, 0)], 0)
+    both = [proposer_for(tmp_path / "h", weigh_cost=False, wait_for_history=True) for _ in range(2)]
+    tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.zeros(ROWS, np.int32)
+    running: dict[str, tuple[int, list[int], list[int]]] = {}  # prompt, text, draft
+    rows: list[str] = []
+    remembered = 0
+    for call in range(600):
+        if len(rows) < ROWS and rng.random() < 0.2:
+            name, prompt = f"r{call}", int(rng.integers(len(prompts)))
+            running[name] = prompt, [], []
+            rows.append(name)
+        if len(rows) > 1 and rng.random() < 0.1:
+            rows.reverse()
+        sampled = []
+        for row, name in enumerate(rows):
+            prompt, text, draft = running[name]
+            future = texts[prompt][len(text) : len(text) + 1 + len(draft)]
+            wrong = (i for i, (a, b) in enumerate(zip(draft, future, strict=False)) if a != b)
+            new = future[: 1 + next(wrong, len(draft))]
+            text += new
+            whole = prompts[prompt] + text
+            tokens[row, : len(whole)], lengths[row] = whole, len(whole)
+            sampled.append(new)
+        for number, proposer in enumerate(both):
+            runner = proposer._runner
+            runner.requests = {
+                name: SimpleNamespace(
+                    sampling_params=SimpleNamespace(max_tokens=100, **RequestMeta(id=name).put({})),
+                    prompt_token_ids=prompts[prompt],
+                )
+                for name, (prompt, _, _) in running.items()
+            }
+            runner.input_batch.req_ids = list(rows)
+            runner.input_batch.spec_token_ids = [running[name][2] for name in rows]
+            runner.input_batch.num_prompt_tokens[:] = 5
+            if number:
+                proposer._batch = proposer._drafter._batch = None
+            else:
+                remembered += proposer._batch is not None and proposer._batch.req_ids == rows
+        drafts, others = (proposer.propose(sampled, lengths, tokens) for proposer in both)
+        assert drafts == others
+        for name, draft in zip(list(rows), drafts, strict=True):
+            running[name] = *running[name][:2], draft
+            if len(running[name][1]) > 60:
+                rows.remove(name)
+                del running[name]
+        if rng.random() < 0.1:  # the server hears of a request's end before the worker does, or aborts it
+            counts, others = (proposer.take_counts(rows[:2]) for proposer in both)
+            assert counts.keys() == others.keys() == {*rows[:2]}
+    assert remembered > 100
+    assert all(proposer.totals()["errors"] == 0 and proposer.totals()["drafted"] > 1000 for proposer in both)
 
 
 def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):

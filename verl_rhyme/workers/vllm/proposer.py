@@ -36,6 +36,15 @@ class _Request:
     max_tokens: int
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Who drafts; the same step after step until a request comes or goes."""
+
+    req_ids: list[str]  # vLLM's internal ids
+    ids: tuple[str, ...]  # RequestMeta.id
+    max_tokens: np.ndarray  # int64
+
+
 class HistoryProposer:
     """Built by vLLM from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
@@ -57,6 +66,7 @@ class HistoryProposer:
         self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
+        self._batch: _Batch | None = None  # of the last step, unless one of it has ended since
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
         self._runner: Any = None
         self._drafted = self._accepted = self._errors = 0
@@ -147,23 +157,24 @@ class HistoryProposer:
             return [[] for _ in sampled_token_ids]
         drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
         accepted = sampled[rows] - 1
-        names = [req_ids[row] for row in rows.tolist()]
-        known = [self._requests.get(name) for name in names]
+        names = req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()]
+        drafting, known = self._batch, True
+        if drafting is None or drafting.req_ids != names:
+            known = all(name in self._requests for name in names)
+            drafting = self._batch = self._enrol(drafter, names)
         # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
-        plain = bool(self._requests) and bool(self._ended) and len(rows) == count and all(known)
-        running = [request or self._admit(drafter, name) for request, name in zip(known, names, strict=True)]
+        plain = known and bool(self._ended) and len(rows) == count
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
         lengths = num_tokens_no_spec[rows]
         longest, budget = self._bounds(count, len(rows) < count)
-        max_tokens = np.array([request.max_tokens for request in running])
-        limits = request_limits(lengths, lengths - prompt_tokens[rows], max_tokens, self._max_model_len, longest)
+        generated = lengths - prompt_tokens[rows]
+        limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         # The engine waits for a plan, so that what it verified cost it the plan, too.
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
-        ids = [request.id for request in running]
         planned = drafter.step(
-            DecodeStep(ids, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
+            DecodeStep(drafting.ids, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
         )
         self._planning = time.perf_counter() - began
         if len(rows) == count:
@@ -186,6 +197,12 @@ class HistoryProposer:
         budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
         return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
+    def _enrol(self, drafter: DraftPolicy, req_ids: list[str]) -> _Batch:
+        """These requests as a batch; those not yet known are started."""
+        running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
+        max_tokens = np.array([request.max_tokens for request in running], dtype=np.int64)
+        return _Batch(list(req_ids), tuple(request.id for request in running), max_tokens)
+
     def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
         params = state.sampling_params
@@ -199,10 +216,14 @@ class HistoryProposer:
     def _retire(self, drafter: DraftPolicy) -> None:
         """Finished requests leave vLLM's table; keep their counts until the server asks."""
         for req_id in self._requests.keys() - self._runner.requests.keys():
-            id = self._requests.pop(req_id).id
-            self._finished[id] = drafter.finish(id)
+            self._end(drafter, req_id)
         while len(self._finished) > _MAX_FINISHED:
             self._finished.popitem(last=False)
+
+    def _end(self, drafter: DraftPolicy, req_id: str) -> None:
+        id = self._requests.pop(req_id).id
+        self._finished[id] = drafter.finish(id)
+        self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
@@ -219,8 +240,7 @@ class HistoryProposer:
         wanted = set(ids)
         # The engine tells the server of a request's end before it tells the workers.
         for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
-            id = self._requests.pop(req_id).id
-            self._finished[id] = drafter.finish(id)
+            self._end(drafter, req_id)
         finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
         counts: dict[str, dict[str, Any]] = {
             id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
