@@ -5,8 +5,8 @@
 256 rows over 128 prompts, each with a stored history of 16 responses, 500k tokens: the real proposer over the real
 store, with a stand-in for vLLM's runner. Texts are made of phrases that a prompt's responses share, and some that all
 do, with token ids from a Zipf distribution over 151,936; a request follows such a text, so that drafts are accepted
-and refused as in an engine. What a step costs is not learnt: every draft down to the floor is planned, the most there
-can be.
+and refused as in an engine: the shorter the phrases (``--phrase``, tokens on average), the fewer tokens a step emits and
+plans. What a step costs is not learnt: every draft down to the floor is planned, the most there can be.
 
 A figure is the time of ``propose()``, all of it: ``us_a_row``, of steps with all histories there, by numbers of
 planning threads that take turns; the 99th percentile of such a step over its median; and, over a median step, what one
@@ -37,15 +37,15 @@ NAMESPACE = "planning"
 RESPONSES = 16
 #: Tokens of a prompt, of a live response, and what a model's positions hold.
 PROMPT, LIVE, WIDTH = 200, 2400, 2700
-#: A prompt's own phrases, those that all prompts share, their mean length in tokens, and the share of the latter.
-OWN, COMMON, PHRASE, SHARED = 3000, 3000, 12, 0.3
+#: A prompt's own phrases, those that all prompts share, and the share of the latter.
+OWN, COMMON, SHARED = 3000, 3000, 0.3
 #: Seconds that the engine decodes between two steps.
 DECODING = 0.01
 
 
-def phrases(rng: np.random.Generator, count: int) -> list[np.ndarray]:
-    """int32[k] each."""
-    lengths = 1 + rng.geometric(1 / PHRASE, count)
+def phrases(rng: np.random.Generator, count: int, tokens: int) -> list[np.ndarray]:
+    """int32[k] each, of 1 + ``tokens`` on average."""
+    lengths = 1 + rng.geometric(1 / tokens, count)
     ranks = (VOCABULARY ** rng.random(lengths.sum())).astype(np.int32) - 1  # Zipf's: density 1 / rank
     return np.split(ranks, np.cumsum(lengths)[:-1])
 
@@ -53,15 +53,15 @@ def phrases(rng: np.random.Generator, count: int) -> list[np.ndarray]:
 class Texts:
     """Responses to a prompt; made anew from its number wherever they are wanted, so that none is kept."""
 
-    def __init__(self) -> None:
-        self._common = phrases(np.random.default_rng(1 << 32), COMMON)
+    def __init__(self, phrase: int) -> None:
+        self._phrase, self._common = phrase, phrases(np.random.default_rng(1 << 32), COMMON, phrase)
 
     def of(self, prompt: int, count: int, length: int, seed: int) -> Iterator[np.ndarray]:
         """``count`` responses of ``length`` tokens, int32."""
-        own = phrases(np.random.default_rng(prompt), OWN)
+        own = phrases(np.random.default_rng(prompt), OWN, self._phrase)
         rng = np.random.default_rng((prompt, seed))
         for _ in range(count):
-            wanted = 2 * length // PHRASE
+            wanted = 2 * length // self._phrase
             common = rng.random(wanted) < SHARED
             which = (OWN ** rng.random(wanted)).astype(int) - 1
             parts = [self._common[i] if c else own[i] for i, c in zip(which.tolist(), common.tolist(), strict=True)]
@@ -186,6 +186,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="32 rows, 16 prompts of 20k tokens")] = False,
     scale: Annotated[float, typer.Option(help="part of the tokens")] = 1.0,
+    phrase: Annotated[int, typer.Option(help="tokens of one, on average")] = 12,
     threads: Annotated[list[int] | None, typer.Option(help="planning threads; default: 1 and 2")] = None,
     rounds: Annotated[int, typer.Option(help="times that all requests are ended and admitted")] = 4,
     steps: Annotated[int, typer.Option(help="of each round, with all histories there")] = 150,
@@ -194,7 +195,7 @@ def main(
     rows, count, tokens = (32, 16, 20_000) if quick else (256, 128, int(500_000 * scale))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, PROMPT).tolist() for _ in range(count)]
-    texts = Texts()
+    texts = Texts(phrase)
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder) / "history", texts, prompts, tokens)
         # One engine after another: two would hold all histories twice.
@@ -224,6 +225,7 @@ def main(
                 "rows": rows,
                 "prompts": count,
                 "history_tokens": tokens,
+                "phrase": phrase,
                 "us_a_row": round(1e6 * median / rows, 2),
                 "us_a_row_q1": round(1e6 * q1 / rows, 2),
                 "us_a_row_q3": round(1e6 * q3 / rows, 2),

@@ -297,6 +297,23 @@ async def test_requests_of_dead_replicas_go_to_another(servers: list[Any], verls
     assert await verls.get_total_inflight.remote() == 0
 
 
+@ACTORS
+async def test_each_has_a_name_of_its_own_where_verl_gives_all_the_same(servers: list[Any], verls: Any) -> None:
+    asked_of(servers)
+    await balanced(verls, well=servers[0])
+    theirs = config()
+    theirs.actor_rollout_ref.rollout.full_determinism = True
+    client = rhymed(LLMServerClient(theirs, load_balancer_handle=verls))
+    assert LLMServerClient._vllm_request_id(client, "det-0") == "det-0"
+
+    async def ask(number: int) -> None:
+        enter(Session(sample=number, group=N))
+        await client.generate("det-0", prompt_ids=PROMPT, sampling_params={})
+
+    await asyncio.gather(*(asyncio.create_task(ask(number)) for number in range(N)))
+    assert len({asked["request_id"] for asked in asked_of(servers)[0]}) == N
+
+
 class Slow(Server):
     """Answers nobody, and remembers whom it was to abort."""
 

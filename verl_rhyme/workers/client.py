@@ -12,6 +12,7 @@ import time
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from ray.exceptions import ActorUnavailableError
 from verl.utils import normalize_token_ids
@@ -149,7 +150,7 @@ class _Requests(LLMServerClient):
 
     def _vllm_request_id(self, request_id: str) -> str:
         call = _CALL.get()
-        call.request = super()._vllm_request_id(request_id)
+        call.request = uuid4().hex  # verl's is the same for all where it is fully deterministic
         return call.request
 
     def _known(self, request_id: str, prompt_ids: Any) -> tuple[Session, Conversation]:

@@ -200,6 +200,30 @@ def admit(proposer, names, prompt):
     runner.input_batch.num_prompt_tokens[:] = len(prompt)
 
 
+@pytest.mark.parametrize(
+    ("meta", "prompt"),
+    [(RequestMeta(id="a"), [1, 2, 3]), (RequestMeta(id="d", key="no hex"), [1, 2, 3]), (RequestMeta(id="d"), None)],
+    ids=["name of another", "key that is none", "no prompt in tokens"],
+)
+def test_a_request_of_a_careless_client_costs_no_other_its_drafts(tmp_path, meta, prompt):
+    proposer = proposer_for(tmp_path / "h", weigh_cost=False)
+    admit(proposer, ["a", "b", "c"], [1, 2, 3])
+    runner = proposer._runner
+    runner.requests["a2"] = SimpleNamespace(
+        sampling_params=SimpleNamespace(max_tokens=100, **meta.put({})), prompt_token_ids=prompt
+    )
+    rows = ["a", "a2", "b", "c"]
+    tokens, lengths = np.tile(np.arange(LENGTH, dtype=np.int32) % 3 + 1, (ROWS, 1)), np.full(ROWS, 3, np.int32)
+    for step in range(40):
+        if step == 20:
+            del runner.requests[rows.pop(0)]
+        runner.input_batch.req_ids, runner.input_batch.spec_token_ids = rows, [[] for _ in rows]
+        lengths += 1
+        drafts = proposer.propose([[int(tokens[0, lengths[0] - 1])]] * len(rows), lengths, tokens)
+    assert all(drafts)
+    assert proposer.totals()["errors"] == 0
+
+
 def test_requests_that_stay_are_not_looked_up_again_and_draft_the_same(tmp_path):
     """Beside a proposer that remembers no batch: requests come, go, change rows, and are asked for too early."""
     rng = np.random.default_rng(0)
@@ -245,7 +269,7 @@ def test_requests_that_stay_are_not_looked_up_again_and_draft_the_same(tmp_path)
             if number:
                 proposer._batch = proposer._drafter._batch = None
             else:
-                remembered += proposer._batch is not None and proposer._batch.req_ids == rows
+                remembered += proposer._batch is not None and proposer._batch.req_ids == (*rows,)
         drafts, others = (proposer.propose(sampled, lengths, tokens) for proposer in both)
         assert drafts == others
         for name, draft in zip(list(rows), drafts, strict=True):

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -32,7 +33,7 @@ _MAX_FINISHED = 1 << 15
 
 @dataclass(slots=True)
 class _Request:
-    id: str
+    id: str  # the server's; vLLM's internal id, by which it is drafted for, is unique whatever a client sends
     max_tokens: int
 
 
@@ -40,8 +41,7 @@ class _Request:
 class _Batch:
     """Who drafts; the same step after step until a request comes or goes."""
 
-    req_ids: list[str]  # vLLM's internal ids
-    ids: tuple[str, ...]  # RequestMeta.id
+    req_ids: tuple[str, ...]  # vLLM's internal ids
     max_tokens: np.ndarray  # int64
 
 
@@ -157,7 +157,7 @@ class HistoryProposer:
             return [[] for _ in sampled_token_ids]
         drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
         accepted = sampled[rows] - 1
-        names = req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()]
+        names = tuple(req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()])
         drafting, known = self._batch, True
         if drafting is None or drafting.req_ids != names:
             known = all(name in self._requests for name in names)
@@ -174,7 +174,7 @@ class HistoryProposer:
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
         planned = drafter.step(
-            DecodeStep(drafting.ids, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
+            DecodeStep(names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
         )
         self._planning = time.perf_counter() - began
         if len(rows) == count:
@@ -197,19 +197,21 @@ class HistoryProposer:
         budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
         return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
-    def _enrol(self, drafter: DraftPolicy, req_ids: list[str]) -> _Batch:
+    def _enrol(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
         """These requests as a batch; those not yet known are started."""
         running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
-        max_tokens = np.array([request.max_tokens for request in running], dtype=np.int64)
-        return _Batch(list(req_ids), tuple(request.id for request in running), max_tokens)
+        return _Batch(req_ids, np.array([request.max_tokens for request in running], dtype=np.int64))
 
     def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
         params = state.sampling_params
         meta = RequestMeta.of(params.extra_args)
+        try:
+            key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
+        except (TypeError, ValueError):  # no prompt in tokens, or no key of ours: no history, and others keep theirs
+            key = uuid4().bytes
+        drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
-        key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
-        drafter.start(request.id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
         self._requests[req_id] = request
         return request
 
@@ -221,8 +223,7 @@ class HistoryProposer:
             self._finished.popitem(last=False)
 
     def _end(self, drafter: DraftPolicy, req_id: str) -> None:
-        id = self._requests.pop(req_id).id
-        self._finished[id] = drafter.finish(id)
+        self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
         self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
