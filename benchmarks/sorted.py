@@ -1,4 +1,4 @@
-"""SortedRL's parts side by side: real verl, vLLM and the tiny world, one replica with fewer slots than samples.
+"""SortedRL's parts side by side: real verl, vLLM and the tiny world, one replica.
 
     python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR] [SETTING]
 
@@ -6,10 +6,12 @@ Arms take turns; each run is one seed's, and its row is kept in ``--out``: start
 again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: every
 run's row, and of each arm what its seeds say together; with ``--table`` that as in ``docs/sorted.md``.
 
-A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 12 ms,
-whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. Algorithms are
-GRPO, REINFORCE++ and PPO with a critic. Every arm trains the same prompts, and as many samples; arms with larger
-batches in fewer steps. After each epoch verl validates on held-out puzzles.
+A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 25 ms,
+whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. The engine has
+slots for all samples of an update, as where SortedRL found most of them idle; ``queued-grpo`` is steady, too, with a
+quarter of the slots and steps of 12 ms. Algorithms are GRPO, REINFORCE++ and PPO with a critic. Every arm trains the
+same prompts, and as many samples; arms with larger batches in fewer steps. After each epoch verl validates on held-out
+puzzles.
 
 Figures are of the second epoch, held-out accuracy and what it took to get there of the whole run. Seconds are those of
 verl's steps, which validation is not in. Engines of a sorted rollout generate for training while the trainer validates:
@@ -34,16 +36,20 @@ from benchmarks.real_run import Cell, Kept
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from examples.tiny_world.untie import untie
 
-PROMPTS, BATCH, SAMPLES, SLOTS, LOAD, EPOCHS = 64, 8, 8, 16, 4, 2
+PROMPTS, BATCH, SAMPLES, LOAD, EPOCHS = 64, 8, 8, 4, 2
 #: Responses to each of 64 held-out puzzles.
 HELD_OUT = 2
-STEADY_MS = 12.0
 MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 
 #: Of each its estimator of advantages and the engine that trains. verl's FSDP critic needs flash-attn, which a CPU has
 #: not, and its Megatron critic a model whose embeddings are not tied.
 ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "fsdp"), "ppo": ("gae", "megatron")}
-SETTINGS = {f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS}
+#: Of each the least milliseconds of a decoding step, and the engine's slots.
+REGIMES = {"steady": (25.0, 64), "bare": (None, 64), "queued": (12.0, 16)}
+SETTINGS = {
+    **{f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS},
+    "queued-grpo": ("queued", "grpo"),
+}
 
 
 @dataclass(frozen=True)
@@ -113,15 +119,16 @@ def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
         for seed in range(1, 1 + repeats)
         for setting in settings
         for arm in ARMS
-        if ARMS[arm].bare or SETTINGS[setting][0] == "steady"
+        if ARMS[arm].bare or SETTINGS[setting][0] != "bare"
     )
 
 
 def overrides(cell: Cell) -> list[str]:
     """What hydra is told of a run."""
     arm = ARMS[cell.arm]
+    _, slots = REGIMES[SETTINGS[cell.setting][0]]
     return [
-        *tiny_run.sizes(BATCH, SAMPLES, SLOTS, 1),
+        *tiny_run.sizes(BATCH, SAMPLES, slots, 1),
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={4 * SAMPLES}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={4 * SAMPLES}",
         *(f"{ROLLOUT}.val_kwargs.{option}" for option in (f"n={HELD_OUT}", "do_sample=true", "temperature=1.0")),
@@ -140,7 +147,7 @@ def train(cell: Cell, out: Path, quick: bool = False) -> None:
     settings["ENGINE"] = ALGORITHMS[algorithm][1]
     if settings["ENGINE"] == "megatron":
         settings["MODEL"] = str(_untied(out))
-    steady = STEADY_MS if regime == "steady" else None
+    steady, _ = REGIMES[regime]
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
     tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=900)
 

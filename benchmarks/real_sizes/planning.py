@@ -5,8 +5,8 @@
 256 rows over 128 prompts, each with a stored history of 16 responses, 500k tokens: the real proposer over the real
 store, with a stand-in for vLLM's runner. Texts are made of phrases that a prompt's responses share, and some that all
 do, with token ids from a Zipf distribution over 151,936; a request follows such a text, so that drafts are accepted
-and refused as in an engine: the shorter the phrases (``--phrase``, tokens on average), the fewer tokens a step emits and
-plans. What a step costs is not learnt: every draft down to the floor is planned, the most there can be.
+and refused as in an engine: the shorter the phrases (``--phrase``, tokens on average), the fewer tokens a step plans.
+What a step costs is not learnt: every draft down to the floor is planned, the most there can be.
 
 A figure is the time of ``propose()``, all of it: ``us_a_row``, of steps with all histories there, by numbers of
 planning threads that take turns; the 99th percentile of such a step over its median; and, over a median step, what one
