@@ -164,7 +164,7 @@ def _untied(out: Path) -> Path:
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     """A run's row."""
     arm = ARMS[cell.arm]
-    figures = sorted_measures.measure(folder, arm.samples, PROMPTS * SAMPLES)
+    figures = sorted_measures.measure(folder, arm.samples, PROMPTS * SAMPLES, LOAD * BATCH * SAMPLES)
     return {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, "optimizer_steps": arm.mini_batches, **figures}
 
 

@@ -26,13 +26,14 @@ TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward",
 STOCK = "sync"
 
 
-def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
+def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]:
     """Figures of a run.
 
     Args:
         folder: The run's.
         samples: Of a step.
         epoch: Samples of one; figures of speed are of what comes after the first.
+        load: Samples that a sorted rollout loads together.
 
     Returns:
         ``update_s``: seconds of 64 trained samples, the same for all arms; ``tokens_per_s``: trained response tokens
@@ -41,8 +42,9 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
         outside, which tells of stock verl, too; ``wasted``: tokens made and not trained, over those trained;
         ``staleness_max``: policy versions; ``held_out``: ``[samples, seconds, accuracy, score]`` of each validation;
         ``rewards``: ``[samples, seconds, mean reward]`` of each epoch's training, in which each prompt is trained once;
-        ``points``: mean response length and tokens per second of rollout, by step; ``validating_s``: seconds that were
-        added because engines generated for training while the trainer validated.
+        ``points``: mean response length and tokens per second of rollout, by as many samples as a load has, because
+        what a sorted rollout trains in one step it may have generated in the one before; ``validating_s``: seconds that
+        were added because engines generated for training while the trainer validated.
     """
     sampled = folder / SAMPLED_FILE
     seen = dict(steps.parse_lines(sampled.read_bytes().splitlines(), sampled)) if sampled.is_file() else {}
@@ -62,6 +64,9 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
     warm = rows[first:]
     tokens = column(metrics.RESPONSE_LENGTH_MEAN, warm) * samples
     gen = column(metrics.GEN_S, warm) + added[first:]
+    together = min(max(1, load // samples), len(warm))
+    loads = slice(len(warm) // together * together)
+    load_tokens, load_gen = (column[loads].reshape(-1, together).sum(axis=1) for column in (tokens, gen))
     undisturbed = [rows[i] for i in range(first, len(rows)) if i == 0 or not _held_out(rows[i - 1])]
     staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
     wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
@@ -96,7 +101,10 @@ def measure(folder: Path, samples: int, epoch: int) -> dict[str, Any]:
             ]
             for stop in range(size - 1, len(rows), size)
         ],
-        "points": [[short(a), short(b)] for a, b in zip(tokens / samples, tokens / gen, strict=True)],
+        "points": [
+            [short(length), short(speed)]
+            for length, speed in zip(load_tokens / (samples * together), load_tokens / load_gen, strict=True)
+        ],
     }
 
 

@@ -110,7 +110,7 @@ def test_a_row_is_of_the_second_epoch_and_its_seconds_leave_validation_out(tmp_p
     rows = [(90, 80, 100, 0.5), (10, 5, 100, 0.5), (10, 5, 50, 0.9), (20, 10, 100, 0.2)]
     folder = write(tmp_path / "run", rows, held_out=[(2, 0.1), (4, 0.3)])
     monkeypatch.setattr(measures, "_validating", lambda folder, count: [0.0, 2.0, 0.0, 0.0])
-    row = measures.measure(folder, 64, 128)
+    row = measures.measure(folder, 64, 128, 128)
     assert row["steps"] == 4
     assert row["update_s"] == pytest.approx((12 + 20) / 2)  # two seconds of step 3's rollout were beside validation
     assert row["tokens_per_s"] == pytest.approx(150 * 64 / 32)
@@ -119,9 +119,10 @@ def test_a_row_is_of_the_second_epoch_and_its_seconds_leave_validation_out(tmp_p
     assert row["wasted"] == pytest.approx(20 / (150 * 64), rel=1e-3)
     assert row["held_out"] == [[128, 22.0, 0.1, 0.75], [256, 54.0, 0.3, 0.75]]  # the first step counts as a median one
     assert row["rewards"] == [[128, 22.0, 0.5], [256, 54.0, 0.5]]
+    assert row["points"] == [[75.0, pytest.approx(150 * 64 / 17, rel=1e-3)]]
     assert row["bubble_ratio_sampled"] is None
     (folder / "sampled.jsonl").write_text(json.dumps({"step": 4, "data": {measures.SAMPLED: 0.25}}) + "\n")
-    assert measures.measure(folder, 64, 128)["bubble_ratio_sampled"] == 0.25
+    assert measures.measure(folder, 64, 128, 128)["bubble_ratio_sampled"] == 0.25
 
 
 def test_runs_together_and_their_table(tmp_path):
@@ -130,7 +131,7 @@ def test_runs_together_and_their_table(tmp_path):
         for arm, speed in (("sync", 10), ("sorted", 5)):
             rows = [(2 * speed, speed, 100, None if arm == "sync" else 0.1)] * 4
             folder = write(tmp_path / f"{arm} {seed}", rows, held_out=[(4, accuracy)])
-            made.append({"setting": "steady-grpo", "arm": arm, "seed": seed, **measures.measure(folder, 64, 128)})
+            made.append({"setting": "steady-grpo", "arm": arm, "seed": seed, **measures.measure(folder, 64, 128, 128)})
     sync, ours = measures.together(made)
     assert (sync["bubble_ratio"], ours["bubble_ratio"]) == (None, 0.1)
     assert ours["matched"] == [2.0, 2.0]
@@ -150,7 +151,7 @@ def test_the_untrained_model_is_no_accuracy_that_was_reached():
 def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(bench, "train", lambda cell, out, quick: ran.append(cell))
-    row = measures.measure(write(tmp_path / "run", [(2, 1, 9, 0.1)] * 4, [(4, 0.5)]), 64, 128)
+    row = measures.measure(write(tmp_path / "run", [(2, 1, 9, 0.1)] * 4, [(4, 0.5)]), 64, 128, 128)
     monkeypatch.setattr(bench, "measure", lambda cell, folder: {**vars(cell), **row})
     out = tmp_path / "kept"
     out.mkdir()
