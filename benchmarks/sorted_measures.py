@@ -160,10 +160,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for setting in dict.fromkeys(row["setting"] for row in rows):
         yield f"{setting}:\n"
         yield (
-            "| arm | runs | bubble | trained tokens/s (least-greatest) | at equal lengths, over `sync` | s an update | "
-            "length | wasted | staleness | held-out accuracy, by samples | training reward, by samples |"
+            "| arm | runs | bubble | trained tokens/s (least-greatest) | of rollout | at equal lengths, over `sync` | "
+            "s an update | length | wasted | staleness | held-out accuracy, by samples | training reward, by samples |"
         )
-        yield "|" + "---|" * 11
+        yield "|" + "---|" * 12
         for row in rows:
             if row["setting"] != setting:
                 continue
@@ -180,6 +180,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             known = [ratio for ratio in row["matched"] if ratio is not None]
             yield (
                 f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_s']:.0f} ({low:.0f}-{high:.0f}) | "
+                f"{row['tokens_per_rollout_s']:.0f} | "
                 f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['update_s']:.1f} | "
                 f"{row['response_length']:.0f} | {row['wasted']:.0%} | {row['staleness_max'] or 0:.0f} | "
                 f"{held_out} | {rewards} |"

@@ -138,7 +138,9 @@ def test_runs_together_and_their_table(tmp_path):
     assert ours["held_out"] == [[256, 40.0, pytest.approx(0.15), pytest.approx(0.05)]]
     assert ours["to_accuracy"]["0.16"] == [[None, None], [256, 40.0]]
     lines = list(measures.table([sync, ours]))
-    assert any(line.startswith("| sorted | 2 | 10% | 640 (640-640) | 2.00 / 2.00 | 10.0 | 100 |") for line in lines)
+    assert any(
+        line.startswith("| sorted | 2 | 10% | 640 (640-640) | 1280 | 2.00 / 2.00 | 10.0 | 100 |") for line in lines
+    )
     assert any(line.startswith("| sync | 2 | - |") for line in lines)
 
 
