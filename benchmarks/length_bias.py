@@ -62,7 +62,7 @@ class Engine:
 
 
 def trained_lengths(
-    lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator
+    lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator, slots: int = SLOTS
 ) -> tuple[np.ndarray, np.ndarray, Engine]:
     """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
     sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES}
@@ -70,7 +70,7 @@ def trained_lengths(
         return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
     sizes["group_batches"] = group_batches
     rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
-    scheduler, engine = Scheduler(rules), Engine(SLOTS)
+    scheduler, engine = Scheduler(rules), Engine(slots)
     wanted: dict[tuple[str, int], int] = {}
     kept: dict[tuple[str, int], int] = {}
     trained: list[int] = []
@@ -125,12 +125,17 @@ def _arriving(
     return np.array(trained), np.array(stale), engine
 
 
-def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
+def recorded(path: Path) -> list[np.ndarray]:
+    """Lengths of each prompt's responses in a trace, tokens."""
     pools: dict[bytes, list[int]] = {}
     for step in traces.load(path):
         for response in step:
             pools.setdefault(response.key, []).append(len(response.tokens))
-    there = [np.array(pool) for pool in pools.values()]
+    return [np.array(pool) for pool in pools.values()]
+
+
+def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
+    there = recorded(path)
     count = len(there) // (BATCH * group_batches) * BATCH * group_batches
     shifts, firsts, lasts, shares = [], [], [], []
     for seed in range(rounds):
