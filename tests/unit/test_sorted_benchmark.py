@@ -8,7 +8,7 @@ import typer
 import yaml
 
 from benchmarks import sorted as bench
-from benchmarks import sorted_gradients
+from benchmarks import sorted_gradients, sorted_slots, traces
 from benchmarks import sorted_measures as measures
 from verl_rhyme.config import SortingConfig
 from verl_rhyme.observability import metrics
@@ -171,3 +171,23 @@ def test_updates_of_a_load_have_whole_groups_the_short_first():
     assert sorted(found) == list(range(32))
     assert [int(i) // sorted_gradients.GROUP for i in found[:: sorted_gradients.GROUP]] == [1, 0, 3, 2]
     assert all(len({int(i) // sorted_gradients.GROUP for i in part}) == 1 for part in np.split(found, 4))
+
+
+def test_a_synchronous_update_takes_as_many_steps_as_its_slots_need():
+    lengths = [np.array([10])] * 7 + [np.array([50])]
+    assert sorted_slots.synchronous(lengths, np.random.default_rng(0), 64) == (56 * 10 + 8 * 50, 50)
+    assert sorted_slots.synchronous(lengths, np.random.default_rng(0), 8) == (56 * 10 + 8 * 50, 7 * 10 + 50)
+    assert sorted_slots.synchronous(lengths * 2, np.random.default_rng(0), 1)[1] == 2 * (56 * 10 + 8 * 50)
+
+
+@pytest.mark.parametrize("unit", ["group", "trajectory"])
+def test_more_slots_leave_sorting_more_to_gain(unit):
+    path = traces.FOLDER / "qwen2-t1.parquet"
+    few, many = (sorted_slots.measure(path, "fresh", unit, share, 2) for share in (0.125, 2.0))
+    assert 0.9 < few["tokens_ratio"] < 1.15
+    assert many["tokens_ratio"] > 1.2
+    assert many["bubble"] < many["bubble_sync"]
+    assert many["wasted"] > few["wasted"] > 0
+    partial = sorted_slots.measure(path, "partial", unit, 2.0, 2)
+    assert partial["wasted"] == pytest.approx(0, abs=1e-3)
+    assert partial["tokens_ratio"] > many["tokens_ratio"]
