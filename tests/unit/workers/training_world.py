@@ -157,7 +157,7 @@ class World:
         self.checkpoint = None
         self.runs = self.reopened = self.steps = self.moved = self.parts = self.rested = self.returned = 0
         self.uids, self.index = {}, {}  # of this lineage: row of the data -> uid, and back
-        rollout = SimpleNamespace(name="vllm", response_length=10**6, full_determinism=True)
+        rollout = SimpleNamespace(name="vllm", response_length=10**6)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
     # ---- what the data hold ----
@@ -475,7 +475,7 @@ class Engine:
             world.cluster.faults.append(AssertionError("a request ran on at a replica that rests"))
         if cut.done():
             count = min(count, made())
-        uid, number, turn, base = world.open_turns[request_id]
+        uid, number, turn, base = world.open_turns[rhyme["name"]]
         said = []
         for place in range(len(prompt_ids) - base, len(prompt_ids) - base + count):
             name = len(world.tokens)
