@@ -31,6 +31,7 @@ class Engine:
 def server(engine):
     built = object.__new__(RhymeHttpServer)
     built.engine, built._engine_generate, built._final = engine, engine.generate, {"r": None}
+    built.global_steps, built._began = 3, {}
     return built
 
 

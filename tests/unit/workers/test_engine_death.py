@@ -26,7 +26,8 @@ def server():
     built = object.__new__(RhymeHttpServer)
     processor = SimpleNamespace(external_req_ids={"r": ["r-1"]})
     built.engine, built._engine_generate = SimpleNamespace(output_processor=processor), two_steps
-    built._final, built._cut, built._names = {"r": None}, set(), {}
+    built._final, built._cut, built._names, built._began = {"r": None}, set(), {}, {}
+    built.global_steps = 3
     return built
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from verl.workers.rollout.replica import TokenOutput
@@ -36,7 +37,7 @@ def server(monkeypatch):
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
     built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
-    built._gate, built._cut = Gate(), set()
+    built._gate, built._cut, built._began = Gate(), set(), {}
     return built
 
 
@@ -83,6 +84,28 @@ async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     (record,) = output.extra_fields[FIELD]
     assert (record["prompt_key"], record["sample"], record["attempt"], record["queued_at"]) == ("00ff", 2, 1, 12.5)
     assert params == {"temperature": 1.0, "extra_args": {"theirs": 1}}
+
+
+async def test_a_request_that_came_while_weights_were_loaded_began_under_the_new_ones(server, monkeypatch):
+    """Or it would count as one of two policies; one whose policy changes while it runs is of both."""
+
+    async def outputs(prompt, sampling_params, request_id):
+        yield SimpleNamespace(outputs=[])
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        await self.set_global_steps(4)  # it waits meanwhile, as verl's does at its own gate
+        async for _ in self._observed_generate(None, sampling_params, request_id):
+            if request_id == "long":
+                await self.set_global_steps(5)
+        return TokenOutput(token_ids=[1], stop_reason="completed", extra_fields={})
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    server._engine_generate = outputs
+    server.engine.output_processor = SimpleNamespace(external_req_ids={})
+    told = [(await server.generate([5], {}, name)).extra_fields[FIELD][0] for name in ("short", "long")]
+    versions = [(record["policy_version_start"], record["policy_version_end"]) for record in told]
+    assert versions == [(4, 4), (4, 5)]
+    assert not server._began
 
 
 async def test_a_request_of_another_client_is_served(server):

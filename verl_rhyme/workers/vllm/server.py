@@ -49,6 +49,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
+        self._began: dict[str, int | None] = {}  # request id -> policy version under which the engine got it
         self._gate = Gate()
         self._told = 0  # calls to the engine that take their time: weights
         self._aborts: set[asyncio.Task[None]] = set()
@@ -126,6 +127,7 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
+        self._began[request_id] = self.global_steps  # one that came while weights were loaded has waited until here
         outputs = self._engine_generate(prompt, sampling_params, request_id, **kwargs)
         # verl's abort waits until every request has given its first output, before it stops the engine: with more
         # requests than slots that is when the last of them gets one (`_admitting` in its generate()). They are
@@ -251,7 +253,6 @@ class RhymeHttpServer(vLLMHttpServer):
         if not await self._gate.enter(request_id, meta.version):
             told = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=told)
-        version = self.global_steps
         self._final[request_id] = None
         if meta.name:
             self._names[request_id] = meta.name
@@ -259,6 +260,7 @@ class RhymeHttpServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
         finally:
             final = self._final.pop(request_id)
+            version = self._began.pop(request_id, self.global_steps)
             cut = request_id in self._cut
             self._cut.discard(request_id)
             self._names.pop(request_id, None)
