@@ -65,8 +65,8 @@ class Server:
 class Replica:
     """As one of verl's, without an engine; verl's pool of devices, which here are processors."""
 
-    #: Processors that each takes; what the next ones find; what their start waits for.
-    needs, troubles, hold = 0, deque[str](), threading.Semaphore(10**6)
+    #: Processors that each takes on each of its nodes; what the next ones find; what their start waits for.
+    needs, nnodes, troubles, hold = 0, 1, deque[str](), threading.Semaphore(10**6)
 
     def __init__(self, replica_rank: int = 0, **_: Any) -> None:
         self.replica_rank = replica_rank
@@ -81,7 +81,8 @@ class Replica:
             raise ValueError(self.troubles.popleft())
         if self.needs:
             name = f"rollout_pool_{self.replica_rank}"
-            self.resource_pool = RayResourcePool([1], use_gpu=False, max_colocate_count=self.needs, name_prefix=name)
+            nodes = [1] * self.nnodes
+            self.resource_pool = RayResourcePool(nodes, use_gpu=False, max_colocate_count=self.needs, name_prefix=name)
             self.resource_pool.get_placement_groups(device_name="cpu")
         self._server_handle = ray.remote(num_cpus=0)(Server).remote()
         self.servers = [self._server_handle]
@@ -546,3 +547,30 @@ def test_one_that_is_missing_for_weeks_is_tried_again_and_again(world: World, mo
     world.kill(0)
     assert world.spares.mend(7) == 1
     world.mended(7, [1, 3])
+
+
+def test_of_two_that_span_nodes_none_holds_what_the_other_one_lacks(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    async def init_standalone(self: Replica) -> None:
+        begun.append(self)
+        seated.append([bool(each.resource_pool and each.resource_pool.pgs) for each in begun[:-1]])
+        await start(self)
+
+    begun: list[Replica] = []
+    seated: list[list[bool]] = []
+    monkeypatch.setattr(Replica, "nnodes", 2)
+    world: World = request.getfixturevalue("world")
+    start = Replica.init_standalone
+    monkeypatch.setattr(Replica, "init_standalone", init_standalone)
+    monkeypatch.setattr(Replica, "needs", 1)  # there are two processors: devices for one replica
+    world.kill(0, 1)
+    assert world.spares.mend(7) == 2
+    world.mended(7, [2])
+    world.kill(2)
+    assert world.spares.mend(8) == 1
+    world.mended(8, [3])
+    assert seated[:2] == [[], [True]]
+    monkeypatch.setattr(replicas, "_START_S", 0.0)  # the third finds no devices
+    assert world.spares.mend(8) == 0
+    replicas._end(world.servers.rollout_replicas[0])

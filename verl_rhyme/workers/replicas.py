@@ -112,6 +112,11 @@ class _Start:
         self.up: Future[Any] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 
+    def seated(self) -> bool:
+        """It has all its devices, or will not have them."""
+        pool = getattr(self._replica, "resource_pool", None)
+        return self.up.done() or bool(pool is not None and pool.pgs)
+
     def overdue(self) -> bool:
         """It is not up, and is not waited for any longer: what it holds goes, and its thread ends with that."""
         if self.up.done() or time.monotonic() - self.began < _START_S:
@@ -161,6 +166,7 @@ class Spares:
         self._servers, self._weights, self._hung_s = servers, weights, hung_s
         # A new name for each one's actors: Ray may know those of dead ones for a while.
         self._ranks = itertools.count(1 + max(replica.replica_rank for replica in servers.rollout_replicas))
+        self._nodes = max(replica.nnodes for replica in servers.rollout_replicas)
         #: How many are to serve again, those that are being started among them.
         self.missing = 0
         self._failures = 0
@@ -295,12 +301,21 @@ class Spares:
                     "goes on from the last checkpoint."
                 ) from why
             if time.monotonic() >= self._retry_at and not late:
-                self._starts += [_Start(self._new) for _ in range(self.missing - len(self._starts))]
+                self._start()
             if serving:
                 return
             wait([start.up for start in self._starts], timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
             if not self._starts:
                 time.sleep(_PAUSE_S)
+
+    def _start(self) -> None:
+        """What is owed. Ray gives a replica one node's devices after another's: of two that span nodes and begin
+        together each may hold what the other one lacks, so that they begin one by one.
+        """
+        while self.missing > len(self._starts):
+            if self._nodes > 1 and not all(start.seated() for start in self._starts):
+                return
+            self._starts.append(_Start(self._new))
 
     def _new(self) -> Any:
         manager = self._servers

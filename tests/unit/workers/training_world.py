@@ -321,7 +321,13 @@ class World:
         """One of verl's."""
         handle, rank = Handle(self.cluster, lambda: Engine(self, version)), self.named
         self.named += 1
-        about = {"replica_rank": rank, "_server_address": f"r{rank}", "_server_handle": handle, "servers": [handle]}
+        about = {
+            "replica_rank": rank,
+            "nnodes": 1,
+            "_server_address": f"r{rank}",
+            "_server_handle": handle,
+            "servers": [handle],
+        }
         return Namespace(**about, workers=[], resource_pool=None)
 
     @property
