@@ -149,7 +149,7 @@ def train(cell: Cell, out: Path, quick: bool = False) -> None:
         settings["MODEL"] = str(_untied(out))
     steady, _ = REGIMES[regime]
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-    tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=900)
+    tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=1800)
 
 
 def _untied(out: Path) -> Path:
