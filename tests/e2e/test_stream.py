@@ -1,11 +1,12 @@
 """Training beside a stream of rollout, as a user runs it: parts of each batch go through before it is whole."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW
+from whole_run import ROOT, SLOW
 
 from verl_rhyme.observability import events
 
@@ -47,8 +48,12 @@ def test_batches_are_trained_in_parts(tmp_path, stream_mode, engine):
 
 
 def test_all_parts_work_together(tmp_path):
-    """Of each what it does is counted, in one run."""
+    """Of each what it does is counted, in one run. Decoding takes its time: where the engines are ahead of the trainer,
+    batches are whole before it asks for them.
+    """
+    folders = [str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
     run = {"epochs": EPOCHS, "RHYME": "full", "REPLICAS": "2"}
+    run |= {"STEADY_STEP_MS": "100", "PYTHONPATH": os.pathsep.join(folders)}
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["arm"] == "full"
