@@ -20,7 +20,7 @@ from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 
-from verl_rhyme.workers import deaths, replicas
+from verl_rhyme.workers import deaths, replica_start, replicas
 from verl_rhyme.workers.deaths import Outliving, ReplicaDied, dead, is_death
 from verl_rhyme.workers.replicas import Spares
 from verl_rhyme.workers.router import router
@@ -311,7 +311,8 @@ class World:
 def world(cluster: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(replicas, "CheckpointEngineManager", Weights)
     monkeypatch.setattr(replicas, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(replicas, "_FREE_S", 0.0)
+    monkeypatch.setattr(replica_start, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(replica_start, "_FREE_S", 0.0)
     monkeypatch.setattr(Replica, "troubles", deque())
     monkeypatch.setattr(Weights, "sent", [])
     made = World(getattr(request, "param", Kept))
@@ -449,7 +450,7 @@ def test_one_that_dies_before_it_is_let_in_is_replaced_as_well(
 
 @pytest.mark.parametrize("world", [GlobalRequestLoadBalancer], indirect=True)
 def test_devices_that_come_free_late_are_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_FREE_S", 30.0)
+    monkeypatch.setattr(replica_start, "_FREE_S", 30.0)
     Replica.troubles.extend(["none are free yet"] * 3)
     world.kill(0, 1)
     assert world.spares.mend(7) == 2
@@ -464,7 +465,7 @@ def test_a_start_that_takes_for_ever_ends_and_leaves_no_claim(
     world: World, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setattr(Replica, "needs", 64)  # more than there are
-    monkeypatch.setattr(replicas, "_START_S", 1.0)
+    monkeypatch.setattr(replica_start, "_START_S", 1.0)
     threads = threading.active_count()
     world.kill(0)
     assert world.spares.mend(7) == 1
@@ -487,12 +488,13 @@ def test_one_that_comes_up_after_it_was_given_up_keeps_no_devices(
     """It hung before it asked for any, so that there was nothing to end."""
     starting = threading.Semaphore(0)
     monkeypatch.setattr(Replica, "hold", starting)
-    monkeypatch.setattr(replicas, "_START_S", 0.1)
+    monkeypatch.setattr(replica_start, "_START_S", 0.1)
     world.kill(0)
     assert world.spares.mend(7) == 1
     [start] = world.spares._starts
     time.sleep(0.2)
-    assert start.overdue()
+    with pytest.raises(TimeoutError, match="not up after"):
+        start.check()
     starting.release()
     new, deadline = start.up.result(60), time.monotonic() + 30
     while not dead([new]):
@@ -571,6 +573,6 @@ def test_of_two_that_span_nodes_none_holds_what_the_other_one_lacks(
     assert world.spares.mend(8) == 1
     world.mended(8, [3])
     assert seated[:2] == [[], [True]]
-    monkeypatch.setattr(replicas, "_START_S", 0.0)  # the third finds no devices
+    monkeypatch.setattr(replica_start, "_START_S", 0.0)  # the third finds no devices
     assert world.spares.mend(8) == 0
-    replicas._end(world.servers.rollout_replicas[0])
+    replica_start.end(world.servers.rollout_replicas[0])

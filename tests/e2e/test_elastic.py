@@ -1,7 +1,6 @@
 """Replicas that rest and return while a run goes on, as a user has it: lengths grow, and shrink again."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -31,9 +30,8 @@ def test_the_rule_fires_and_reverses(tmp_path):
         f"{RHYME}.streaming.elastic.start=1",
         f"{RHYME}.streaming.elastic.window=2",
     )
-    folders = [str(ROOT / "tests" / "e2e"), str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
     settings = {"RHYME": "stream", "STREAM_MODE": "async", "REPLICAS": "2", "PROMPTS": str(PROMPTS)}
-    settings |= {"STEADY_STEP_MS": FLOORS, "STEADY_TRAIN_MS": TRAIN, "PYTHONPATH": os.pathsep.join(folders)}
+    settings |= whole_run.steady(FLOORS, STEADY_TRAIN_MS=TRAIN)
     whole_run.finish(whole_run.start(tmp_path, *overrides, epochs=1, **settings), tmp_path, timeout=1200)
     check(tmp_path)
 

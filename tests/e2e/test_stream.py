@@ -1,12 +1,11 @@
 """Training beside a stream of rollout, as a user runs it: parts of each batch go through before it is whole."""
 
 import json
-import os
 
 import numpy as np
 import pytest
 import whole_run
-from whole_run import ROOT, SLOW
+from whole_run import SLOW
 
 from verl_rhyme.observability import events
 
@@ -51,9 +50,7 @@ def test_all_parts_work_together(tmp_path):
     """Of each what it does is counted, in one run. Decoding takes its time: where the engines are ahead of the trainer,
     batches are whole before it asks for them.
     """
-    folders = [str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
-    run = {"epochs": EPOCHS, "RHYME": "full", "REPLICAS": "2"}
-    run |= {"STEADY_STEP_MS": "100", "PYTHONPATH": os.pathsep.join(folders)}
+    run = {"epochs": EPOCHS, "RHYME": "full", "REPLICAS": "2", **whole_run.steady("100")}
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["arm"] == "full"

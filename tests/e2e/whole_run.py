@@ -15,6 +15,12 @@ _FAILURE = re.compile(r"failed; its prompt is replaced|Traceback \(most recent c
 SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 
 
+def steady(step_ms, **more):
+    """Environment of a run whose decoding steps take so many milliseconds at least (benchmarks/steady_step)."""
+    folders = [str(ROOT / "tests" / "e2e"), str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
+    return {"STEADY_STEP_MS": step_ms, "PYTHONPATH": os.pathsep.join(folders), **more}
+
+
 def start(run_dir, *overrides, epochs, **env):
     return subprocess.Popen(
         ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), *overrides],

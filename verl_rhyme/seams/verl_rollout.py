@@ -142,6 +142,7 @@ SEAMS: tuple[Seam, ...] = (
         "verl.workers.rollout.replica:RolloutReplica.init_standalone",
         "replicas in the place of dead ones",
         signature="(self)",
+        contains=("[self.gpus_per_replica_node] * self.nnodes", "self.resource_pool ="),
     ),
     Seam(
         f"{_SERVER}:vLLMReplica.launch_servers",

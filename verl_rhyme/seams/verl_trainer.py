@@ -126,11 +126,11 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.single_controller.ray.base:RayResourcePool.get_placement_groups",
-        "replicas that found no devices leave no claim to them",
+        "replicas that found no devices leave no claim to them; those that span nodes start one by one",
         contains=(
             "f\"{self.name_prefix}verl_group_{'_'.join([str(count) for count in self._store])}:\"",
             "name=pg_name_prefix + str(idx)",
-            "ray.get([pg.ready() for pg in pgs])",
+            "ray.get([pg.ready() for pg in pgs]) self.pgs =",
         ),
     ),
     Seam(

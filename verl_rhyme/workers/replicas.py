@@ -3,24 +3,22 @@ those that rest for a while."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, open_dict
 from ray.exceptions import RayError
-from ray.util.placement_group import get_placement_group, remove_placement_group
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
+from verl_rhyme.workers.replica_start import Start, end
 from verl_rhyme.workers.weights.folder import WeightsError
 from verl_rhyme.workers.weights.manager import RelayManager
 
@@ -30,11 +28,8 @@ logger = logging.getLogger(__name__)
 _LET_GO_S = 5.0
 #: Seconds that a server has to tell its capacity, and to go to rest once nothing runs there.
 _ANSWER_S, _REST_S = 60.0, 120.0
-#: Seconds that a new replica has to be up, its engine compiled.
-_START_S = 1200.0
-#: Seconds for which a start is tried again at once, as devices come free a while after those that held them died; for
-#: which replicas are started anew where none is left; between two tries, which grow, and the longest.
-_FREE_S, _NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0, 2.0, 600.0
+#: Seconds for which replicas are started anew where none is left; between two tries, which grow, and the longest.
+_NONE_LEFT_S, _PAUSE_S, _LONGEST_PAUSE_S = 300.0, 2.0, 600.0
 
 
 def serve(servers: Any) -> None:
@@ -97,55 +92,6 @@ def obstacle(engine: Any, workers: int) -> str:
     return ""
 
 
-class _Start:
-    """A replica that is started in a thread of its own, while others serve.
-
-    Args:
-        make: Another of verl's replicas, which is not started.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._replica: Any = None
-        self._given_up = False
-        self.began = time.monotonic()
-        self.up: Future[Any] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def seated(self) -> bool:
-        """It has all its devices, or will not have them."""
-        pool = getattr(self._replica, "resource_pool", None)
-        return self.up.done() or bool(pool is not None and pool.pgs)
-
-    def overdue(self) -> bool:
-        """It is not up, and is not waited for any longer: what it holds goes, and its thread ends with that."""
-        if self.up.done() or time.monotonic() - self.began < _START_S:
-            return False
-        self._given_up = True
-        if self._replica is not None:
-            _end(self._replica)
-        return True
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._replica = new = self._make()
-                try:
-                    asyncio.run(new.init_standalone())
-                except BaseException:
-                    _end(new)
-                    if time.monotonic() - self.began >= _FREE_S:
-                        raise
-                    time.sleep(_PAUSE_S)
-                else:
-                    self.up.set_result(new)
-                    if self._given_up:  # what it has asked for since, nobody will use
-                        _end(new)
-                    return
-        except BaseException as error:
-            self.up.set_exception(error)
-
-
 class Spares:
     """Puts others in the place of dead replicas among those that have devices of their own: such as rest, or new ones.
 
@@ -170,7 +116,7 @@ class Spares:
         #: How many are to serve again, those that are being started among them.
         self.missing = 0
         self._failures = 0
-        self._starts: list[_Start] = []
+        self._starts: list[Start] = []
         self._retry_at = 0.0
         #: Replicas that were started in the place of dead ones.
         self.started = 0
@@ -211,7 +157,7 @@ class Spares:
             self._set([replica for replica in manager.rollout_replicas if replica not in gone])
             _let_go(gone)
             for replica in gone:
-                _end(replica)
+                end(replica)
             self.missing += len(gone)
         serve(manager)
         if gone:
@@ -263,7 +209,7 @@ class Spares:
             self.resting.remove(replica)
             if gone := dead([replica]):
                 logger.warning("replica %d, which rested, is gone: %s", replica.replica_rank, gone[replica])
-                _end(replica)
+                end(replica)
                 replica, self.vacant = None, self.vacant + 1
         if replica is None:
             if not self.vacant:
@@ -315,7 +261,7 @@ class Spares:
         while self.missing > len(self._starts):
             if self._nodes > 1 and not all(start.seated() for start in self._starts):
                 return
-            self._starts.append(_Start(self._new))
+            self._starts.append(Start(self._new))
 
     def _new(self) -> Any:
         manager = self._servers
@@ -331,8 +277,7 @@ class Spares:
         failed: Exception | None = None
         for start in list(self._starts):
             try:
-                if start.overdue():
-                    raise TimeoutError(f"it was not up after {_START_S:.0f} s")
+                start.check()
                 if not start.up.done():
                     continue
                 new = start.up.result()
@@ -341,7 +286,7 @@ class Spares:
                         raise RuntimeError(f"replica {new.replica_rank} died before it served: {gone[new]}")
                     self._send(new, version)
                 except BaseException:
-                    _end(new)
+                    end(new)
                     raise
             except (ReplicaDied, WeightsError):
                 raise
@@ -392,20 +337,3 @@ def _let_go(replicas: Iterable[Any]) -> None:
     servers = [server for replica in replicas for server in replica.servers]
     if asked := [server.let_go.remote() for server in servers if hasattr(server, "let_go")]:
         ray.wait(asked, num_returns=len(asked), timeout=_LET_GO_S)
-
-
-def _end(replica: Any) -> None:
-    """What is left of it goes, with the devices that it held, or has asked for."""
-    for actor in [*replica.servers, *replica.workers]:
-        ray.kill(actor)
-    pool = replica.resource_pool
-    if pool is None:
-        return
-    groups = list(pool.pgs or [])
-    if not groups:  # verl has them from where they are ready
-        name = f"{pool.name_prefix}verl_group_{'_'.join(map(str, pool.store))}:"
-        for number in range(len(pool.store)):
-            with suppress(ValueError):  # there is none
-                groups.append(get_placement_group(f"{name}{number}"))
-    for group in groups:
-        remove_placement_group(group)

@@ -28,7 +28,7 @@ from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.reserve import Reserve
-from verl_rhyme.workers import agent_loop, coordinator, crew, replicas, reports, stored_attempts
+from verl_rhyme.workers import agent_loop, coordinator, crew, replica_start, replicas, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import Coordinator
 from verl_rhyme.workers.deaths import ReplicaDied
@@ -608,8 +608,8 @@ class Starting:
         self._world, self.up = world, self
         self._at = world.cluster.clock.time() + world.random.choice([1.0, 5.0, 60.0])
 
-    def overdue(self):
-        return False
+    def check(self):
+        pass
 
     def done(self):
         return self._world.cluster.clock.time() >= self._at
@@ -797,13 +797,13 @@ def install(world, monkeypatch):
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
     for module in (coordinator, crew, driver_module):
         monkeypatch.setattr(module, "ray", ray)
-    for module in (replicas, manager):
+    for module in (replicas, replica_start, manager):
         monkeypatch.setattr(module, "ray", ray)
     for module in (driver_module, replicas):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=cluster.sleep, monotonic=cluster.clock.time))
     gone = lambda replicas, hung_s=None: {r: "gone" for r in replicas if not r._server_handle.alive}  # noqa: E731
     monkeypatch.setattr(replicas, "dead", gone)
-    monkeypatch.setattr(replicas, "_Start", lambda make: Starting(world))
+    monkeypatch.setattr(replicas, "Start", lambda make: Starting(world))
     monkeypatch.setattr(replicas, "wait", lambda starts, timeout, return_when: starts and cluster.sleep(timeout))
     monkeypatch.setattr(replicas, "_let_go", lambda replicas: None)  # their servers died with them
     monkeypatch.setattr(replicas, "watched", lambda replicas: contextlib.nullcontext({}))
