@@ -1,6 +1,6 @@
 """SortedRL's parts side by side: real verl, vLLM and the tiny world, one replica.
 
-    python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR] [SETTING]
+    python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--seed N] [--runs N] [--out DIR] [SETTING]
 
 Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is there is not run
 again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: every
@@ -39,6 +39,7 @@ from examples.tiny_world.untie import untie
 PROMPTS, BATCH, SAMPLES, LOAD, EPOCHS = 64, 8, 8, 4, 2
 #: Responses to each of 64 held-out puzzles.
 HELD_OUT = 2
+SEEDS = (1, 2, 3)
 MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 
 #: Of each its estimator of advantages and the engine that trains. verl's FSDP critic needs flash-attn, which a CPU has
@@ -112,11 +113,11 @@ ARMS = {
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
-def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
-    """Runs in their order: by repeats, in each by settings, in each all arms."""
+def cells(settings: Iterable[str], seeds: Iterable[int] = SEEDS) -> Iterator[Cell]:
+    """Runs in their order: by seeds, in each by settings, in each all arms."""
     return (
         Cell(setting, arm, seed)
-        for seed in range(1, 1 + repeats)
+        for seed in seeds
         for setting in settings
         for arm in ARMS
         if ARMS[arm].bare or SETTINGS[setting][0] != "bare"
@@ -183,7 +184,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="half an epoch of one arm by each algorithm (six minutes)")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
     runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
-    repeats: Annotated[int, typer.Option(help="of each arm")] = 3,
+    seed: Annotated[list[int] | None, typer.Option(help="may be given again; default: 1, 2 and 3")] = None,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/sorted"),
     again: Annotated[bool, typer.Option(help="measure kept runs anew")] = False,
 ) -> None:
@@ -192,7 +193,7 @@ def main(
     for kind, given, known in (("setting", chosen, SETTINGS), ("arm", arm or (), ARMS)):
         if unknown := sorted(set(given) - set(known)):
             raise typer.BadParameter(f"no {kind} {'; '.join(unknown)}; there are: {'; '.join(known)}")
-    wanted = [cell for cell in cells(chosen, repeats) if not arm or cell.arm in arm]
+    wanted = [cell for cell in cells(chosen, dict.fromkeys(seed or SEEDS)) if not arm or cell.arm in arm]
     if quick:
         out = out / "quick"
         wanted = [Cell(setting, (arm or ["sorted"])[0], 1) for setting in chosen if setting.startswith("steady")]
@@ -210,6 +211,7 @@ def main(
     shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
     if shown is None:
         return
+    shown = [row for row in shown if row["seed"] in (seed or SEEDS)]
     order = [*((setting, arm) for setting in SETTINGS for arm in ARMS)]
     together = sorted(sorted_measures.together(shown), key=lambda row: order.index((row["setting"], row["arm"])))
     if table:

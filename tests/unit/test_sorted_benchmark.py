@@ -56,7 +56,7 @@ def test_arms_are_what_they_are_called():
 
 
 def test_arms_take_turns_and_ablations_are_steady():
-    cells = list(bench.cells(["steady-ppo", "bare-ppo"], 2))
+    cells = list(bench.cells(["steady-ppo", "bare-ppo"]))
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     first = [(cell.setting, cell.arm) for cell in cells if cell.seed == 1]
     bare = [arm for setting, arm in first if setting == "bare-ppo"]
@@ -157,10 +157,11 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure", lambda cell, folder: {**vars(cell), **row})
     out = tmp_path / "kept"
     out.mkdir()
-    for runs in (1, None, 0):
-        bench.main(["bare-grpo"], runs=runs, repeats=1, out=out, table=runs == 0)
-    assert [cell.arm for cell in ran] == [name for name, arm in bench.ARMS.items() if arm.bare]
-    assert "| sync, large batch | 1 |" in capsys.readouterr().out
+    for runs, seed in ((1, 2), (None, 2), (1, 1), (0, 2)):
+        bench.main(["bare-grpo"], runs=runs, seed=[seed], out=out, table=runs == 0)
+    bare = [name for name, arm in bench.ARMS.items() if arm.bare]
+    assert [(cell.arm, cell.seed) for cell in ran] == [*((arm, 2) for arm in bare), (bare[0], 1)]
+    assert "| sync | 1 |" in capsys.readouterr().out, "only of the seed that was asked for"
     with pytest.raises(typer.BadParameter, match="no arm sink"):
         bench.main(["bare-grpo"], arm=["sink"], out=out)
 
