@@ -11,7 +11,7 @@ whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share 
 slots for all samples of an update, as where SortedRL found most of them idle; ``queued-grpo`` is steady, too, with a
 quarter of the slots and steps of 12 ms. Algorithms are GRPO, REINFORCE++ and PPO with a critic. Every arm trains the
 same prompts, and as many samples; arms with larger batches in fewer steps. After each epoch verl validates on held-out
-puzzles.
+puzzles. ``learning-grpo`` is ``steady-grpo`` for five epochs in place of two, with twice the held-out answers.
 
 Figures are of the second epoch, held-out accuracy and what it took to get there of the whole run. Seconds are those of
 verl's steps, which validation is not in. Engines of a sorted rollout generate for training while the trainer validates:
@@ -36,27 +36,42 @@ from benchmarks.real_run import Cell, Kept
 from benchmarks.tiny_run import RHYME, ROLLOUT
 from examples.tiny_world.untie import untie
 
-PROMPTS, BATCH, SAMPLES, LOAD, EPOCHS = 64, 8, 8, 4, 2
-#: Responses to each of 64 held-out puzzles.
-HELD_OUT = 2
+PROMPTS, BATCH, SAMPLES, LOAD = 64, 8, 8, 4
 SEEDS = (1, 2, 3)
 MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 
 #: Of each its estimator of advantages and the engine that trains. verl's FSDP critic needs flash-attn, which a CPU has
 #: not, and its Megatron critic a model whose embeddings are not tied.
 ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "fsdp"), "ppo": ("gae", "megatron")}
-#: Of each the least milliseconds of a decoding step, and the engine's slots.
-REGIMES = {"steady": (25.0, 64), "bare": (None, 64), "queued": (12.0, 16)}
+#: Arms that are systems, as opposed to parts of one taken away.
+SYSTEMS = ("sync", "sync, large batch", "sync, drafts", "sorted", "sorted, undrafted", "sorted, coupled", "partial")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``algorithm``: of :data:`ALGORITHMS`; ``step_ms``: least milliseconds of a decoding step; ``slots``: of the
+    engine; ``answers``: to each of 64 held-out puzzles; ``arms``: ``None``: all."""
+
+    algorithm: str
+    step_ms: float | None = 25.0
+    slots: int = 64
+    epochs: int = 2
+    answers: int = 2
+    arms: tuple[str, ...] | None = None
+
+
 SETTINGS = {
-    **{f"{regime}-{algorithm}": (regime, algorithm) for regime in ("steady", "bare") for algorithm in ALGORITHMS},
-    "queued-grpo": ("queued", "grpo"),
+    **{f"steady-{algorithm}": Setting(algorithm) for algorithm in ALGORITHMS},
+    **{f"bare-{algorithm}": Setting(algorithm, step_ms=None, arms=SYSTEMS) for algorithm in ALGORITHMS},
+    "queued-grpo": Setting("grpo", step_ms=12.0, slots=16),
+    "learning-grpo": Setting("grpo", epochs=5, answers=4, arms=("sync", "sync, large batch", "sorted", "partial")),
 }
 
 
 @dataclass(frozen=True)
 class Arm:
     """``system``: the recipe's ``RHYME``; ``batches``: update batches that verl is given as one, ``mini_batches`` the
-    optimizer steps that it makes of them; ``sorting``: values of our options; ``bare``: it runs there, too."""
+    optimizer steps that it makes of them; ``sorting``: values of our options."""
 
     system: str
     batches: int = 1
@@ -64,7 +79,6 @@ class Arm:
     variables: tuple[tuple[str, str], ...] = ()
     sorting: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    bare: bool = False
 
     @property
     def samples(self) -> int:
@@ -94,13 +108,13 @@ def _with(*sorting: str) -> Arm:
 
 #: docs/sorted.md tells what each of them is.
 ARMS = {
-    "sync": Arm("off", overrides=("trainer.val_before_train=true",), bare=True),
-    "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD, bare=True),
-    "sync, drafts": Arm("histospec", bare=True),
-    "sorted": replace(_SORTED, bare=True),
-    "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",), bare=True),
-    "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),), bare=True),
-    "partial": replace(_SORTED, variables=(("SORTED_MODE", "partial"),), bare=True),
+    "sync": Arm("off", overrides=("trainer.val_before_train=true",)),
+    "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD),
+    "sync, drafts": Arm("histospec"),
+    "sorted": _SORTED,
+    "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",)),
+    "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),)),
+    "partial": replace(_SORTED, variables=(("SORTED_MODE", "partial"),)),
     "short first": _with("start_order=shortest"),
     "long first": _with("start_order=longest"),
     "finished batch sorted": Arm("sorted", batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),
@@ -116,25 +130,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 def cells(settings: Iterable[str], seeds: Iterable[int] = SEEDS) -> Iterator[Cell]:
     """Runs in their order: by seeds, in each by settings, in each all arms."""
     return (
-        Cell(setting, arm, seed)
-        for seed in seeds
-        for setting in settings
-        for arm in ARMS
-        if ARMS[arm].bare or SETTINGS[setting][0] != "bare"
+        Cell(setting, arm, seed) for seed in seeds for setting in settings for arm in SETTINGS[setting].arms or ARMS
     )
 
 
 def overrides(cell: Cell) -> list[str]:
     """What hydra is told of a run."""
-    arm = ARMS[cell.arm]
-    _, slots = REGIMES[SETTINGS[cell.setting][0]]
+    arm, setting = ARMS[cell.arm], SETTINGS[cell.setting]
     return [
-        *tiny_run.sizes(BATCH, SAMPLES, slots, 1),
+        *tiny_run.sizes(BATCH, SAMPLES, setting.slots, 1),
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={4 * SAMPLES}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={4 * SAMPLES}",
-        *(f"{ROLLOUT}.val_kwargs.{option}" for option in (f"n={HELD_OUT}", "do_sample=true", "temperature=1.0")),
+        *(f"{ROLLOUT}.val_kwargs.{option}" for option in (f"n={setting.answers}", "do_sample=true", "temperature=1.0")),
         *(f"trainer.test_freq={PROMPTS // (arm.batches * BATCH)}", "trainer.save_freq=-1"),
-        f"algorithm.adv_estimator={ALGORITHMS[SETTINGS[cell.setting][1]][0]}",
+        f"algorithm.adv_estimator={ALGORITHMS[setting.algorithm][0]}",
         *arm.options(),
     ]
 
@@ -142,15 +151,14 @@ def overrides(cell: Cell) -> list[str]:
 def train(cell: Cell, out: Path, quick: bool = False) -> None:
     """Make a run; ``quick``: of one epoch of half the prompts."""
     folder = cell.folder(out)
-    prompts, epochs = (PROMPTS // 2, 1) if quick else (PROMPTS, EPOCHS)
-    regime, algorithm = SETTINGS[cell.setting]
+    setting = SETTINGS[cell.setting]
+    prompts, epochs = (PROMPTS // 2, 1) if quick else (PROMPTS, setting.epochs)
     settings = {"EPOCHS": str(epochs), "PROMPTS": str(prompts), "SEED": str(cell.seed)}
-    settings["ENGINE"] = ALGORITHMS[algorithm][1]
+    settings["ENGINE"] = ALGORITHMS[setting.algorithm][1]
     if settings["ENGINE"] == "megatron":
         settings["MODEL"] = str(_untied(out))
-    steady, _ = REGIMES[regime]
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-    tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), steady, timeout=1800)
+    tiny_run.train(folder, settings | ARMS[cell.arm].settings(), overrides(cell), setting.step_ms, timeout=1800)
 
 
 def _untied(out: Path) -> Path:

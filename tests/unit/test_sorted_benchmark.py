@@ -59,12 +59,9 @@ def test_arms_take_turns_and_ablations_are_steady():
     cells = list(bench.cells(["steady-ppo", "bare-ppo"]))
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     first = [(cell.setting, cell.arm) for cell in cells if cell.seed == 1]
-    bare = [arm for setting, arm in first if setting == "bare-ppo"]
     assert [arm for setting, arm in first if setting == "steady-ppo"] == [*bench.ARMS]
-    assert set(bare) == {"sync", "sync, large batch", "sync, drafts", "sorted", "sorted, undrafted"} | {
-        "sorted, coupled",
-        "partial",
-    }
+    assert [arm for setting, arm in first if setting == "bare-ppo"] == [*bench.SYSTEMS]
+    assert {arm for setting in bench.SETTINGS.values() for arm in setting.arms or ()} <= bench.ARMS.keys()
     assert len({cell.folder(bench.Path("x")) for cell in cells}) == len(cells)
 
 
@@ -159,8 +156,7 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     out.mkdir()
     for runs, seed in ((1, 2), (None, 2), (1, 1), (0, 2)):
         bench.main(["bare-grpo"], runs=runs, seed=[seed], out=out, table=runs == 0)
-    bare = [name for name, arm in bench.ARMS.items() if arm.bare]
-    assert [(cell.arm, cell.seed) for cell in ran] == [*((arm, 2) for arm in bare), (bare[0], 1)]
+    assert [(cell.arm, cell.seed) for cell in ran] == [*((arm, 2) for arm in bench.SYSTEMS), ("sync", 1)]
     assert "| sync | 1 |" in capsys.readouterr().out, "only of the seed that was asked for"
     with pytest.raises(typer.BadParameter, match="no arm sink"):
         bench.main(["bare-grpo"], arm=["sink"], out=out)
