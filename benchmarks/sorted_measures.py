@@ -32,19 +32,23 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
     Args:
         folder: The run's.
         samples: Of a step.
-        epoch: Samples of one; figures of speed are of what comes after the first.
+        epoch: Samples of one; figures of speed are of loads after the first that no validation came into: of a sorted
+            rollout that would have the engine to itself in one arm, and beside a validation in another.
         load: Samples that a sorted rollout loads together.
 
     Returns:
         ``update_s``: seconds of 64 trained samples, the same for all arms; ``tokens_per_s``: trained response tokens
-        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``, ``bubble_ratio_sampled``: of
-        rollouts that no validation came before, weighted by their seconds, as the run tells and as it was seen from
-        outside, which tells of stock verl, too; ``wasted``: tokens made and not trained, over those trained;
-        ``staleness_max``: policy versions; ``held_out``: ``[samples, seconds, accuracy, score]`` of each validation;
-        ``rewards``: ``[samples, seconds, mean reward]`` of each epoch's training, in which each prompt is trained once;
-        ``points``: mean response length and tokens per second of rollout, by as many samples as a load has, because
-        what a sorted rollout trains in one step it may have generated in the one before; ``validating_s``: seconds that
-        were added because engines generated for training while the trainer validated.
+        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``, ``bubble_ratio_sampled``: weighted
+        by seconds of rollout, as the run tells and as it was seen from outside, which tells of stock verl, too;
+        ``wasted``: tokens made and not trained, over those trained; ``staleness_max``: policy versions; ``held_out``:
+        ``[samples, seconds, accuracy, score]`` of each validation; ``rewards``: ``[samples, seconds, mean reward]`` of
+        each epoch's training, in which each prompt is trained once (where prompts are loaded by epochs); ``points``:
+        mean response length and tokens per second of rollout, by loads, because what a sorted rollout trains in one
+        step it may have generated in the one before; ``validating_s``: seconds that were added to those of
+        ``held_out`` and ``rewards`` because engines generated for training while the trainer validated.
+
+    Raises:
+        ValueError: There is no such load.
     """
     sampled = folder / SAMPLED_FILE
     seen = dict(steps.parse_lines(sampled.read_bytes().splitlines(), sampled)) if sampled.is_file() else {}
@@ -61,13 +65,18 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
     ends = np.cumsum(seconds)
     size = epoch // samples
     first = min(size, len(rows) - 1)
-    warm = rows[first:]
-    tokens = column(metrics.RESPONSE_LENGTH_MEAN, warm) * samples
-    gen = column(metrics.GEN_S, warm) + added[first:]
-    together = min(max(1, load // samples), len(warm))
-    loads = slice(len(warm) // together * together)
-    load_tokens, load_gen = (column[loads].reshape(-1, together).sum(axis=1) for column in (tokens, gen))
-    undisturbed = [rows[i] for i in range(first, len(rows)) if i == 0 or not _held_out(rows[i - 1])]
+    together = min(max(1, load // samples), len(rows) - first)
+    loads = [
+        rows[start : start + together]
+        for start in range(first, len(rows) - together + 1, together)
+        if not any(map(_held_out, rows[max(0, start - 1) : start + together - 1]))
+    ]
+    if not loads:
+        raise ValueError(f"{folder}: a validation came into each load after the first epoch")
+    warm = [row for of_load in loads for row in of_load]
+    tokens, gen, step = (column(name, warm) for name in (metrics.RESPONSE_LENGTH_MEAN, metrics.GEN_S, metrics.STEP_S))
+    tokens = tokens * samples
+    load_tokens, load_gen = (values.reshape(-1, together).sum(axis=1) for values in (tokens, gen))
     staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
     wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
     held_out = [
@@ -79,14 +88,14 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         held_out.insert(0, [0, 0.0, *map(short, before)])
     return {
         "steps": len(rows),
-        "update_s": short(64 * seconds[first:].sum() / (samples * len(warm))),
-        "tokens_per_s": short(tokens.sum() / seconds[first:].sum()),
+        "update_s": short(64 * step.sum() / (samples * len(warm))),
+        "tokens_per_s": short(tokens.sum() / step.sum()),
         "tokens_per_rollout_s": short(tokens.sum() / gen.sum()),
-        "bubble_ratio": _bubble(undisturbed, metrics.BUBBLE_RATIO),
-        "bubble_ratio_sampled": _bubble(undisturbed, SAMPLED),
+        "bubble_ratio": _bubble(warm, metrics.BUBBLE_RATIO),
+        "bubble_ratio_sampled": _bubble(warm, SAMPLED),
         "wasted": short(wasted),
         "response_length": short(tokens.sum() / (samples * len(warm))),
-        "reward": short(column(metrics.REWARD_MEAN, warm).mean()),
+        "reward": short(column(metrics.REWARD_MEAN, rows[first:]).mean()),
         "staleness_max": short(np.nanmax(staleness)) if np.isfinite(staleness).any() else None,
         "waiting_max": short(np.max(column(metrics.SORTED_WAITING_MAX, rows))),
         "grad_norm": short(column("actor/grad_norm", warm).mean()),

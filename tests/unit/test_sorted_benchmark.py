@@ -28,13 +28,13 @@ def rules_of(name):
 
 
 @pytest.mark.parametrize("name", bench.ARMS)
-@pytest.mark.parametrize("setting", ["steady-grpo", "bare-ppo"])
+@pytest.mark.parametrize("setting", ["learning-grpo", "bare-ppo"])
 def test_every_arm_trains_alike(name, setting):
-    """As many samples an epoch, in whole steps; a validation after each; the latter of two overrides counts."""
+    """As many samples an epoch, in whole steps; the latter of two overrides counts."""
     told = dict(override.lstrip("+").split("=", 1) for override in bench.overrides(bench.Cell(setting, name, 1)))
     step = int(told["data.train_batch_size"])
     assert bench.PROMPTS % step == 0
-    assert int(told["trainer.test_freq"]) * step == bench.PROMPTS
+    assert int(told["trainer.test_freq"]) * step == bench.PROMPTS * (1 if setting == "learning-grpo" else 2)
     assert step // int(told["actor_rollout_ref.actor.ppo_mini_batch_size"]) == bench.ARMS[name].mini_batches
     assert told["algorithm.adv_estimator"] == {"grpo": "grpo", "ppo": "gae"}[setting.split("-")[1]]
 
@@ -103,23 +103,27 @@ def write(folder, rows, held_out=()):
     return folder
 
 
-def test_a_row_is_of_the_second_epoch_and_its_seconds_leave_validation_out(tmp_path, monkeypatch):
-    rows = [(90, 80, 100, 0.5), (10, 5, 100, 0.5), (10, 5, 50, 0.9), (20, 10, 100, 0.2)]
-    folder = write(tmp_path / "run", rows, held_out=[(2, 0.1), (4, 0.3)])
-    monkeypatch.setattr(measures, "_validating", lambda folder, count: [0.0, 2.0, 0.0, 0.0])
+def test_speed_is_of_loads_into_which_no_validation_came(tmp_path, monkeypatch):
+    first, disturbed = [(90, 80, 100, 0.5), (10, 5, 100, 0.5)], [(10, 5, 90, 0.9), (14, 9, 90, 0.9)]
+    rows = [*first, *disturbed, (10, 5, 50, 0.1), (20, 10, 100, 0.2)]
+    folder = write(tmp_path / "run", rows, held_out=[(2, 0.1), (6, 0.3)])
+    monkeypatch.setattr(measures, "_validating", lambda folder, count: [0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
     row = measures.measure(folder, 64, 128, 128)
-    assert row["steps"] == 4
-    assert row["update_s"] == pytest.approx((12 + 20) / 2)  # two seconds of step 3's rollout were beside validation
-    assert row["tokens_per_s"] == pytest.approx(150 * 64 / 32)
-    assert row["tokens_per_rollout_s"] == pytest.approx(150 * 64 / 17, rel=1e-3)
-    assert row["bubble_ratio"] == 0.2  # what follows a validation shares the engine with it
+    assert row["steps"] == 6
+    assert row["update_s"] == pytest.approx((10 + 20) / 2)
+    assert row["tokens_per_s"] == pytest.approx(150 * 64 / 30)
+    assert row["tokens_per_rollout_s"] == pytest.approx(150 * 64 / 15, rel=1e-3)
+    assert row["bubble_ratio"] == pytest.approx((5 * 0.1 + 10 * 0.2) / 15, rel=1e-3)
     assert row["wasted"] == pytest.approx(20 / (150 * 64), rel=1e-3)
-    assert row["held_out"] == [[128, 22.0, 0.1, 0.75], [256, 54.0, 0.3, 0.75]]  # the first step counts as a median one
-    assert row["rewards"] == [[128, 22.0, 0.5], [256, 54.0, 0.5]]
-    assert row["points"] == [[75.0, pytest.approx(150 * 64 / 17, rel=1e-3)]]
+    # The first step counts as a median one; two seconds of the third one's rollout were beside the validation.
+    assert row["held_out"] == [[128, 22.0, 0.1, 0.75], [384, 78.0, 0.3, 0.75]]
+    assert row["rewards"] == [[128, 22.0, 0.5], [256, 48.0, 0.5], [384, 78.0, 0.5]]
+    assert row["points"] == [[75.0, pytest.approx(150 * 64 / 15, rel=1e-3)]]
     assert row["bubble_ratio_sampled"] is None
-    (folder / "sampled.jsonl").write_text(json.dumps({"step": 4, "data": {measures.SAMPLED: 0.25}}) + "\n")
+    (folder / "sampled.jsonl").write_text(json.dumps({"step": 6, "data": {measures.SAMPLED: 0.25}}) + "\n")
     assert measures.measure(folder, 64, 128, 128)["bubble_ratio_sampled"] == 0.25
+    with pytest.raises(ValueError, match="a validation came into each load"):
+        measures.measure(write(tmp_path / "each", rows[:4], held_out=[(2, 0.1)]), 64, 128, 128)
 
 
 def test_runs_together_and_their_table(tmp_path):
