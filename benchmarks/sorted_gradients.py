@@ -26,7 +26,7 @@ from benchmarks.machine import commit
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
-from verl_rhyme.scheduling.order import mixed_ranks, sortedness
+from verl_rhyme.scheduling.training_order import mixed_ranks, sortedness
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

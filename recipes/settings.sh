@@ -94,8 +94,8 @@ _systems() {
   grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt"
 }
 
-check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME and SORTED_MODE
-  local override mode=$RHYME # of histopipe and stream, the rules' name
+check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME, SORTED_MODE, SORTED_COUPLED, STREAM_MODE
+  local override key value tree=actor_rollout_ref.rollout.custom.rhyme mode=$RHYME # of histopipe and stream, the rules' name
   case "$RHYME" in
     sorted) mode=$SORTED_MODE ;;
     full) mode=partial ;;
@@ -103,9 +103,31 @@ check_overrides() { # after check_rhyme, hydra's: the folder is called after RHY
   for override in "$@"; do
     [[ ! "$override" =~ ^[A-Z_]+= ]] ||
       refuse "$override is a variable, not one of hydra's overrides; set it before the command: $override bash recipes/..."
-    [[ "${override#+}" == actor_rollout_ref.rollout.custom.rhyme.sorting.mode=* && "${override##*=}" != "$mode" ]] || continue
-    refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \
-      "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"
+    key=${override%%=*} value=${override#*=}
+    while [[ "$key" == [+~]* ]]; do key=${key:1}; done
+    case "$RHYME-$key" in
+      *-rhyme | *-rhyme@*)
+        refuse "$override chooses a system behind the back of RHYME=$RHYME, which names the run's folder; drop it, and set" \
+          "RHYME=NAME before the command"
+        ;;
+      *-"$tree".enable)
+        [[ "$RHYME-$value" =~ ^(off-false|[^o].*-true)$ ]] ||
+          refuse "$override contradicts RHYME=$RHYME, which names the run's folder; use RHYME=off for stock verl"
+        ;;
+      *-"$tree".sorting.mode)
+        [ "$value" = "$mode" ] ||
+          refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \
+            "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"
+        ;;
+      sorted-"$tree".sampling.coupled)
+        [[ "$value-$SORTED_COUPLED" =~ ^(true-1|false-0)$ ]] ||
+          refuse "$override contradicts SORTED_COUPLED=$SORTED_COUPLED, which names the run's folder; use SORTED_COUPLED=0 or 1"
+        ;;
+      stream-"$tree".sorting.max_staleness)
+        [[ "$value-$STREAM_MODE" =~ ^(0-sync|[1-9][0-9]*-async)$ ]] ||
+          refuse "$override contradicts STREAM_MODE=$STREAM_MODE, which names the run's folder; use STREAM_MODE=sync or async"
+        ;;
+    esac
   done
 }
 

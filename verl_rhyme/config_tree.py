@@ -38,6 +38,14 @@ _GONE = {
 }
 
 
+#: What is a mapping in the tree, and the keys of each.
+_SECTIONS: dict[str, set[str]] = {
+    name: {option.name for option in dataclasses.fields(kind)}
+    for name, kind in typing.get_type_hints(RhymeConfig).items()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
+
+
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
     """Read the tree at :data:`CONFIG_PATH`.
 
@@ -86,10 +94,17 @@ def _default(path: str) -> Any:
 
 
 def from_verl(config: Any) -> RhymeConfig | None:
-    """Read verl's whole config (a ``DictConfig``); see :func:`parse`."""
+    """Read verl's whole config (a ``DictConfig``); see :func:`parse`.
+
+    Raises:
+        ConfigError: What :func:`parse` refuses, or one of our sections stands where nothing reads it.
+    """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
+    if tree is not None:
+        for where in ("", "rhyme", CONFIG_PATH.rpartition(".")[0]):
+            _check_astray(OmegaConf.select(config, where) if where else config, where)
     return parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
 
 
@@ -101,6 +116,16 @@ def from_rollout(rollout_config: Any) -> RhymeConfig | None:
     if OmegaConf.is_config(tree):
         tree = OmegaConf.to_container(tree, resolve=True)
     return parse(tree)
+
+
+def _check_astray(beside: Any, where: str) -> None:
+    """Options that were appended to another place, where nobody reads them. What has keys of its own is not ours."""
+    for section, known in _SECTIONS.items() if isinstance(beside, Mapping) else ():
+        found = beside.get(section)
+        if isinstance(found, Mapping) and found and set(found) <= known:
+            key = f"{section}.{next(iter(found))}"
+            wrong = f"{where}.{key}" if where else key
+            raise ConfigError(f"{wrong} is read by nobody: did you mean {CONFIG_PATH}.{key}?")
 
 
 def _build(cls: type[Any], tree: Any, where: str) -> Any:

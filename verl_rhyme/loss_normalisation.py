@@ -54,7 +54,7 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             f"drop sorting.order, set {_ACTOR}.ppo_mini_batch_size={batch}, {by_horizon} or {by_response}",
         )
     fixed = OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is not None
-    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or sorting.order != 0):
+    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or sorting.order):
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: each micro-batch is "
             "divided by its longest response, and sorted ones differ in that",
@@ -64,12 +64,8 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
 
 def _chosen_by_length(rhyme: RhymeConfig, trainer_mode: str) -> bool:
     """An update has the shortest of several that are loaded."""
-    sorting = rhyme.sorting
-    names = ("load", "harvest", "group_batches", "max_staleness")
-    found = rules.named(
-        str(sorting.mode),
-        **{"batch_prompts": 1, "batch_samples": 1},
-        through_training=TOPOLOGIES.get(trainer_mode) == "separate",
-        **{name: getattr(sorting, name) for name in names},
-    )
+    try:
+        found = rules.of_options(rhyme.sorting, apart=TOPOLOGIES.get(trainer_mode) == "separate")
+    except ValueError:  # options that exclude each other: combinations.py tells it
+        return False
     return found.harvest == "shortest" and found.load_batches(None) > 1

@@ -177,7 +177,8 @@ def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
     assert folders == {single, f"{single}-2_replicas", f"{single}-3_replicas"}
 
 
-SORTING_MODE = "actor_rollout_ref.rollout.custom.rhyme.sorting.mode"
+TREE = "actor_rollout_ref.rollout.custom.rhyme"
+SORTING_MODE = f"{TREE}.sorting.mode"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,21 @@ SORTING_MODE = "actor_rollout_ref.rollout.custom.rhyme.sorting.mode"
             f"{SORTING_MODE}=partial contradicts RHYME=histopipe, which names the rules and the run's folder; use",
         ),
         (f"RHYME=sorted {SORTING_MODE}=partial", "=partial contradicts RHYME=sorted SORTED_MODE=on_policy, which"),
+        ("RHYME=off rhyme=sorted", "rhyme=sorted chooses a system behind the back of RHYME=off, which names the run's"),
+        (
+            "++rhyme=off",
+            "++rhyme=off chooses a system behind the back of RHYME=histospec, which names the",
+        ),
+        (
+            f"{TREE}.enable=false",
+            "enable=false contradicts RHYME=histospec, which names the run's",
+        ),
+        (f"RHYME=off {TREE}.enable=true", "enable=true contradicts RHYME=off, which names the run's folder"),
+        (
+            f"RHYME=sorted {TREE}.sampling.coupled=true",
+            "coupled=true contradicts SORTED_COUPLED=0, which",
+        ),
+        (f"RHYME=stream +{TREE}.sorting.max_staleness=0", "max_staleness=0 contradicts STREAM_MODE=async, which names"),
         ("RHYME=histopipe MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
         ("RHYME=off MODE=separate_async", "MODE=separate_async needs rhyme here: on a CPU weights go by its relay"),
         ("COMPARE=1 MODE=separate_async", "use another MODE for RHYME=off or COMPARE=1"),

@@ -556,7 +556,7 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rhyme", ["histospec", "sorted", "full", "off"])
+@pytest.mark.parametrize("rhyme", ["histospec", "sorted", "histopipe", "stream", "full", "off"])
 def test_the_yaml_alone_selects_a_system(recipe, rhyme, tmp_path):
     """With plain ``python -m verl.trainer.main_ppo``: the recipe's own YAML, or one of a user's that names another."""
     from verl_rhyme import config_tree
@@ -572,6 +572,8 @@ def test_the_yaml_alone_selects_a_system(recipe, rhyme, tmp_path):
     for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "trainer.save_freq"):
         assert value(config, key) == value(by_script, key)
     assert ours == config_tree.from_verl(by_script)
+    if rhyme in ("sorted", "histopipe", "stream", "full"):
+        assert config.trainer.v1.separate_async.parameter_sync_step == 1
 
 
 def check_sorted(config, mode, sorted_mode):

@@ -93,7 +93,7 @@ def test_imports_point_down(path, module):
         ("verl_rhyme.drafting.adaptive", "from . import choice", False),
         ("verl_rhyme.history.store", "import verl_rhyme.drafting.choice", True),
         ("verl_rhyme.drafting.adaptive", "from verl_rhyme.lengths.earlier import EarlierLengths", False),
-        ("verl_rhyme.scheduling.order", "from verl_rhyme.lengths.earlier import EarlierLengths", False),
+        ("verl_rhyme.scheduling.training_order", "from verl_rhyme.lengths.earlier import EarlierLengths", False),
         ("verl_rhyme.lengths.earlier", "from verl_rhyme.drafting import budget", True),
         ("verl_rhyme.lengths.earlier", "from verl_rhyme.history.record import PromptHistory", True),
         ("verl_rhyme.lengths.earlier", "import torch", True),

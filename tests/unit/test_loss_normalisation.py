@@ -68,7 +68,9 @@ def test_a_horizon_is_to_be_one_number():
     (line,) = told(NORM, {"mode": "on_policy"})
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
     assert not told(NORM, {"mode": "on_policy"}, horizon=384)
-    assert not told(NORM, {"mode": "histopipe", "order": 0.0})
+    for order in (None, 0.0):
+        assert not told(NORM, {"mode": "histopipe", "order": order})
+    assert told(NORM, {"mode": "histopipe", "order": 1.0})
 
 
 def _weights(average, horizon=None, **info):

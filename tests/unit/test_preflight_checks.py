@@ -427,11 +427,45 @@ APART = [
 ]
 
 
+def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
+    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted").checks if check.name == "load"]
+    assert load.detail.startswith(
+        "4 updates of 64 prompts x 8 are loaded together, 2048 samples for 256 request slots;"
+    )
+    assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
+    assert "set data.train_batch_size=32 and" in load.remedy
+    assert "sorting.group_batches=2; a step is then 1/2: save_freq," in load.remedy
+    mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=2"]
+    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *mended).checks if check.name == "load"]
+    assert (load.status, load.remedy) == ("ok", "")
+    assert load.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
+    assert not [check for check in preflight(world).checks if check.name == "load"]
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("sorting.group_batches=2", "sorting.group_batches"),
+        ("sampling.coupled=true", "sampling.coupled"),
+        ("rhyme.sorting.mode=partial", "sorting.mode"),
+        ("actor_rollout_ref.rollout.custom.drafting.floor=0.1", "drafting.floor"),
+    ],
+)
+def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):
+    told = [check.detail for check in preflight(world[1:], "+rhyme=sorted", f"+{key}").checks if check.name == "rhyme"]
+    assert told == [f"{key.partition('=')[0]} is read by nobody: did you mean {R}.custom.rhyme.{wanted}?"]
+
+
+def test_what_is_somebody_elses_is_left_alone(world):
+    found = preflight(world[1:], "+rhyme=histospec", "+weights.mine=1", "+events=x", "+history={}")
+    assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
+
+
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_sorted_on_a_pool_of_its_own(world, mode):
     """Two mini-batches an update: verl's separate_async asks for one a weight sync, ours does not."""
     found = preflight(world[1:], *APART, f"{R}.custom.rhyme.sorting.mode={mode}")
-    assert {*complaints(found)} == {("loss", "warn")}  # of token-mean
+    assert {*complaints(found)} == {("loss", "warn"), ("load", "warn")}  # of token-mean, and of two mini-batches
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
     told = {check.name: check.detail for check in found.checks}

@@ -43,6 +43,7 @@ from verl_rhyme.config.sorting import (
     ElasticConfig,
     SortingConfig,
     StreamingConfig,
+    sorting_order,
     sorting_unit,
 )
 
@@ -80,6 +81,7 @@ __all__ = [
     "WeightsConfig",
     "WindowConfig",
     "coerce",
+    "sorting_order",
     "sorting_unit",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_rhyme.config.checks import nearest, require
 
@@ -61,7 +62,7 @@ class SortingConfig:
         probe: One sample of a prompt runs first, and the others start when it has come to its end: its length tells
             theirs, which placement goes by.
         order: Order of training within an update batch: 1 is sorted by length, 0 shuffled. ``None``: 1, but 0 where
-            several mini-batches are averaged over their own tokens (``loss_agg_mode=token-mean``): sorting biases that.
+            sorting biases the gradient (:func:`sorting_order`).
         redraft: On-policy: draft an interrupted response when it is generated anew.
         keep_running: Partial, histopipe and stream, with engines apart from training and weights by the relay
             (``checkpoint_engine.backend=relay``): what runs at a new version comes to its end under the old one, and
@@ -183,6 +184,22 @@ class StreamingConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.part <= 1, "streaming.part", self.part, "above 0, and at most 1")
+
+
+def sorting_order(order: float | None, mini_batches: int, loss_agg_mode: str, loss_scale_factor: Any = None) -> float:
+    """``sorting.order``, or what ``None`` stands for: what does not bias the gradient (docs/sorted.md).
+
+    Args:
+        order: The option.
+        mini_batches: Of an update.
+        loss_agg_mode, loss_scale_factor: verl's, of ``actor_rollout_ref.actor``. ``seq-mean-token-sum-norm`` without a
+            factor divides each micro-batch by its longest response.
+    """
+    if order is not None:
+        return order
+    by_own_tokens = loss_agg_mode == "token-mean" and mini_batches > 1
+    by_own_longest = loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None
+    return 0.0 if by_own_tokens or by_own_longest else 1.0
 
 
 def sorting_unit(unit: str | None, estimator: str) -> str:

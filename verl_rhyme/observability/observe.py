@@ -25,15 +25,17 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
+from verl_rhyme import config_tree
+from verl_rhyme.config import TOPOLOGIES, RhymeConfig
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
 from verl_rhyme.observability.sampled import Answers, Unknown
+from verl_rhyme.scheduling.rules import of_options
 
 #: vLLM's name (``vllm.v1.metrics.loggers``): requests in its batch, of one engine a sample.
 GAUGE = "vllm:num_requests_running"
 #: prometheus_client's filter, of the application that vLLM mounts behind ``/metrics``; all metrics otherwise.
 PATHS = (f"/metrics/?name[]={quote(GAUGE, safe='')}", "/metrics")
-CONFIG = Path("hydra", ".hydra", "config.yaml")
 INTERVAL_S, TIMEOUT_S, LOOK_S = 0.1, 2.0, 0.1
 
 
@@ -152,7 +154,7 @@ class Observer:
     def _find(self) -> None:
         """Servers by verl's file, which it may write again, when further ones are launched."""
         if self._config is None:
-            self._config = _read_config(self.run_dir / CONFIG, self._began)
+            self._config = _read_config(self.run_dir / steps.CONFIG_FILE, self._began)
         if self._config is None:
             return
         try:
@@ -203,16 +205,31 @@ class Observer:
     def _slots(self) -> tuple[int, bool]:
         """Q of the bubble ratio, as the run's event log tells it, or as its trainer would; engines run on."""
         trainer, rollout = self._config.trainer, self._config.actor_rollout_ref.rollout
-        mode = trainer.v1.trainer_mode
-        info = events.read_info(Path(trainer.default_local_dir) / "events")
-        runs_on = info.get("rollout", "step" if mode == "separate_async" else "gen") == "step"
-        if info.get("slots"):
-            return int(info["slots"]), runs_on
+        tree = config_tree.from_verl(self._config)
+        info = events.read_info(Path((tree and tree.events.dir) or Path(trainer.default_local_dir, "events")))
+        samples, runs_on = self._in_flight(tree)
+        if info.get("rollout"):
+            runs_on = info["rollout"] == "step"
+        fillable = metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples)
+        return int(info.get("slots") or fillable), runs_on
+
+    def _in_flight(self, tree: RhymeConfig | None) -> tuple[int, bool]:
+        """The most samples that may be started and not finished; engines run while the actor trains."""
+        trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
+        mode = str(trainer.v1.trainer_mode)
+        if tree is not None and tree.sorting.mode is not None:
+            rules = of_options(
+                tree.sorting,
+                apart=TOPOLOGIES.get(mode) == "separate",
+                batch_prompts=int(data.train_batch_size),
+                samples=int(rollout.n),
+                relayed=rollout.checkpoint_engine.backend == "relay",
+            )
+            return rules.load_batches(None) * rules.batch_samples, rules.starts_through_training
         ahead = trainer.v1.get(mode, {}).get("num_warmup_batches", 0)
         groups = self._config.algorithm.get("filter_groups") or {}
         batches = max(1 + ahead, groups.get("max_inflight_gen_batches", 1) if groups.get("enable") else 1)
-        samples = int(batches * self._config.data.train_batch_size) * rollout.n
-        return metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples), runs_on
+        return int(batches * data.train_batch_size) * rollout.n, mode == "separate_async"
 
     def _write(self, number: int, data: dict[str, Any]) -> None:
         try:

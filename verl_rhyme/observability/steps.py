@@ -19,6 +19,8 @@ Steps = dict[int, dict[str, Any]]
 
 #: verl's ``file`` logger's, in a run folder, and what was seen of the run from outside (``observe.py``).
 METRICS_FILE, SAMPLED_FILE = "metrics.jsonl", "sampled.jsonl"
+#: Below a run folder, where the recipes have hydra write a run's config.
+CONFIG_FILE = Path("hydra", ".hydra", "config.yaml")
 
 #: Mean reward and token count of a step by the event log; verl's metrics have other names for them.
 EVENT_REWARD = "events/reward_mean"

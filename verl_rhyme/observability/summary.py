@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl_rhyme.config import STOCK_ARM
 
 from . import events, metrics, steps
@@ -141,8 +143,21 @@ def _logged(
             f"{folder}: no finished training step in {metrics_path} or {events_path}; "
             "did the training start, with trainer.logger containing 'file'? Its log may say more"
         )
+    if not any(metrics.ROLLOUT_S in data for data in by_step.values()) and _runs_on(folder):
+        for data in by_step.values():
+            if (seconds := metrics.finite(data, metrics.STEP_S)) is not None:
+                data[metrics.ROLLOUT_S] = seconds
     seen = steps.from_sampled(metrics_path.with_name(steps.SAMPLED_FILE))
     return log, {step: {**data, **seen.get(step, {})} for step, data in by_step.items()}
+
+
+def _runs_on(run: Path) -> bool:
+    """Stock verl's engines generate all through a step, of which ``timing_s/gen`` is only what the trainer waited."""
+    try:
+        config = yaml.safe_load((run / steps.CONFIG_FILE).read_text())
+        return bool(config["trainer"]["v1"]["trainer_mode"] == "separate_async")
+    except (OSError, yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError):
+        return False
 
 
 def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:

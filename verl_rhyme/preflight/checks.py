@@ -93,6 +93,7 @@ def examine(
     checks += config_checks.weights(config)
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
+    checks += config_checks.load(config, plan)
     checks += config_checks.rollout(config, plan, model)
     checks += run_folder.check(config, notes)
     checks += there

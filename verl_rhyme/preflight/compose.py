@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_rhyme.config import ConfigError
 
+_ABSENT = object()
 #: The file of verl's ``@hydra.main``, and what that names.
 _MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
 
@@ -107,10 +108,10 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
         known = OmegaConf.select(config, parent) if parent else config
         near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
     except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
-        near = []
-    if not near:
-        return text
+        near, known = [], None
     below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
+    if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
+        return text
     return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
 
 

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree, loss_normalisation
 from verl_rhyme.arms import arm_name
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, SortingConfig
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.scheduling import rules
+from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.workers import router_file
 from verl_rhyme.workers.weights import BACKEND as RELAY
 
@@ -52,33 +52,73 @@ def rhyme(config: Any) -> Iterator[Check]:
     if tree is None:
         yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
     else:
-        yield Check(name, OK, _what(tree, str(config.trainer.v1.trainer_mode)))
+        yield Check(name, OK, _what(tree, config))
 
 
-def _what(tree: RhymeConfig, mode: str) -> str:
-    parts = [arm_name(tree)]
-    if tree.sorting.mode is not None:
-        apart = TOPOLOGIES[mode] == "separate"
-        parts.append("on engines of their own" if apart else "on the GPUs that train")
+def _what(tree: RhymeConfig, config: Any) -> str:
+    parts, found = [arm_name(tree)], _rules(tree, config)
+    if found is not None:
+        parts.append("on engines of their own" if found.through_training else "on the GPUs that train")
     told = [" ".join(parts), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
-    if tree.sorting.mode is not None:
-        told.append(_rules(tree.sorting, apart))
+    if found is not None:
+        load = f"load {found.load}" + (f", group_batches {found.group_batches}" if found.load == "group" else "")
+        told.append(
+            f"rules in force: {load}, harvest {found.harvest}, start_order {found.start_order}, max_staleness "
+            f"{found.max_staleness}, on_interrupt {found.on_interrupt}, unit {found.unit}"
+            + (", probe" if found.probe else "")
+        )
     return "; ".join(told)
 
 
-def _rules(sorting: SortingConfig, apart: bool) -> str:
-    """The rules in force: of what the tree says, a mode has its own instead."""
-    left_open = ("load", "harvest", "start_order", "group_batches", "max_staleness", "probe")
-    given = {name: getattr(sorting, name) for name in left_open}
-    found = rules.named(str(sorting.mode), batch_prompts=1, batch_samples=1, through_training=apart, **given)
-    load = f"load {found.load}" + (f", group_batches {found.group_batches}" if found.load == "group" else "")
-    interrupted = "keep_running" if sorting.keep_running else found.on_interrupt
-    return (
-        f"rules in force: {load}, harvest {found.harvest}, start_order {found.start_order}, max_staleness "
-        f"{found.max_staleness}, on_interrupt {interrupted}" + (", probe" if found.probe else "")
+def _rules(tree: RhymeConfig | None, config: Any) -> Rules | None:
+    """The rules in force: of what the tree says, a mode has its own instead. ``None`` without a mode."""
+    if tree is None or tree.sorting.mode is None:
+        return None
+    rollout = config.actor_rollout_ref.rollout
+    return of_options(
+        tree.sorting,
+        apart=TOPOLOGIES.get(str(config.trainer.v1.trainer_mode)) == "separate",
+        batch_prompts=int(config.data.train_batch_size),
+        samples=int(rollout.n),
+        unit=sorting_unit(tree.sorting.unit, str(config.algorithm.adv_estimator)),
+        relayed=rollout.checkpoint_engine.backend == RELAY,
+        drafts=tree.drafting.enable,
     )
+
+
+def load(config: Any, plan: Plan) -> Iterator[Check]:
+    """What is loaded together, in figures, and whether an update is one optimizer step of it."""
+    try:
+        tree = config_tree.from_verl(config)
+        found = _rules(tree, config)
+    except (ConfigError, ValueError):  # :func:`rhyme` tells it
+        return
+    actor, batches = config.actor_rollout_ref.actor, 0 if found is None else found.load_batches(None)
+    mini, batch = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size)
+    if tree is None or found is None or mini < 1 or batch % mini:  # :func:`batches` tells the last two
+        return
+    slots = plan.replicas * plan.rollout.max_num_seqs
+    factor = actor.get("loss_scale_factor")
+    order = sorting_order(tree.sorting.order, batch // mini, str(actor.loss_agg_mode), factor)
+    trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length")
+    steps = "one optimizer step" if batch == mini else f"{batch // mini} optimizer steps"
+    told = (
+        f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} are loaded together, "
+        f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, "
+        f"{trained} (order {order:g})"
+    )
+    if batch > mini and batches > 1 and found.harvest == "shortest":
+        times = batch // mini
+        remedy = (
+            f"for SortedRL's sizes, of as many samples, set data.train_batch_size={mini} and {CONFIG_PATH}.sorting."
+            f"group_batches={times}; a step is then 1/{times}: save_freq, test_freq, total_training_steps and warm-up "
+            f"steps x {times}"
+        )
+        yield Check("load", WARN, told, remedy)
+    else:
+        yield Check("load", OK, told)
 
 
 def loss(config: Any) -> Iterator[Check]:
@@ -218,7 +258,11 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
     )
     if mini < 1 or batch % mini:
         problems.append(
-            (FAIL, f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}", "align both")
+            (
+                FAIL,
+                f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}",
+                _multiples(batch, mini),
+            )
         )
     elif mini * n % dp:
         detail = f"a mini-batch of {mini} x {n} responses does not divide over {dp} data-parallel ranks"
@@ -247,8 +291,19 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         yield Check(name, status, detail, remedy)
     if not problems:
         yield Check(
-            name, OK, f"{batch} prompts x {n}, {batch // mini} updates a step, {mini * n // dp} responses a rank each"
+            name,
+            OK,
+            f"{batch} prompts x {n}, {batch // mini} optimizer steps of it, {mini * n // dp} responses a rank each",
         )
+
+
+def _multiples(batch: int, mini: int) -> str:
+    """What is near, as a remedy."""
+    if mini < 1:
+        return f"set {_A}.ppo_mini_batch_size to a divisor of it"
+    near = sorted({max(mini, batch // mini * mini), -(-batch // mini) * mini})
+    divisor = max(size for size in range(1, min(batch, mini) + 1) if batch % size == 0)
+    return f"data.train_batch_size={' or '.join(map(str, near))}, or {_A}.ppo_mini_batch_size={divisor}"
 
 
 def _split(plan: Plan) -> int:

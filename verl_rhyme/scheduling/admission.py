@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 
 from verl_rhyme.scheduling.ledger import Ledger
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.rules import Rules, StartOrder
 from verl_rhyme.scheduling.samples import Prompt
 
 #: Tokens: more are as good as these.
 _MOST = 1 << 24
 
+#: Of each order by length a prompt's place, from 0 to :data:`_MOST`, by the tokens that are expected of it. Those of
+#: which nothing is known come as :data:`_MOST`: they may be long.
+_PLACE: Mapping[StartOrder, Callable[[float], float]] = {
+    "longest": lambda tokens: _MOST - tokens,
+    "shortest": lambda tokens: tokens,
+}
+
 
 def startable(rules: Rules, ledger: Ledger, training: bool) -> Iterator[tuple[str, int]]:
-    """(uid, number) of pending samples that can be trained before they get too stale. Nothing may change meanwhile.
+    """(uid, number) of pending samples that can be trained before they get too stale. The ledger must not change while
+    the iterator is read.
 
     Prompt by prompt, so that groups get complete: as they were loaded, or by the length that is expected of them
     (:data:`~verl_rhyme.scheduling.rules.StartOrder`). None of a load waits for ever, for nothing is loaded before it
@@ -59,23 +66,23 @@ def priority(rules: Rules, prompt: Prompt) -> int:
     if rules.start_order == "load":
         return prompt.number + 1
     before = prompt.number // rules.batch_prompts if rules.harvest == "loaded" else 0
-    expected = _MOST if prompt.expected is None else min(int(prompt.expected), _MOST)
-    return 1 + before * (_MOST + 1) + (expected if rules.start_order == "shortest" else _MOST - expected)
+    return 1 + before * (_MOST + 1) + int(_by_length(rules, prompt))
 
 
 def _in_order(rules: Rules, ledger: Ledger, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-    """Of which nothing is expected come first where the longest do, for they may be long, and else last. Where a batch
-    waits for the prompts that were loaded first, these go before all others."""
+    """Where a batch waits for the prompts that were loaded first, these go before all others."""
     if rules.start_order == "load":
         return prompts
-    sign = -1 if rules.start_order == "longest" else 1
 
     def place(prompt: Prompt) -> tuple[int, float, int]:
         batch = ledger.place(prompt) // rules.batch_prompts if rules.harvest == "loaded" else 0
-        expected = math.inf if prompt.expected is None else prompt.expected
-        return batch, sign * expected, prompt.number
+        return batch, _by_length(rules, prompt), prompt.number
 
     return sorted(prompts, key=place)
+
+
+def _by_length(rules: Rules, prompt: Prompt) -> float:
+    return _PLACE[rules.start_order](_MOST if prompt.expected is None else min(prompt.expected, _MOST))
 
 
 def _longest_first(prompt: Prompt) -> list[int]:

@@ -5,8 +5,10 @@ A mode is a name for a set of rules (:data:`MODES`). Scheduler, coordinator and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
+
+from verl_rhyme.config import SortingConfig
 
 #: What becomes of a running response at a version change. ``regenerate``: it is cut short and generated anew, its text
 #: at most a draft. ``continue``: it is cut short and goes on where it stood. ``keep_running``: it is not cut short.
@@ -198,3 +200,38 @@ def named(mode: str, **rules: Any) -> Rules:
     if mode == "stream":
         fixed = {**fixed, **_STREAM[rules.get("max_staleness", 0) > 0]}
     return Rules(**{**rules, **fixed})
+
+
+def of_options(
+    options: SortingConfig,
+    *,
+    apart: bool,
+    batch_prompts: int = 1,
+    samples: int = 1,
+    unit: str = "group",
+    relayed: bool = False,
+    drafts: bool = True,
+) -> Rules:
+    """The rules that a run's options stand for; an option has the name of its rule.
+
+    Args:
+        options: With a ``mode``.
+        apart: Engines have devices of their own, and may run while the actor trains.
+        batch_prompts: Of an update batch.
+        samples: Of a prompt.
+        unit: What ``options.unit`` comes to.
+        relayed: Weights go by the relay, from which a replica may take a new version when it will.
+        drafts: Drafting is on.
+
+    Raises:
+        ValueError: See :func:`named`.
+    """
+    shared = {of.name for of in fields(Rules)} & {of.name for of in fields(SortingConfig)}
+    given = {name: getattr(options, name) for name in shared}
+    given |= {"unit": unit, "redraft": options.redraft and drafts, "draft_ahead": options.draft_ahead and apart}
+    given |= {"batch_prompts": batch_prompts, "batch_samples": batch_prompts * samples, "through_training": apart}
+    found = named(str(options.mode), **given)
+    if apart and relayed and (found.max_staleness > 0 or found.runs_on):
+        on_interrupt: OnInterrupt = "keep_running" if options.keep_running else found.on_interrupt
+        found = replace(found, one_by_one=True, on_interrupt=on_interrupt)
+    return found

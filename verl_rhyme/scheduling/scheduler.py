@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.batch import awaits, batch, promisable, suffices
+from verl_rhyme.scheduling.harvest import awaits, batch, promisable, suffices
 from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State

@@ -29,15 +29,14 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_unit
+from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_order, sorting_unit
 from verl_rhyme.history.keys import messages_key
-from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
 from verl_rhyme.scheduling.placement import PLANNED
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.layout import lay_out
 from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.reserve import Reserve
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
@@ -89,32 +88,20 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         sorting = SortingConfig() if self._rhyme is None else self._rhyme.sorting
         if sorting.mode is None:
             raise ConfigError(
-                f"trainer_mode=rhyme_sorted needs {CONFIG_PATH}.sorting.mode=on_policy, partial or histopipe, and "
-                "enable=true (+rhyme=sorted, +rhyme=histopipe)"
+                f"trainer_mode={self.trainer_mode} needs {CONFIG_PATH}.sorting.mode and enable=true, "
+                "as +rhyme=sorted, histopipe, stream and full set them"
             )
         filter_metric = self._resolve_filter_groups_metric()
-        batch_prompts = config.data.train_batch_size
-        self.rules: Rules = named(
-            sorting.mode,
-            batch_prompts=batch_prompts,
-            batch_samples=batch_prompts * config.actor_rollout_ref.rollout.n,
-            group_batches=sorting.group_batches,
+        rollout = config.actor_rollout_ref.rollout
+        self.rules = of_options(
+            sorting,
+            apart=self.topology.through_training,
+            batch_prompts=config.data.train_batch_size,
+            samples=rollout.n,
             unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
-            load=sorting.load,
-            harvest=sorting.harvest,
-            start_order=sorting.start_order,
-            probe=sorting.probe,
-            harvest_tokens=sorting.harvest_tokens,
-            max_staleness=sorting.max_staleness,
-            redraft=sorting.redraft and self._rhyme.drafting.enable,
-            stop_wait=sorting.stop_wait,
-            through_training=self.topology.through_training,
-            draft_ahead=sorting.draft_ahead and self.topology.through_training,
+            relayed=rollout.checkpoint_engine.backend == RELAY,
+            drafts=self._rhyme.drafting.enable,
         )
-        relayed = config.actor_rollout_ref.rollout.checkpoint_engine.backend == RELAY
-        if self.topology.through_training and relayed and (self.rules.max_staleness > 0 or self.rules.runs_on):
-            on_interrupt = "keep_running" if sorting.keep_running else self.rules.on_interrupt
-            self.rules = replace(self.rules, one_by_one=True, on_interrupt=on_interrupt)
         self._streaming = self._streamed()
         self._filters = filter_metric is not None
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
@@ -359,17 +346,14 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = upsample_batch_to_divisible_size(
             batch, self._get_required_batch_multiple(ranks), self.tokenizer.eos_token_id
         )
-        tokens = np.array([tag["seq_len"] for tag in batch.tags])
+        tokens = [tag["seq_len"] for tag in batch.tags]
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        if len(tokens) % mini_batch or mini_batch % ranks:
-            mini_batch = len(tokens)
-        order = _spread_padding(batch.tags, self._sortedness(), self._rng)
-        metrics.update(_order_metrics([batch.tags[index] for index in order], mini_batch))
-        indices = arrange(order, tokens, ranks, mini_batch).tolist()
+        indices, told = lay_out(batch.tags, self._sortedness(), ranks, mini_batch, self._rng)
+        metrics.update(told)
         batch.reorder(indices)
         share = len(indices) // ranks
         partitions = [indices[rank * share : (rank + 1) * share] for rank in range(ranks)]
-        metrics.update(log_seqlen_unbalance(seqlen_list=tokens.tolist(), partitions=partitions, prefix=logging_prefix))
+        metrics.update(log_seqlen_unbalance(seqlen_list=tokens, partitions=partitions, prefix=logging_prefix))
         return batch
 
     @property
@@ -381,12 +365,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return int(max(workers._dispatch_info["actor"])) + 1
 
     def _sortedness(self) -> float:
-        """``sorting.order``, or what does not bias the gradient (docs/sorted.md, "The order and the gradient")."""
-        if self._rhyme.sorting.order is not None:
-            return self._rhyme.sorting.order
         actor = self.config.actor_rollout_ref.actor
-        several = actor.ppo_mini_batch_size < self.config.data.train_batch_size
-        return 0.0 if several and actor.loss_agg_mode == "token-mean" else 1.0
+        mini_batches = self.config.data.train_batch_size // actor.ppo_mini_batch_size
+        factor = actor.get("loss_scale_factor")
+        return sorting_order(self._rhyme.sorting.order, mini_batches, str(actor.loss_agg_mode), factor)
 
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
@@ -458,21 +440,3 @@ class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
     def __init__(self, config: Any) -> None:
         self.topology = Separate(self)
         super().__init__(config)
-
-
-def _spread_padding(tags: list[dict], knob: float, rng: np.random.Generator) -> np.ndarray:
-    """int64[N], the order of training; verl's padding, which trains nothing, at even distances in it."""
-    padding = np.array([tag.get("is_padding", False) for tag in tags], dtype=bool)
-    real, fill = np.flatnonzero(~padding), np.flatnonzero(padding)
-    lengths = np.array([tags[index]["response_len"] for index in real])
-    order = real[mixed_ranks(lengths, knob, rng)]
-    return np.insert(order, (np.arange(len(fill)) * len(order) // max(1, len(fill))), fill)
-
-
-def _order_metrics(tags: list[dict], mini_batch: int) -> dict[str, float]:
-    lengths = [tag["response_len"] for tag in tags if not tag.get("is_padding", False)]
-    means = np.array([tag["seq_len"] for tag in tags]).reshape(-1, mini_batch).mean(axis=1)
-    return {
-        names.SORTED_ORDER: sortedness(lengths),
-        names.SORTED_MINI_BATCH_SPREAD: float(means.max() / means.min()) if means.min() > 0 else 1.0,
-    }

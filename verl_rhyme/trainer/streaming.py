@@ -27,7 +27,7 @@ from verl.utils.metric.utils import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.order import arrange
+from verl_rhyme.scheduling.training_order import arrange
 from verl_rhyme.trainer.fetching import Fetching
 from verl_rhyme.workers.actor import PART
 from verl_rhyme.workers.messages import Part

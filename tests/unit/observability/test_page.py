@@ -230,6 +230,27 @@ def test_speeds_are_compared_at_equal_lengths_only() -> None:
     assert matched.match(first, [Point(1000, 1.0, 2)], 2).ratio is None
 
 
+def test_of_a_sorted_rollout_a_load_is_one_point() -> None:
+    """Its first update has the seconds of what the others train."""
+
+    def step(loaded: int, seconds: float, dropped: int = 0) -> dict[str, float]:
+        return {
+            m.EPOCH: 1,
+            m.TRAINED_TOKENS: 100,
+            m.REQUESTS: 10,
+            m.ROLLOUT_S: seconds,
+            m.SORTED_LOADED: loaded,
+            m.SORTED_DROPPED: dropped,
+        }
+
+    run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0), step(0, 4.0), step(0, 2.0)]
+    unfinished = [step(8, 90.0)]
+    found = matched.points(dict(enumerate([*run, *unfinished], 1)))
+    assert [(point.length, point.speed) for point in found] == [(10, 30.0), (10, 30.0)]
+    stock = [{name: value for name, value in data.items() if "sorted" not in name} for data in run]
+    assert len(matched.points(dict(enumerate(stock, 1)))) == 6
+
+
 def test_the_timeline_is_sound(runs, tmp_path) -> None:
     run = read(runs[0])
     trace.write(tmp_path / "trace.json", run.requests, run.stages)

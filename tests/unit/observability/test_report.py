@@ -217,6 +217,20 @@ def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
     assert result["tokens_per_s_speedup_warm_spread"] == [2.5, 2.5]
 
 
+def test_stock_engines_that_run_on_generate_all_through_a_step(off: Path) -> None:
+    """Of such a step ``timing_s/gen`` is what the trainer waited; rhyme's own log says how long it was."""
+    rows = [stock(step, (step - 1) // 2, **{m.STEP_S: 20.0}) for step in range(1, 9)]
+    write_metrics(off / "metrics.jsonl", rows)
+    assert summarize(off)["epochs"][1]["rollout_s"] == 8.0
+    config = off / steps.CONFIG_FILE
+    config.parent.mkdir(parents=True)
+    for mode, seconds in (("sync", 8.0), ("separate_async", 40.0)):
+        config.write_text(f"trainer: {{v1: {{trainer_mode: {mode}}}}}")
+        assert summarize(off)["epochs"][1]["rollout_s"] == seconds
+    config.write_text("trainer: [")
+    assert summarize(off)["epochs"][1]["rollout_s"] == 8.0
+
+
 def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     def summary(arm: str, seconds: list[float]) -> dict[str, Any]:
         rows = [{"epoch": at, "rollout_s": s, "tokens": 100} for at, s in enumerate(seconds, 1)]

@@ -177,6 +177,16 @@ CONFIG = {
 }
 
 
+def sorted_rollout(trainer_mode, **sorting):
+    rollout = {"n": 4, "max_num_seqs": 100, "checkpoint_engine": {"backend": "naive"}}
+    custom = {"rhyme": {"sorting": {"mode": "on_policy", **sorting}, "events": {"enable": False}}}
+    prometheus = {"file": "${run}/servers.yml"}
+    return {
+        "trainer": {"v1": {"trainer_mode": trainer_mode}, "default_local_dir": "${run}/checkpoints"},
+        "actor_rollout_ref": {"rollout": {**rollout, "custom": custom, "prometheus": prometheus}},
+    }
+
+
 class Run:
     """What verl leaves behind, as it goes."""
 
@@ -184,7 +194,7 @@ class Run:
         self.folder, self.config = folder, {"run": str(folder), **CONFIG, **changes}
 
     def begin(self, *addresses):
-        config = self.folder / observe.CONFIG
+        config = self.folder / steps.CONFIG_FILE
         config.parent.mkdir(parents=True)
         config.write_text(yaml.safe_dump(self.config))
         config.with_name("overrides.yaml").write_text("[]")
@@ -283,7 +293,7 @@ def test_lines_of_an_earlier_start_are_not_taken_for_this_one(tmp_path):
     run.log(1, 1.0, 2.0)
     run.begin()
     for name in ("config.yaml", "overrides.yaml"):
-        os.utime((tmp_path / observe.CONFIG).with_name(name), (1, 1))  # its config, too
+        os.utime((tmp_path / steps.CONFIG_FILE).with_name(name), (1, 1))  # its config, too
     observer = observe.Observer(tmp_path, tell=lambda _: None)
     observer.look()
     assert not run.seen
@@ -298,7 +308,7 @@ def test_lines_of_an_earlier_start_are_not_taken_for_this_one(tmp_path):
 def test_a_config_that_is_still_being_written_is_not_taken_for_the_whole(tmp_path):
     run = Run(tmp_path)
     run.begin("127.0.0.1:1")
-    config, whole = tmp_path / observe.CONFIG, (tmp_path / observe.CONFIG).read_text()
+    config, whole = tmp_path / steps.CONFIG_FILE, (tmp_path / steps.CONFIG_FILE).read_text()
     observer = observe.Observer(tmp_path)
     config.with_name("overrides.yaml").unlink()
     for text in ("", whole[: len(whole) // 2], whole):
@@ -335,6 +345,9 @@ def test_a_config_that_is_still_being_written_is_not_taken_for_the_whole(tmp_pat
             4,
             True,
         ),
+        (sorted_rollout(trainer_mode="rhyme_sorted"), 128, False),  # four updates of 8 x 4 are loaded together
+        (sorted_rollout(trainer_mode="separate_async"), 128, False),  # and on-policy no engine runs on
+        (sorted_rollout(trainer_mode="separate_async", mode="partial", load="rolling"), 64, True),
     ],
 )
 def test_slots_are_those_that_the_run_can_fill(tmp_path, changes, slots, runs_on):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules, StartOrder, named
 
 PROMPTS = {"a": 100, "b": 400, "c": 50}
 
@@ -166,9 +167,10 @@ def test_an_error_costs_the_expectation_alone():
     assert expectations.errors == 4
 
 
-@pytest.mark.parametrize(("order", "begun"), [("load", "abcd"), ("longest", "dbac"), ("shortest", "cabd")])
-def test_prompts_start_in_the_order_of_what_is_expected(order, begun):
-    """`d` is known to nobody: it may be long."""
+@pytest.mark.parametrize("order", get_args(StartOrder))
+def test_prompts_start_in_the_order_of_what_is_expected(order):
+    """`d` is known to nobody: it may be long. Scheduler and vLLM's queue agree."""
+    begun = {"load": "abcd", "longest": "dbac", "shortest": "cabd"}[order]
     rollout = Rollout(Rules(batch_prompts=4, batch_samples=8, group_batches=1, start_order=order))
     rollout.publish(0, 1)
     rollout.hand([(uid, 2) for uid in "abcd"])

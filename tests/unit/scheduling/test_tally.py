@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
 
 from verl_rhyme.scheduling.admission import startable
-from verl_rhyme.scheduling.batch import awaits, suffices
+from verl_rhyme.scheduling.harvest import awaits, suffices
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY
 from verl_rhyme.scheduling.scheduler import Scheduler

@@ -5,7 +5,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import DraftingConfig, PlacementConfig, RhymeConfig, SortingConfig
-from verl_rhyme.trainer.pipeline import SIBLING_GAIN, RhymePipelineColocated, _spread_padding
+from verl_rhyme.trainer.layout import with_padding_spread
+from verl_rhyme.trainer.pipeline import SIBLING_GAIN, RhymePipelineColocated
 
 
 def tags(lengths, padding=0):
@@ -15,7 +16,7 @@ def tags(lengths, padding=0):
 
 def test_padding_is_spread_and_the_rest_sorted():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 31))
-    order = _spread_padding(tags(lengths, padding=6), 1.0, np.random.default_rng(0))
+    order = with_padding_spread(tags(lengths, padding=6), 1.0, np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(36))
     places = np.flatnonzero(order >= 30)
     assert (np.diff(places) == 6).all(), "each mini-batch of six has one"
@@ -23,7 +24,7 @@ def test_padding_is_spread_and_the_rest_sorted():
 
 
 def test_without_padding_nothing_is_inserted():
-    order = _spread_padding(tags([3, 1, 2]), 1.0, np.random.default_rng(0))
+    order = with_padding_spread(tags([3, 1, 2]), 1.0, np.random.default_rng(0))
     assert order.tolist() == [1, 2, 0]
 
 
@@ -51,6 +52,8 @@ def test_makespan_knows_that_siblings_help_where_they_do(placement, drafting, wa
         (None, 2, "token-mean", 0.0),
         (None, 2, "seq-mean-token-mean", 1.0),
         (0.5, 2, "token-mean", 0.5),
+        (None, 8, "seq-mean-token-sum-norm", 0.0),  # each micro-batch is divided by its longest
+        (1.0, 8, "seq-mean-token-sum-norm", 1.0),
     ],
 )
 def test_by_default_only_what_does_not_bias_the_gradient_is_sorted(chosen, mini_batch, aggregation, wanted):

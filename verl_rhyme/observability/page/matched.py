@@ -2,7 +2,8 @@
 
 Seconds a step fall when responses get shorter, whatever was done to the engine. So steps are put into bins by their
 mean response length, each bin a tenth wide, and only what lies in one bin is compared: the medians of the tokens a
-second in both runs. The first epoch is left out, as in the summary: there is no history yet.
+second in both runs. The first epoch is left out, as in the summary: there is no history yet. Of a sorted rollout,
+which trains in one step what it may have generated in the one before, a load (what was loaded together) is one point.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WIDTH = 1.1
 
 @dataclass(frozen=True)
 class Point:
-    """A step: its mean response length in tokens, and response tokens per second of rollout."""
+    """A step, or a load: its mean response length in tokens, and response tokens per second of rollout."""
 
     length: float
     speed: float
@@ -62,13 +63,32 @@ class Matched:
 
 
 def points(by_step: steps.Steps) -> list[Point]:
-    """Of the steps that tell enough."""
+    """Of the steps that tell enough; of a load all must."""
     found = []
-    for data in by_step.values():
-        tokens, seconds, length = metrics.response_tokens(data), metrics.rollout_s(data), _length(data)
-        if tokens and seconds and length:
-            found.append(Point(length, tokens / seconds, int(data[metrics.EPOCH]) + 1))
+    for load in _loads(by_step):
+        tokens, seconds = [metrics.response_tokens(data) for data in load], [metrics.rollout_s(data) for data in load]
+        lengths = [_length(data) for data in load]
+        if all(tokens) and all(seconds) and all(lengths):
+            total = sum(filter(None, tokens))
+            responses = sum(count / length for count, length in zip(tokens, lengths, strict=True) if count and length)
+            epoch = int(load[0][metrics.EPOCH]) + 1
+            found.append(Point(total / responses, total / sum(filter(None, seconds)), epoch))
     return found
+
+
+def _loads(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
+    """Steps, together where they train one load; the last load only if it has as many as the one before.
+
+    A load begins where more prompts were loaded than take the place of dropped ones.
+    """
+    found: list[list[Mapping[str, Any]]] = []
+    for data in by_step.values():
+        loaded = metrics.finite(data, metrics.SORTED_LOADED)
+        dropped = metrics.finite(data, metrics.SORTED_DROPPED) or 0.0
+        if loaded is None or loaded > dropped or not found:
+            found.append([])
+        found[-1].append(data)
+    return found[:-1] if len(found) > 1 and len(found[-1]) < len(found[-2]) else found
 
 
 def _length(data: Mapping[str, Any]) -> float | None:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.order import arrange, mixed_ranks, sortedness
+from verl_rhyme.scheduling.training_order import arrange, mixed_ranks, sortedness
 
 
 def lengths_of(count, seed=0):
