@@ -103,14 +103,14 @@ class Arm:
 
 
 _SORTED = Arm("sorted", sorting=(f"group_batches={LOAD}",))
-_WHOLE = (*("group_batches=1", "harvest=loaded"), "order=1")
+_WHOLE = ("group_batches=1", "harvest=loaded", "order=1")
 
 
 def _with(*sorting: str) -> Arm:
     return replace(_SORTED, sorting=(*_SORTED.sorting, *sorting))
 
 
-#: docs/sorted.md tells what each of them is.
+#: docs/sorted.md tells what each of them is (``sync`` validates before it trains, too).
 ARMS = {
     "sync": Arm("off", overrides=("trainer.val_before_train=true",)),
     "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD),
@@ -123,8 +123,8 @@ ARMS = {
     "long first": _with("start_order=longest"),
     "finished batch sorted": Arm("sorted", batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),
     "no grouped loading": _with("load=refill"),
-    "one batch loaded": Arm("sorted", sorting=("group_batches=1",)),
     "no oversubscription": _with("oversubscription=1"),
+    "one batch loaded": Arm("sorted", sorting=("group_batches=1",)),
     "update as large as the load": Arm("sorted", batches=LOAD, sorting=("group_batches=1",)),
 }
 

@@ -22,6 +22,8 @@ SAMPLED_FILE, SAMPLED = "sampled.jsonl", "rollout/bubble_ratio_sampled"
 ACCURACIES = (0.14, 0.16, 0.18)
 #: Names of a row's figures, as they are shown after a run.
 TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward", "staleness_max", "wasted", "held_out")
+#: Samples of an update, of the arms that others are compared by.
+UPDATE = 64
 #: Of the arm that others are compared with.
 STOCK = "sync"
 
@@ -37,9 +39,10 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         load: Samples that a sorted rollout loads together.
 
     Returns:
-        ``update_s``: seconds of 64 trained samples, the same for all arms; ``tokens_per_s``: trained response tokens
-        per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``, ``bubble_ratio_sampled``: weighted
-        by seconds of rollout, as the run tells and as it was seen from outside, which tells of stock verl, too;
+        ``update_s``: seconds of :data:`UPDATE` trained samples, the same for all arms; ``tokens_per_s``: trained
+        response tokens per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``,
+        ``bubble_ratio_sampled``: weighted by seconds of rollout, as the run tells and as it was seen from outside,
+        which tells of stock verl, too;
         ``wasted``: tokens made and not trained, over those trained; ``staleness_max``: policy versions; ``held_out``:
         ``[samples, seconds, accuracy, score]`` of each validation; ``rewards``: ``[samples, seconds, mean reward]`` of
         each epoch's training, in which each prompt is trained once (where prompts are loaded by epochs); ``points``:
@@ -88,7 +91,7 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         held_out.insert(0, [0, 0.0, *map(short, before)])
     return {
         "steps": len(rows),
-        "update_s": short(64 * step.sum() / (samples * len(warm))),
+        "update_s": short(UPDATE * step.sum() / (samples * len(warm))),
         "tokens_per_s": short(tokens.sum() / step.sum()),
         "tokens_per_rollout_s": short(tokens.sum() / gen.sum()),
         "bubble_ratio": _bubble(warm, metrics.BUBBLE_RATIO),
@@ -169,8 +172,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for setting in dict.fromkeys(row["setting"] for row in rows):
         yield f"{setting}:\n"
         yield (
-            "| arm | runs | bubble | trained tokens/s (least-greatest) | of rollout | at equal lengths, over `sync` | "
-            "s an update | length | wasted | staleness | held-out accuracy, by samples | training reward, by samples |"
+            "| arm | runs | bubble | trained tokens/s of rollout | at equal lengths, over `sync` | trained tokens/s | "
+            "s an update | length | wasted | staleness | held-out, by samples | reward, by samples |"
         )
         yield "|" + "---|" * 12
         for row in rows:
@@ -179,7 +182,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             low, high = row["tokens_per_s_range"]
             held_out, rewards = (
                 ", ".join(
-                    f"{count}: {mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+                    f"{count}: {mean:.2f}" + (f" ± {error:.2f}" if error is not None else "")
                     for count, _, mean, error in row[name]
                 )
                 for name in ("held_out", "rewards")
@@ -187,12 +190,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             told = [row["bubble_ratio_sampled"], row["bubble_ratio"]]
             bubble = next((f"{ratio:.0%}" for ratio in told if ratio is not None), "-")
             known = [ratio for ratio in row["matched"] if ratio is not None]
+            spread = f" ({low:.0f}-{high:.0f})" if row["runs"] > 1 else ""
             yield (
-                f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_s']:.0f} ({low:.0f}-{high:.0f}) | "
-                f"{row['tokens_per_rollout_s']:.0f} | "
-                f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['update_s']:.1f} | "
-                f"{row['response_length']:.0f} | {row['wasted']:.0%} | {row['staleness_max'] or 0:.0f} | "
-                f"{held_out} | {rewards} |"
+                f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_rollout_s']:.0f} | "
+                f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['tokens_per_s']:.0f}{spread} | "
+                f"{row['update_s']:.1f} | {row['response_length']:.0f} | {row['wasted']:.0%} | "
+                f"{row['staleness_max'] or 0:.0f} | {held_out} | {rewards} |"
             )
         yield ""
 

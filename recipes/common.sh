@@ -178,8 +178,6 @@ launch() { # launch [hydra overrides]
     *) return "$status" ;;
   esac
   mkdir -p "$RUN_DIR"
-  # verl's logger empties the file of a run that resumes
-  python -c 'import sys; from verl_rhyme.observability import steps; steps.set_aside(sys.argv[1])' "$RUN_DIR/metrics.jsonl"
   observed "$RUN_DIR" _train "${args[@]}"
   echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
     "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length," \

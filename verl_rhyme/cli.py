@@ -158,6 +158,8 @@ def claim(
 ) -> None:
     """Mark a run's checkpoint folder as its own, before it starts; the run scripts call it.
 
+    Metrics that an earlier start left are set aside, for verl's logger would empty their file.
+
     Exits 1, and says why, if the folder is another run's or cannot be written, and 3 if the run is finished.
     """
     from verl_rhyme.config import ConfigError
@@ -196,6 +198,7 @@ def claim(
         raise typer.Exit(FINISHED)
     if step is not None:
         print(f"resuming after step {step}" + (f" of {total}" if total else ""))
+    run_folder.set_metrics_aside(config)
 
 
 def _failures(checks: list[Check]) -> list[str]:

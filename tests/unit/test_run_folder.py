@@ -231,3 +231,19 @@ def test_check_fails_what_fails_a_dry_run(world):
         dry = CliRunner().invoke(app, ["preflight", "--dry-run", "--", *arguments])
         assert (claimed.exit_code, dry.exit_code) == (code, code), claimed.output + dry.stderr
         assert OmegaConf.create(dry.stdout).trainer.total_epochs == 3
+
+
+def test_metrics_of_an_earlier_start_are_set_aside(world, tmp_path):
+    """verl's logger would empty the file; the report reads both."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    logged = f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={metrics}"
+    claim = ["claim", "--", *world, logged]
+    assert CliRunner().invoke(app, claim).exit_code == 0
+    checkpoint(tmp_path / "run" / "checkpoints", 2)
+    metrics.write_text("earlier")
+    assert CliRunner().invoke(app, claim).exit_code == 0
+    assert (metrics.exists(), (metrics.parent / "metrics-001.jsonl").read_text()) == (False, "earlier")
+    checkpoint(tmp_path / "run" / "checkpoints", 6)
+    metrics.write_text("of the finished run")
+    assert CliRunner().invoke(app, claim).exit_code == FINISHED
+    assert metrics.read_text() == "of the finished run"

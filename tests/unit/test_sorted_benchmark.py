@@ -1,6 +1,7 @@
 """benchmarks.sorted: arms are what they say, train alike, and their figures are right."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def test_runs_together_and_their_table(tmp_path):
     assert ours["to_accuracy"]["0.16"] == [[None, None], [256, 40.0]]
     lines = list(measures.table([sync, ours]))
     assert any(
-        line.startswith("| sorted | 2 | 10% | 640 (640-640) | 1280 | 2.00 / 2.00 | 10.0 | 100 |") for line in lines
+        line.startswith("| sorted | 2 | 10% | 1280 | 2.00 / 2.00 | 640 (640-640) | 10.0 | 100 |") for line in lines
     )
     assert any(line.startswith("| sync | 2 | - |") for line in lines)
 
@@ -149,6 +150,13 @@ def test_the_untrained_model_is_no_accuracy_that_was_reached():
     held_out = [[0, 0.0, 0.5, 0.5], [64, 9.0, 0.1, 0.2], [128, 18.0, 0.3, 0.4]]
     assert measures.reached(held_out, 0.3) == [128, 18.0]
     assert measures.reached(held_out, 0.4) == [None, None]
+
+
+def test_the_documents_tell_what_each_arm_is():
+    text = (bench.Path(__file__).parents[2] / "docs" / "sorted.md").read_text()
+    (_, section) = text.split("\n## Its parts, one by one\n")
+    rows = re.findall(r"^\| (`.*?) \|", section.split("\n### ")[0], re.MULTILINE)
+    assert re.findall(r"`([^`]+)`", " ".join(rows)) == [*bench.ARMS]
 
 
 def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):

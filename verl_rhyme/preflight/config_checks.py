@@ -186,7 +186,7 @@ def parallel(plan: Plan, model: Architecture | None) -> Iterator[Check]:
     if plan.standalone:
         pools["standalone rollout"] = plan.rollout_gpus
     for pool, held in pools.items():
-        if held < 1 or held % plan.replica_gpus:
+        if held % plan.replica_gpus:  # a pool of none: :func:`batches` tells it
             detail = (
                 f"{held} {pool} GPUs are no multiple of a replica's {plan.replica_gpus}; verl would leave some idle"
             )

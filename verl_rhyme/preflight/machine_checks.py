@@ -270,7 +270,7 @@ def ranker(config: Any) -> Iterator[Check]:
     if problem := lacking(tree.lengths.ranker, None):
         detail, _, remedy = problem.partition(": ")
         yield Check(name, FAIL, detail, remedy)
-    elif (sorting.start_order or "load") == "load" and tree.placement.policy not in PLANNED:
+    elif sorting.start_order == "load" and tree.placement.policy not in PLANNED:
         detail = "lengths.ranker.enable=true, and nothing goes by forecasts: neither placement nor the order of starts"
         key = rhyme_config.CONFIG_PATH
         yield Check(name, WARN, detail, f"set {key}.sorting.start_order=longest, or {key}.placement.policy=makespan")

@@ -21,6 +21,8 @@ from verl_rhyme import config_tree
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig
 from verl_rhyme.doctor import FAIL, OK, Check
+from verl_rhyme.observability import steps
+from verl_rhyme.observability.progress import LOGGER_VARIABLE
 from verl_rhyme.preflight import model_folder
 
 #: In the checkpoint folder. Not the event log's ``events/run.json`` (``observability.events.INFO_FILE``).
@@ -98,6 +100,13 @@ def claim(config: Any, notes: Mapping[str, str] | None = None) -> None:
         new = marker.with_suffix(f".{os.getpid()}.tmp")
         new.write_text(json.dumps(describe(config, notes), indent=2) + "\n")
         new.replace(marker)
+
+
+def set_metrics_aside(config: Any) -> None:
+    """Of an earlier start, where the config tells verl's logger which file is theirs."""
+    path = OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_VARIABLE}")
+    if path:
+        steps.set_aside(str(path))
 
 
 def latest_step(checkpoints: Path) -> int | None:
