@@ -162,7 +162,12 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "parameter_sync_step"),
         (["trainer.v1.trainer_mode=separate_async"], "batches", "rollout pool"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "naive"),
-        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=0"], "parallel sizes", "0 standalone rollout GPUs"),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=0"], "batches", "without a rollout pool"),
+        (
+            ["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=3"],
+            "parallel sizes",
+            "3 standalone rollout GPUs are no multiple of a replica's 2",
+        ),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is unknown; there are naive, nccl"),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "did you mean relay?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
