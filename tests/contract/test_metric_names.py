@@ -18,7 +18,7 @@ from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.trainer import balance, pipeline, ranking, recorder, reserve
+from verl_rhyme.trainer import balance, layout, pipeline, ranking, recorder, reserve
 from verl_rhyme.workers.history_service import STORE_COUNTS
 from verl_rhyme.workers.weights import manager
 
@@ -104,7 +104,7 @@ def emitted(folder: Path) -> set[str]:
     step = m.step_metrics({column.name: np.zeros(1) for column in REQUESTS}, slots=1, rollout_s=1.0)
     sources = [
         Path(module.__file__).read_text()
-        for module in (recorder, pipeline, balance, ranking, reserve, batches, manager)
+        for module in (recorder, pipeline, layout, balance, ranking, reserve, batches, manager)
     ]
     named = {getattr(m, name) for source in sources for name in re.findall(r"\bnames\.([A-Z]\w+)", source)}
     expectations = Expectations(100)

@@ -194,7 +194,7 @@ class Observer:
                 if server.failed:
                     self._once(address, f"{address} does not answer: {server.failed}; bubble ratios stay unknown")
             ratio = sampled.bubble_ratio(answers, slots, max(begin, self._from), end, without, whole=runs_on)
-            return {metrics.BUBBLE_RATIO_SAMPLED: ratio}
+            return {metrics.BUBBLE_RATIO_SAMPLED: ratio, metrics.BUBBLE_SLOTS_SAMPLED: slots}
         except Exception as error:
             why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
             if self._before is None:

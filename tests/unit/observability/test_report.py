@@ -118,7 +118,7 @@ def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> Non
 
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     summary = summarize(off)
-    assert set(summary) == {"arm", "epochs", "engine", "versions"}
+    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions"}
     assert summary["arm"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
     assert [row["epoch"] for row in summary["epochs"]] == [1, 2, 3, 4]
@@ -289,6 +289,16 @@ def test_command_compares(off: Path, on: Path, cli: Cli, tmp_path: Path) -> None
     png_size(tmp_path / "both" / "report.png")
     assert [line.split()[:2] for line in done.stdout.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
     assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("slots", [4, 8, None])
+def test_bubbles_of_other_numbers_of_slots_are_told_apart(on: Path, off: Path, capfd, slots) -> None:
+    """The drafted run's event log tells 4; of stock verl's the observer knows."""
+    if slots:
+        write_metrics(off / "sampled.jsonl", [{"step": 2, "data": {m.BUBBLE_SLOTS_SAMPLED: slots}}])
+    assert (summarize(on)["bubble_slots"], summarize(off)["bubble_slots"]) == (4, slots)
+    _, lines = told(capfd, on, off)
+    assert any("which differ (histospec 4, off 8): they do not compare" in line for line in lines) == (slots == 8)
 
 
 def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, off: Path, tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ def test_a_run_with_two_servers_is_measured(tmp_path, serve):
     observer.close()
     for number in (1, 2):
         assert run.seen[number][metrics.BUBBLE_RATIO_SAMPLED] == pytest.approx(1 - 9 / 16, abs=0.08)
+        assert run.seen[number][metrics.BUBBLE_SLOTS_SAMPLED] == 8
     assert all(path == observe.PATHS[0] for path in first.asked)
     assert second.asked[:2] == list(observe.PATHS)
     assert set(second.asked[2:]) == {observe.PATHS[1]}
