@@ -45,7 +45,10 @@ MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
 #: not, and its Megatron critic a model whose embeddings are not tied.
 ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "fsdp"), "ppo": ("gae", "megatron")}
 #: Arms that are systems, as opposed to parts of one taken away.
-SYSTEMS = ("sync", "sync, large batch", "sync, drafts", "sorted", "sorted, undrafted", "sorted, coupled", "partial")
+SYSTEMS = (
+    *("sync", "sync, large batch", "sync, drafts", "sync, large batch, drafts"),
+    *("sorted", "sorted, undrafted", "sorted, coupled", "partial"),
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ ARMS = {
     "sync": Arm("off", overrides=("trainer.val_before_train=true",)),
     "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD),
     "sync, drafts": Arm("histospec"),
+    "sync, large batch, drafts": Arm("histospec", batches=LOAD, mini_batches=LOAD),
     "sorted": _SORTED,
     "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",)),
     "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),)),

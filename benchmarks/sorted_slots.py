@@ -5,10 +5,13 @@
 The real scheduler over the simulated engine of :mod:`benchmarks.length_bias`, under a constant policy: prompts have the
 lengths that a recorded run sampled for them, and a decoding step takes as long however many slots are full, as on a GPU
 that waits for its weights. Nothing is drafted, and neither rewards nor updates take time. Arms are ``fresh``, plain
-on-policy regeneration, and ``partial``; what they are compared with generates one update's samples after the other's.
+on-policy regeneration, and ``partial``; what they are compared with generates one update's samples after the other's,
+or (``large``) all that a load has at once, which then is trained in several optimizer steps, of which all but the first
+train older tokens: what SortedRL compares itself with.
 
 Figures are ratios to that, of trained responses and of trained tokens per decoding step; beside them tokens that were
-thrown away for each that was trained, and both bubbles. ``partial`` trains tokens of up to four versions.
+thrown away for each that was trained, and all bubbles, which count all slots. ``partial`` trains tokens of up to four
+versions.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ ARMS = ("fresh", "partial")
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-def synchronous(lengths: list[np.ndarray], rng: np.random.Generator, slots: int) -> tuple[int, int]:
-    """Tokens, and decoding steps that updates take one after the other."""
+def synchronous(
+    lengths: list[np.ndarray], rng: np.random.Generator, slots: int, prompts: int = BATCH
+) -> tuple[int, int]:
+    """Tokens, and decoding steps that batches of so many prompts take one after the other."""
     tokens = steps = 0
-    for first in range(0, len(lengths), BATCH):
+    for first in range(0, len(lengths), prompts):
         engine = Engine(slots)
         engine.queue = [
             ((str(prompt), sample), 0, int(rng.choice(lengths[prompt])))
-            for prompt in range(first, first + BATCH)
+            for prompt in range(first, first + prompts)
             for sample in range(SAMPLES)
         ]
         while engine.queue or engine.running:
@@ -58,6 +63,7 @@ def measure(path: Path, arm: str, unit: str, share: float, rounds: int) -> dict[
         chosen = [there[i] for i in rng.permutation(len(there))[:count]]
         trained, _, engine = trained_lengths(chosen, arm, unit, LOAD, rng, slots)
         tokens, steps = synchronous(chosen, rng, slots)
+        large_tokens, large_steps = synchronous(chosen, rng, slots, LOAD * BATCH)
         found.append(
             {
                 "responses_ratio": steps / engine.steps,
@@ -65,6 +71,8 @@ def measure(path: Path, arm: str, unit: str, share: float, rounds: int) -> dict[
                 "wasted": engine.made / trained.sum() - 1,
                 "bubble": 1 - engine.made / (engine.steps * slots),
                 "bubble_sync": 1 - tokens / (steps * slots),
+                "tokens_ratio_large": trained.sum() / engine.steps / (large_tokens / large_steps),
+                "bubble_large": 1 - large_tokens / (large_steps * slots),
             }
         )
     means = {name: round(float(np.mean([row[name] for row in found])), 4) for name in found[0]}
