@@ -9,10 +9,11 @@ run's row, and of each arm what its seeds say together; with ``--table`` that as
 A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 25 ms,
 whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. The engine has
 slots for all samples of an update, as where SortedRL found most of them idle; ``queued-grpo`` is steady, too, with a
-quarter of the slots and steps of 12 ms. Algorithms are GRPO, REINFORCE++ and PPO with a critic. Every arm trains the
-same prompts, and as many samples; arms with larger batches in fewer steps. After the last epoch verl validates on
-held-out puzzles. ``learning-grpo`` is ``steady-grpo`` for five epochs in place of two, with a validation after each of
-them, and twice the held-out answers.
+quarter of the slots and steps of 12 ms. ``flat-grpo`` has steps of 70 ms, within which this machine makes those of full
+batches of drafts, too, so that they take no longer either. Algorithms are GRPO, REINFORCE++ and PPO with a critic.
+Every arm trains the same prompts, and as many samples; arms with larger batches in fewer steps. After the last epoch
+verl validates on held-out puzzles. ``learning-grpo`` is ``steady-grpo`` for five epochs in place of two, with a
+validation after each of them, and twice the held-out answers.
 
 Figures of speed are of loads after the first epoch into which no validation came, held-out accuracy and what it took to
 get there of the whole run. Seconds are those of verl's steps, which validation is not in. Engines of a sorted rollout
@@ -69,6 +70,7 @@ SETTINGS = {
     **{f"steady-{algorithm}": Setting(algorithm) for algorithm in ALGORITHMS},
     **{f"bare-{algorithm}": Setting(algorithm, step_ms=None, arms=SYSTEMS) for algorithm in ALGORITHMS},
     "queued-grpo": Setting("grpo", step_ms=12.0, slots=16),
+    "flat-grpo": Setting("grpo", step_ms=70.0, arms=(*SYSTEMS, "no oversubscription")),
     "learning-grpo": Setting(
         "grpo", epochs=5, answers=4, each_epoch=True, arms=("sync", "sync, large batch", "sorted", "partial")
     ),
