@@ -5,7 +5,8 @@
 The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
 token a step for each running request; the sorted scheduler loads, stops and harvests as in training. ``fresh`` draws a
 new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
-same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``arrivals`` is
+same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``rolling``, of
+:mod:`benchmarks.sorted_slots`, is ``partial`` with prompts loaded as others leave. ``arrivals`` is
 ``sorting.mode=stream`` with ``harvest=shortest``: as many update batches are under way as are loaded together in the
 others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be.
 With an unbiased pipeline the mean length that is trained is the mean length there is.
@@ -69,7 +70,10 @@ def trained_lengths(
     if arm == "arrivals":
         return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
     sizes["group_batches"] = group_batches
-    rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
+    if arm == "rolling":  # as many updates are here at a time as in the others
+        rules = named("partial", **sizes, unit=unit, load="rolling", max_staleness=group_batches - 1)
+    else:
+        rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
     scheduler, engine = Scheduler(rules), Engine(slots)
     wanted: dict[tuple[str, int], int] = {}
     kept: dict[tuple[str, int], int] = {}
@@ -82,7 +86,7 @@ def trained_lengths(
         for sample in scheduler.dispatch():
             if sample not in wanted or arm == "fresh":
                 wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
-            engine.queue.append((sample, kept.get(sample, 0) if arm == "partial" else 0, wanted[sample]))
+            engine.queue.append((sample, kept.get(sample, 0) if rules.continues else 0, wanted[sample]))
         while not scheduler.enough():
             (uid, number), length = engine.run()
             scheduler.generate(uid, number, length, version)

@@ -5,13 +5,14 @@
 The real scheduler over the simulated engine of :mod:`benchmarks.length_bias`, under a constant policy: prompts have the
 lengths that a recorded run sampled for them, and a decoding step takes as long however many slots are full, as on a GPU
 that waits for its weights. Nothing is drafted, and neither rewards nor updates take time. Arms are ``fresh``, plain
-on-policy regeneration, and ``partial``; what they are compared with generates one update's samples after the other's,
-or (``large``) all that a load has at once, which then is trained in several optimizer steps, of which all but the first
-train older tokens: what SortedRL compares itself with.
+on-policy regeneration, ``partial``, and ``rolling``, partial with prompts loaded as others leave, so that no load has
+an end; what they are compared with generates one update's samples after the other's, or (``large``) all that a load has
+at once, which then is trained in several optimizer steps, of which all but the first train older tokens: what SortedRL
+compares itself with.
 
 Figures are ratios to that, of trained responses and of trained tokens per decoding step; beside them tokens that were
-thrown away for each that was trained, and all bubbles, which count all slots. ``partial`` trains tokens of up to four
-versions.
+thrown away for each that was trained, and all bubbles, which count all slots. ``partial`` and ``rolling`` train tokens
+of up to four versions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from benchmarks.machine import commit
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 LOAD, ROUNDS = 4, 8
-ARMS = ("fresh", "partial")
+ARMS = ("fresh", "partial", "rolling")
+#: In which ``rolling`` begins and ends once.
+ROLLING_EPOCHS = 4
 #: Of the engine, by the samples of an update.
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -60,7 +63,8 @@ def measure(path: Path, arm: str, unit: str, share: float, rounds: int) -> dict[
     found = []
     for seed in range(rounds):
         rng = np.random.default_rng(seed)
-        chosen = [there[i] for i in rng.permutation(len(there))[:count]]
+        epochs = ROLLING_EPOCHS if arm == "rolling" else 1
+        chosen = [there[i] for _ in range(epochs) for i in rng.permutation(len(there))[:count]]
         trained, _, engine = trained_lengths(chosen, arm, unit, LOAD, rng, slots)
         tokens, steps = synchronous(chosen, rng, slots)
         large_tokens, large_steps = synchronous(chosen, rng, slots, LOAD * BATCH)

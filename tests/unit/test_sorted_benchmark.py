@@ -46,8 +46,10 @@ def test_arms_are_what_they_are_called():
     usual = loads["sorted"]
     assert (usual.load, usual.harvest, usual.start_order, usual.max_staleness) == ("group", "shortest", "load", 0)
     large = {name for name, rules in loads.items() if rules.load_batches(None) * rules.batch_prompts == 32}
-    assert set(sorted_arms) - large == {"one batch loaded"}
+    assert set(sorted_arms) - large == {"one batch loaded", "partial, rolling"}
     assert loads["partial"].continues
+    rolling = loads["partial, rolling"]
+    assert (rolling.load, rolling.max_staleness, rolling.load_batches(None)) == ("rolling", 1, 2)
     assert [loads[f"{order} first"].start_order for order in ("short", "long")] == ["shortest", "longest"]
     assert loads["no grouped loading"].load == "refill"
     assert rules_of("no oversubscription")[0].oversubscription == 1
