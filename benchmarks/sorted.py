@@ -48,7 +48,8 @@ ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "
 #: Arms that are systems, as opposed to parts of one taken away.
 SYSTEMS = (
     *("sync", "sync, large batch", "sync, drafts", "sync, large batch, drafts"),
-    *("sorted", "sorted, undrafted", "sorted, coupled", "partial", "partial, rolling"),
+    *("sorted", "sorted, undrafted", "sorted, coupled"),
+    *("partial", "partial, 3 versions", "partial, rolling"),
 )
 
 
@@ -125,6 +126,9 @@ ARMS = {
     "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",)),
     "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),)),
     "partial": replace(_SORTED, variables=(("SORTED_MODE", "partial"),)),
+    "partial, 3 versions": Arm(
+        "sorted", variables=(("SORTED_MODE", "partial"),), sorting=(f"group_batches={LOAD}", "max_staleness=3")
+    ),
     "partial, rolling": Arm("sorted", variables=(("SORTED_MODE", "partial"),), sorting=("load=rolling",)),
     "short first": _with("start_order=shortest"),
     "long first": _with("start_order=longest"),
