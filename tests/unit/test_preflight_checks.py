@@ -445,6 +445,9 @@ def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_ba
     assert (load.status, load.remedy) == ("ok", "")
     assert load.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
     assert not [check for check in preflight(world).checks if check.name == "load"]
+    partial = [*mended, f"{R}.custom.rhyme.sorting.mode=partial", f"{R}.custom.rhyme.sorting.group_batches=4"]
+    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
+    assert "spans more than 2 of the 4 updates is generated anew, with sorting.max_staleness=3 nothing" in load.detail
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,11 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, "
         f"{trained} (order {order:g})"
     )
+    if found.continues and found.load == "group" and batches - 1 > found.max_staleness > 0:
+        told += (
+            f"; what spans more than {found.max_staleness + 1} of the {batches} updates is generated anew, with "
+            f"sorting.max_staleness={batches - 1} nothing"
+        )
     if batch > mini and batches > 1 and found.harvest == "shortest":
         times = batch // mini
         remedy = (
