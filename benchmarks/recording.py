@@ -111,7 +111,7 @@ def _serialized(value: Any) -> int:
 def packed_writer() -> type:
     """The history writer of before: it is sent columns."""
     from verl_rhyme.history.record import Trajectory
-    from verl_rhyme.workers.history_service import HistoryWriter
+    from verl_rhyme.workers.history_writer import HistoryWriter
 
     class PackedWriter(HistoryWriter):
         def append_columns(self, columns: dict[str, np.ndarray], step: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import balance, layout, pipeline, ranking, recorder, reserve
-from verl_rhyme.workers.history_service import STORE_COUNTS
+from verl_rhyme.workers.history_writer import STORE_COUNTS
 from verl_rhyme.workers.weights import manager
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,8 @@ from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, r
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import stored_samples
-from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable, node_history_dir
+from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
+from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 
 # Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.

@@ -28,7 +28,8 @@ from verl_rhyme.observability.metrics import step_metrics
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.insight import Insight
-from verl_rhyme.workers.history_service import STORE_COUNTS, TOKEN_COUNTS, HistoryService, HistoryUnavailable
+from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
+from verl_rhyme.workers.history_writer import STORE_COUNTS, TOKEN_COUNTS
 from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 

@@ -1,5 +1,4 @@
-"""The history on every node: one writer per node, told by the trainer what to fetch, read by the vLLM workers through
-shared maps."""
+"""The trainer's hand on the history of every node: one writer each (``history_writer.py``), told what to fetch."""
 
 from __future__ import annotations
 
@@ -7,11 +6,9 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +20,15 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import owner, share
-from verl_rhyme.history.record import Trajectory
-from verl_rhyme.history.store import HistoryError, HistoryStore
+from verl_rhyme.history.store import HistoryError
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
 
 #: Below a verl checkpoint folder ``global_step_N``.
 SNAPSHOT_FOLDER = "history"
-#: In a writer's folder: what ``history.max_bytes=null`` stands for.
-_BOUND_FILE = "max_bytes"
 #: Bytes a second that copying a snapshot is granted, on top of ``history.timeout``.
 _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
@@ -42,150 +36,16 @@ _LONGEST_PAUSE_S = 3600.0
 _PIECE_BYTES = 64 << 20
 #: Seconds that a writer has to sum the rewards, before the trainer does it.
 _REWARDS_TIMEOUT_S = 30.0
-#: What the store counts by append, as opposed to what it says of itself.
-STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs")
-#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/history/similarity*``.
-TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar")
 
 
 class HistoryUnavailable(RuntimeError):
     """A writer is dead or does not answer."""
 
 
-def node_history_dir(base: str, node_id: str) -> str:
-    """Folder of one node's store; two Ray nodes on one machine have two."""
-    return str(Path(base) / node_id[:16])
-
-
 def tokenizer_namespace(tokenizer: Any) -> str:
     """Fingerprint of a vocabulary: token ids of another tokenizer must never be drafted."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
-
-
-class HistoryWriter:
-    """Ray actor: the one writer of its node's store.
-
-    Args:
-        folder: The node's own; see :func:`node_history_dir`.
-        living: Folders of all nodes that are alive. Beside its own it deletes those of dead writers, but for these: a
-            neighbour on this machine, killed with it, is started anew as well.
-        run: What another run left in this node's folder is deleted; what a dead writer of this run left is taken over.
-        serves: The node whose prompts alone are kept (``history.keep=served``); ``None``: all are.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        living: set[str],
-        namespace: str,
-        config: HistoryConfig,
-        run: str,
-        serves: str | None = None,
-    ) -> None:
-        self._folder, self._serves = Path(folder), serves
-        self._living = set(map(Path, living)) | {self._folder}
-        self._namespace, self._config, self._run = namespace, config, run
-        self._opened: HistoryStore | None = None
-
-    @property
-    def _store(self) -> HistoryStore:
-        if self._opened is None:
-            folder, config = self._folder, self._config
-            folder.mkdir(parents=True, exist_ok=True)
-            owner.remove_dead(folder.parent, self._living)
-            # What is free now, until it is settled: not where a writer of this run settled it and died, for engines and
-            # trainer have most of the memory since, and what does not fit goes.
-            bound = config.max_bytes or self._settled() or share.automatic(folder, ())[0]
-            self._opened = HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
-        return self._opened
-
-    def _settled(self) -> int:
-        """What :meth:`settle` found, this writer's or a dead one's of this run; 0 before."""
-        wrote, file = owner.Owner.of(self._folder), self._folder / _BOUND_FILE
-        return int(file.read_text()) if wrote is not None and wrote.run == self._run and file.is_file() else 0
-
-    def settle(self) -> str:
-        """Find what ``history.max_bytes=null`` stands for, once those it is shared with have their folders.
-
-        Returns: What came of it, in words; empty where the option says it, or it is settled.
-        """
-        store = self._store
-        if self._config.max_bytes is not None or self._settled():
-            return ""
-        bound, told = share.automatic(self._folder, self._living)
-        store.limit(bound)
-        part = self._folder / f".{_BOUND_FILE}"
-        part.write_text(str(bound))
-        part.replace(self._folder / _BOUND_FILE)
-        return told
-
-    def open(self) -> int:
-        """Take the folder; a second call does nothing. Returns the process's id.
-
-        Raises:
-            HistoryError: It is another run's that is alive.
-        """
-        assert self._store is not None
-        return os.getpid()
-
-    def rewards(self, stored: StoredSamples) -> np.ndarray:
-        """float64[N], of samples in TransferQueue; sent, instead of the tokens' rewards, to the trainer."""
-        return stored.rewards()
-
-    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Fetch one step from TransferQueue and record it, piece by piece: a killed writer leaves whole prompts.
-
-        Returns:
-            The store's statistics, what was dropped and evicted (:data:`STORE_COUNTS`), and tokens that were compared.
-
-        Raises:
-            SamplesGone: The step is over; the pieces before are recorded.
-        """
-        if self._serves is None:
-            return self.record(batch.trajectories(), step)
-        mine, elsewhere = batch.served_by(self._serves)
-        told = self.record(mine.trajectories(), step)
-        self._store.leave(elsewhere, batch.epoch)
-        return {**told, **self._store.stats()}
-
-    def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
-        """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
-        counts: Counter[str] = Counter(dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0))
-        for trajectories in pieces:
-            did = self._store.append(trajectories, step)
-            counts.update({name: getattr(did, name) for name in counts})
-        return {**counts, **self._store.stats()}
-
-    def snapshot(self, folder: str) -> None:
-        self._store.snapshot(folder)
-
-    def restore(self, folder: str) -> dict[str, Any]:
-        self._store.restore(folder)
-        return self._store.stats()
-
-    def receive(self, name: str, piece: bytes, first: bool) -> None:
-        """A part of a snapshot, for a node that may not see the checkpoint folder."""
-        assert self._store is not None
-        self._incoming.mkdir(exist_ok=True)
-        with open(self._incoming / Path(name).name, "wb" if first else "ab") as file:
-            file.write(piece)
-
-    def restore_received(self) -> dict[str, Any]:
-        try:
-            self._store.restore(self._incoming, take=True)
-            return self._store.stats()
-        finally:
-            shutil.rmtree(self._incoming, ignore_errors=True)
-
-    @property
-    def _incoming(self) -> Path:
-        return self._folder / "incoming"
-
-    def close(self) -> None:
-        """End, and delete the folder; a folder that was never taken is left alone."""
-        if self._opened is not None:
-            self._opened.close(delete=True)
 
 
 @dataclass

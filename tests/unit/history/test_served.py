@@ -13,7 +13,7 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
-from verl_rhyme.workers.history_service import HistoryWriter
+from verl_rhyme.workers.history_writer import HistoryWriter
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 

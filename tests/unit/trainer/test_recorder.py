@@ -13,7 +13,7 @@ from verl_rhyme.observability import metrics
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.workers.history_service import HistoryWriter
+from verl_rhyme.workers.history_writer import HistoryWriter
 
 
 def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log():

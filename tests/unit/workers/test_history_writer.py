@@ -14,7 +14,7 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import share
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.workers.history_service import HistoryWriter, node_history_dir
+from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
 
 KEY = b"k" * 16
 NODES = ("a" * 16, "b" * 16)
@@ -23,7 +23,7 @@ import sys, time
 import numpy as np
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.workers.history_service import HistoryWriter
+from verl_rhyme.workers.history_writer import HistoryWriter
 for folder in sys.argv[2:]:
     writer = HistoryWriter(folder, set(sys.argv[2:]), "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
     writer.open()

@@ -18,7 +18,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
-from verl_rhyme.workers.history_service import node_history_dir, tokenizer_namespace
+from verl_rhyme.workers.history_service import tokenizer_namespace
+from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.workers.vllm import cuda_graphs, sampler, weight_socket
 from verl_rhyme.workers.vllm.gate import Gate
