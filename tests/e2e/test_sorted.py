@@ -112,13 +112,13 @@ def check_each_prompt_once(run_dir, epochs):
 
 @pytest.mark.xdist_group("sorted-partial")
 def test_partial_with_reference_and_validation(tmp_path):
-    """Single trajectories, token by token with the log-probability it was made with; on Megatron (FSDP's reference
-    wants pinned memory)."""
+    """Single trajectories, token by token with the log-probability it was made with, of prompts that are loaded as
+    others leave; on Megatron (FSDP's reference wants pinned memory)."""
     overrides = (
         *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
         "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
-        f"{SORTING}.max_staleness=1",
+        *(f"{SORTING}.max_staleness=1", f"{SORTING}.load=rolling"),
     )
     whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
     steps = whole_run.steps_of(tmp_path)
