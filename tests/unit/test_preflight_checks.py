@@ -435,7 +435,7 @@ APART = [
 def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted").checks if check.name == "load"]
     assert load.detail.startswith(
-        "4 updates of 64 prompts x 8 are loaded together, 2048 samples for 256 request slots;"
+        "4 updates of 64 prompts x 8 are loaded together: 2048 samples for 256 request slots;"
     )
     assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
     assert "set data.train_batch_size=32 and" in load.remedy
@@ -447,6 +447,11 @@ def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_ba
     assert not [check for check in preflight(world).checks if check.name == "load"]
     partial = [*mended, f"{R}.custom.rhyme.sorting.mode=partial", f"{R}.custom.rhyme.sorting.group_batches=4"]
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
+    rolling = [*partial, f"{R}.custom.rhyme.sorting.load=rolling"]
+    (whole,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
+    assert whole.detail.startswith(
+        "2 updates of 32 prompts x 8 are here at a time, others are loaded as these leave: 512"
+    )
     assert "spans more than 2 of the 4 updates is generated anew, with sorting.max_staleness=3 nothing" in load.detail
 
 

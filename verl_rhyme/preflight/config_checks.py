@@ -52,7 +52,10 @@ def rhyme(config: Any) -> Iterator[Check]:
     if tree is None:
         yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
     else:
-        yield Check(name, OK, _what(tree, config))
+        try:
+            yield Check(name, OK, _what(tree, config))
+        except ValueError as error:  # rules that exclude each other, of which the table does not know
+            yield Check(name, FAIL, str(error), "mend the options that the message names")
 
 
 def _what(tree: RhymeConfig, config: Any) -> str:
@@ -104,8 +107,9 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     order = sorting_order(tree.sorting.order, batch // mini, str(actor.loss_agg_mode), factor)
     trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length")
     steps = "one optimizer step" if batch == mini else f"{batch // mini} optimizer steps"
+    there = "are loaded together" if found.load == "group" else "are here at a time, others are loaded as these leave"
     told = (
-        f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} are loaded together, "
+        f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} {there}: "
         f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, "
         f"{trained} (order {order:g})"
     )
