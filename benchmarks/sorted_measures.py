@@ -42,7 +42,9 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         ``update_s``: seconds of :data:`UPDATE` trained samples, the same for all arms; ``tokens_per_s``: trained
         response tokens per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``,
         ``bubble_ratio_sampled``: weighted by seconds of rollout, as the run tells and as it was seen from outside,
-        which tells of stock verl, too;
+        which tells of stock verl, too; ``carried``: of these loads' tokens the share that had been made before them,
+        less what was made in them for later ones (where prompts are loaded as others leave), by which the three figures
+        of speed are corrected;
         ``wasted``: tokens made and not trained, over those trained; ``staleness_max``: policy versions; ``held_out``:
         ``[samples, seconds, accuracy, score]`` of each validation; ``rewards``: ``[samples, seconds, mean reward]`` of
         each epoch's training, in which each prompt is trained once (where prompts are loaded by epochs); ``points``:
@@ -70,16 +72,18 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
     first = min(size, len(rows) - 1)
     together = min(max(1, load // samples), len(rows) - first)
     loads = [
-        rows[start : start + together]
+        slice(start, start + together)
         for start in range(first, len(rows) - together + 1, together)
         if not any(map(_held_out, rows[max(0, start - 1) : start + together - 1]))
     ]
     if not loads:
         raise ValueError(f"{folder}: a validation came into each load after the first epoch")
-    warm = [row for of_load in loads for row in of_load]
+    warm = [row for load in loads for row in rows[load]]
     tokens, gen, step = (column(name, warm) for name in (metrics.RESPONSE_LENGTH_MEAN, metrics.GEN_S, metrics.STEP_S))
     tokens = tokens * samples
     load_tokens, load_gen = (values.reshape(-1, together).sum(axis=1) for values in (tokens, gen))
+    load_made = load_tokens + _carried(folder, [[number for number, _ in by_step[load]] for load in loads])
+    made = load_made.sum()
     staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
     wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
     held_out = [
@@ -91,9 +95,10 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         held_out.insert(0, [0, 0.0, *map(short, before)])
     return {
         "steps": len(rows),
-        "update_s": short(UPDATE * step.sum() / (samples * len(warm))),
-        "tokens_per_s": short(tokens.sum() / step.sum()),
-        "tokens_per_rollout_s": short(tokens.sum() / gen.sum()),
+        "update_s": short(UPDATE * step.sum() / (samples * len(warm)) * tokens.sum() / made),
+        "tokens_per_s": short(made / step.sum()),
+        "tokens_per_rollout_s": short(made / gen.sum()),
+        "carried": short(1 - made / tokens.sum()),
         "bubble_ratio": _bubble(warm, metrics.BUBBLE_RATIO),
         "bubble_ratio_sampled": _bubble(warm, SAMPLED),
         "wasted": short(wasted),
@@ -115,7 +120,7 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         ],
         "points": [
             [short(length), short(speed)]
-            for length, speed in zip(load_tokens / (samples * together), load_tokens / load_gen, strict=True)
+            for length, speed in zip(load_tokens / (samples * together), load_made / load_gen, strict=True)
         ],
     }
 
@@ -213,6 +218,27 @@ def _curve(runs: Sequence[Mapping[str, Any]], name: str) -> list[list[float | No
 
 def _points(run: Mapping[str, Any]) -> list[Point]:
     return [Point(length, speed, 1) for length, speed in run["points"]]
+
+
+def _carried(folder: Path, loads: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
+    """Of each load, tokens that were made in its steps and are trained later, less those that were made before; zeros
+    of a run without an event log, where each step trains what it made."""
+    try:
+        run = recorded.read(folder)
+    except recorded.RunError:
+        return np.zeros(len(loads))
+    return np.array([carried_over(run, load[-1] + 1) - carried_over(run, load[0]) for load in loads], dtype=float)
+
+
+def carried_over(run: recorded.Run, step: int) -> float:
+    """Tokens that were made before a step's rollout began, and are trained in it or later; 0 of what comes after the
+    last step."""
+    stage, request = run.stages, run.requests
+    begins = stage["started_at"][(stage["stage"] == "gen") & (stage["step"] == step)]
+    if not len(begins):
+        return 0.0
+    later = request["trained"] & ~request["validate"] & (request["step"] >= step)
+    return float(request["response_tokens"][later & (request["finished_at"] < begins.min())].sum())
 
 
 def _validating(folder: Path, count: int) -> list[float]:

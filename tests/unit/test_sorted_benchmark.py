@@ -91,6 +91,27 @@ def test_seconds_of_training_rollout_beside_validation(run, seconds):
     assert measures.while_validating(run) == {4: pytest.approx(seconds)}
 
 
+def test_what_was_made_before_a_step_and_is_trained_later_is_carried_over():
+    """The rollout of step 4 begins at 9; the last attempt is of one that began before, and is cut short at 8."""
+    run = requests((1, 5), (1, 9.5), (1, 5), (1, 5), (6, 8), validate=[2])
+    run.requests["response_tokens"] = np.array([1, 10, 100, 1000, 10000])
+    run.requests["step"] = np.array([3, 4, 4, 4, 5])
+    run.requests["trained"] = np.array([True, True, True, False, True])
+    run.stages["started_at"][0] = 9.0
+    assert measures.carried_over(run, 4) == 10000
+    assert measures.carried_over(run, 6) == 0
+
+
+def test_speed_leaves_out_what_was_carried_into_a_load(tmp_path, monkeypatch):
+    folder = write(tmp_path / "run", [(10, 5, 100, None)] * 4)
+    monkeypatch.setattr(measures, "_carried", lambda folder, loads: np.array([-1280.0]) if loads == [[3, 4]] else None)
+    row = measures.measure(folder, 64, 128, 128)
+    assert row["carried"] == 0.1
+    assert (row["tokens_per_s"], row["tokens_per_rollout_s"]) == (576, 1152)
+    assert row["points"] == [[100, 1152]]
+    assert row["update_s"] == pytest.approx(10 / 0.9, rel=1e-3)
+
+
 def write(folder, rows, held_out=()):
     folder.mkdir(parents=True)
     lines = []
