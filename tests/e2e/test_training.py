@@ -60,7 +60,7 @@ def trained(engine, tmp_path_factory):
 def test_trains_drafts_and_reports(trained):
     run_dir, output = trained
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert set(summary) == {"arm", "epochs", "engine", "versions"}
+    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions"}
     assert summary["arm"] == "histospec"
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
