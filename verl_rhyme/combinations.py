@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
 
-#: What ``+rhyme=histospec`` and ``+rhyme=sorted`` (and ``histopipe``) set as :data:`MANAGER`.
+#: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
 DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
 SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -160,7 +160,7 @@ TABLE = (
         (MANAGER, "rhyme.sorting.mode"),
         lambda manager, sorting: sorting is not None and manager in (None, DRAFTING_MANAGER),
         f"sorting needs {SORTED_MANAGER} there, or what derives from it",
-        "drop the override: +rhyme=sorted and +rhyme=histopipe set it",
+        "drop the override: +rhyme=sorted, histopipe, stream and full set it",
     ),
     Combination(
         (_MODE, f"{_SEPARATE}.parameter_sync_step", "rhyme.sorting.mode"),
@@ -257,7 +257,7 @@ TABLE = (
         (f"{_ROLLOUT}.scheduling_policy", "rhyme.sorting.mode"),
         lambda policy, sorting: sorting is not None and policy != "priority",
         "more samples are given out than run, and without priorities the engines take them in any order",
-        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted and +rhyme=histopipe do",
+        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted, histopipe, stream and full do",
     ),
     Combination(
         (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
@@ -299,7 +299,7 @@ TABLE = (
         ("rhyme.placement.policy", "rhyme.sorting.mode"),
         lambda policy, sorting: policy in LENGTH_PLACEMENTS and sorting is None,
         "it goes by forecasts of lengths, which the coordinator of a sorted rollout makes",
-        f"use +rhyme=histopipe or +rhyme=sorted, or set {CONFIG_PATH}.placement.policy=sticky_group",
+        f"use +rhyme=histopipe, sorted, stream or full, or set {CONFIG_PATH}.placement.policy=sticky_group",
     ),
     Combination(
         (f"{_ROLLOUT}.router_config_path", "rhyme.placement.policy"),
@@ -323,8 +323,8 @@ TABLE = (
     Combination(
         (MANAGER,),
         lambda manager: manager == SORTED_MANAGER,
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
-        "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
+        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted, histopipe, stream and full set with it",
+        "for stock verl drop +rhyme=sorted (or the system that is there)",
         rhyme=False,
     ),
     Combination(

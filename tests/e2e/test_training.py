@@ -19,6 +19,9 @@ SMALL = (
     "trainer.save_freq=2",
 )
 STEPS_AN_EPOCH = 2
+#: Share of requests that must draft from their prompt's history. It is read beside the engine's steps: on a busy
+#: machine the shortest responses are over before theirs has come.
+MOSTLY = 0.9
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
 #: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in other whole
@@ -72,7 +75,7 @@ def test_trains_drafts_and_reports(trained):
         *("similarity", "similarity_by_chance"),
     }
     assert first["history_hit_rate"] == 0
-    assert second["history_hit_rate"] == 1
+    assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1
     assert 0 < second["accept_rate"] <= 1
     assert first["similarity"] is None
@@ -127,7 +130,10 @@ def test_every_request_and_stage_is_logged(trained):
     share = [requests["accepted_tokens"][w].sum() / requests["response_tokens"][w].sum() for w in (warm, ~warm)]
     assert share[0] > share[1]
     assert not requests["history_hit"][~warm].any()
-    assert requests["history_hit"][warm].all()
+    lasted = requests["finished_at"] - requests["started_at"]
+    late = warm & ~requests["history_hit"]
+    assert late.sum() <= (1 - MOSTLY) * warm.sum(), requests["step"][late]
+    assert (lasted[late] < np.quantile(lasted[warm], 0.25)).all(), (requests["step"][late], lasted[late])
     assert (requests["accepted_tokens"] <= requests["drafted_tokens"]).all()
     assert (requests["response_tokens"] <= 384).all()
     stages = events.to_numpy(events.read_stages(run_dir / "checkpoints" / "events"))
@@ -153,7 +159,7 @@ def test_resumes_where_it_was_killed(trained):
     # Step 3 and perhaps 4 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
     assert [step for step, _ in history][-4:] == [3, 4, 5, 6]
     assert len(history) > LAST_STEP
-    assert history[-4][1]["rollout/history/hit_rate"] == 1, "the history was not restored"
+    assert history[-4][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
     assert history[-4][1]["rollout/history/errors"] == 0
     check_nothing_twice(run_dir, last_step=LAST_STEP)
 
@@ -182,7 +188,7 @@ def test_killed_at_five_random_moments(tmp_path):
     finish(start(tmp_path, epochs=6), tmp_path)
     check_nothing_twice(tmp_path, last_step=12)
     _, metrics = steps_of(tmp_path)[-1]
-    assert metrics["rollout/history/hit_rate"] == 1
+    assert metrics["rollout/history/hit_rate"] >= MOSTLY
     assert metrics["rollout/history/errors"] == 0
     assert metrics["rollout/history/responses"] == 16 * 4 * 4  # four epochs of every prompt
     assert 0 <= metrics["critic/score/mean"] <= 1
