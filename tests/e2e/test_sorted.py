@@ -59,7 +59,7 @@ class TestOnPolicy:
             assert 1 <= epoch["waiting_max"] <= 3
             assert epoch["discarded_tokens"] > 0
         assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
-        assert summary["epochs"][1]["history_hit_rate"] == 1
+        assert summary["epochs"][1]["history_hit_rate"] >= whole_run.MOSTLY
 
     def test_trains_nothing_but_the_current_policys_tokens(self, coupled):
         requests = requests_of(coupled)

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW, finish, kill_all, steps_of, wait_for_step
+from whole_run import MOSTLY, SLOW, finish, kill_all, steps_of, wait_for_step
 
 from verl_rhyme.observability import events, phases
 
@@ -19,9 +19,6 @@ SMALL = (
     "trainer.save_freq=2",
 )
 STEPS_AN_EPOCH = 2
-#: Share of requests that must draft from their prompt's history. It is read beside the engine's steps: on a busy
-#: machine the shortest responses are over before theirs has come.
-MOSTLY = 0.9
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
 #: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in other whole
