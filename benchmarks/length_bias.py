@@ -30,6 +30,8 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial", "arrivals": "stream"}
+#: Of :mod:`benchmarks.sorted_slots`: ``max_staleness``; ``None``: so that as many updates are here as in a load.
+ROLLING = {"rolling": None, "rolling, one version": 1}
 SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
 
 
@@ -70,8 +72,8 @@ def trained_lengths(
     if arm == "arrivals":
         return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
     sizes["group_batches"] = group_batches
-    if arm == "rolling":  # as many updates are here at a time as in the others
-        rules = named("partial", **sizes, unit=unit, load="rolling", max_staleness=group_batches - 1)
+    if arm in ROLLING:
+        rules = named("partial", **sizes, unit=unit, load="rolling", max_staleness=ROLLING[arm] or group_batches - 1)
     else:
         rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
     scheduler, engine = Scheduler(rules), Engine(slots)

@@ -1,18 +1,19 @@
 """Where sorting pays: decoding steps of a sorted rollout by the engine's slots, in virtual time.
 
-    python -m benchmarks.sorted_slots [--json] [--quick] [TRACE.parquet ...]
+    python -m benchmarks.sorted_slots [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
 The real scheduler over the simulated engine of :mod:`benchmarks.length_bias`, under a constant policy: prompts have the
 lengths that a recorded run sampled for them, and a decoding step takes as long however many slots are full, as on a GPU
 that waits for its weights. Nothing is drafted, and neither rewards nor updates take time. Arms are ``fresh``, plain
 on-policy regeneration, ``partial``, and ``rolling``, partial with prompts loaded as others leave, so that no load has
-an end; what they are compared with generates one update's samples after the other's, or (``large``) all that a load has
-at once, which then is trained in several optimizer steps, of which all but the first train older tokens: what SortedRL
+an end, as many at a time as the others load or (``one version``) as a staleness of 1 lets begin, two updates' worth;
+what they are compared with generates one update's samples after the other's, or (``large``) all that a load has at
+once, which then is trained in several optimizer steps, of which all but the first train older tokens: what SortedRL
 compares itself with.
 
 Figures are ratios to that, of trained responses and of trained tokens per decoding step; beside them tokens that were
 thrown away for each that was trained, and all bubbles, which count all slots. ``partial`` and ``rolling`` train tokens
-of up to four versions.
+of up to four versions, with ``one version`` of two.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import numpy as np
 import typer
 
 from benchmarks import traces
-from benchmarks.length_bias import BATCH, SAMPLES, Engine, recorded, trained_lengths
+from benchmarks.length_bias import BATCH, ROLLING, SAMPLES, Engine, recorded, trained_lengths
 from benchmarks.machine import commit
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 LOAD, ROUNDS = 4, 8
-ARMS = ("fresh", "partial", "rolling")
-#: In which ``rolling`` begins and ends once.
+ARMS = ("fresh", "partial", *ROLLING)
+#: In which what rolls begins and ends once.
 ROLLING_EPOCHS = 4
 #: Of the engine, by the samples of an update.
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -63,7 +64,7 @@ def measure(path: Path, arm: str, unit: str, share: float, rounds: int) -> dict[
     found = []
     for seed in range(rounds):
         rng = np.random.default_rng(seed)
-        epochs = ROLLING_EPOCHS if arm == "rolling" else 1
+        epochs = ROLLING_EPOCHS if arm in ROLLING else 1
         chosen = [there[i] for _ in range(epochs) for i in rng.permutation(len(there))[:count]]
         trained, _, engine = trained_lengths(chosen, arm, unit, LOAD, rng, slots)
         tokens, steps = synchronous(chosen, rng, slots)
@@ -90,14 +91,17 @@ def main(
     files: Annotated[list[Path] | None, typer.Argument(help="default: all in benchmarks/traces")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="one trace, few rounds")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
 ) -> None:
     """Simulate and print."""
+    if unknown := sorted(set(arm or ()) - set(ARMS)):
+        raise typer.BadParameter(f"no arm {'; '.join(unknown)}; there are: {'; '.join(ARMS)}")
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
         for unit in ("group", "trajectory"):
-            for arm in ARMS:
+            for one in arm or ARMS:
                 for share in SHARES:
-                    row = measure(path, arm, unit, share, 2 if quick else ROUNDS)
+                    row = measure(path, one, unit, share, 2 if quick else ROUNDS)
                     print(json.dumps({**row, "commit": commit()}) if as_json else row, flush=True)
 
 
