@@ -3,8 +3,8 @@
     python -m benchmarks.sorted [--json | --table] [--quick] [--arm ARM] [--seed N] [--runs N] [--out DIR] [SETTING]
 
 Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is there is not run
-again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: every
-run's row, and of each arm what its seeds say together; with ``--table`` that as in ``docs/sorted.md``.
+again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: of
+each arm what its seeds say together, with ``--json`` every run's row before, with ``--table`` as in ``docs/sorted.md``.
 
 A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 25 ms,
 whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. The engine has
@@ -49,7 +49,7 @@ ALGORITHMS = {"grpo": ("grpo", "fsdp"), "reinforce++": ("reinforce_plus_plus", "
 SYSTEMS = (
     *("sync", "sync, large batch", "sync, drafts", "sync, large batch, drafts"),
     *("sorted", "sorted, undrafted", "sorted, coupled"),
-    *("partial", "partial, 3 versions", "partial, rolling"),
+    *("partial", "partial, 3 versions", "partial, rolling", "partial, rolling, 3 versions"),
 )
 
 
@@ -130,6 +130,9 @@ ARMS = {
         "sorted", variables=(("SORTED_MODE", "partial"),), sorting=(f"group_batches={LOAD}", "max_staleness=3")
     ),
     "partial, rolling": Arm("sorted", variables=(("SORTED_MODE", "partial"),), sorting=("load=rolling",)),
+    "partial, rolling, 3 versions": Arm(
+        "sorted", variables=(("SORTED_MODE", "partial"),), sorting=("load=rolling", "max_staleness=3")
+    ),
     "short first": _with("start_order=shortest"),
     "long first": _with("start_order=longest"),
     "finished batch sorted": Arm("sorted", batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),

@@ -22,10 +22,14 @@ SAMPLED_FILE, SAMPLED = "sampled.jsonl", "rollout/bubble_ratio_sampled"
 ACCURACIES = (0.14, 0.16, 0.18)
 #: Names of a row's figures, as they are shown after a run.
 TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward", "staleness_max", "wasted", "held_out")
+_HEADINGS = (
+    *("arm", "runs", "bubble", "trained tokens/s of rollout", "over `sync, drafts`, by seeds", "the same of responses"),
+    *("trained tokens/s", "s an update", "length", "wasted", "staleness", "held-out, by samples", "reward, by samples"),
+)
 #: Samples of an update, of the arms that others are compared by.
 UPDATE = 64
-#: Of the arm that others are compared with.
-STOCK = "sync"
+#: Of the arms that others are compared with.
+STOCK, DRAFTS = "sync", "sync, drafts"
 
 
 def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]:
@@ -145,7 +149,10 @@ def while_validating(run: recorded.Run) -> dict[int, float]:
 def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """What the runs of each setting and arm say together: medians and, of some, the least and greatest; held-out
     figures as means over seeds with their standard errors; ``matched``: how many times the tokens per second of rollout
-    of stock verl's :data:`STOCK`, where responses are equally long, by seed."""
+    of stock verl's :data:`STOCK`, where responses are equally long, by seed; ``tokens_over_drafts`` and
+    ``responses_over_drafts``: how many times :data:`DRAFTS`' trained tokens, and trained responses, per second of
+    rollout, however long responses are: where they are longer a slot that falls empty is rarer, so that tokens flatter
+    the arm, and responses the other."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["setting"], row["arm"]), []).append(row)
@@ -160,6 +167,10 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         merged["matched"] = [
             short(match(_points(run), _points(stock[run["seed"]]), 1).ratio) for run in runs if run["seed"] in stock
         ]
+        drafts = {run["seed"]: run for run in groups.get((setting, DRAFTS), [])}
+        paired = [(run, drafts[run["seed"]]) for run in runs if run["seed"] in drafts]
+        for name, speed in (("tokens", _tokens_a_second), ("responses", _responses_a_second)):
+            merged[f"{name}_over_drafts"] = [short(speed(run) / speed(other)) for run, other in paired]
         merged["held_out"], merged["rewards"] = _curve(runs, "held_out"), _curve(runs, "rewards")
         merged["to_accuracy"] = {
             str(wanted): [reached(run["held_out"], wanted) for run in runs] for wanted in ACCURACIES
@@ -173,18 +184,14 @@ def reached(held_out: Sequence[Sequence[float]], accuracy: float) -> list[float 
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of the tables of docs/sorted.md, of what :func:`together` gave."""
+    """Lines of a table for each setting, of what :func:`together` gave; docs/sorted.md has these."""
     for setting in dict.fromkeys(row["setting"] for row in rows):
         yield f"{setting}:\n"
-        yield (
-            "| arm | runs | bubble | trained tokens/s of rollout | at equal lengths, over `sync` | trained tokens/s | "
-            "s an update | length | wasted | staleness | held-out, by samples | reward, by samples |"
-        )
-        yield "|" + "---|" * 12
+        yield f"| {' | '.join(_HEADINGS)} |"
+        yield "|" + "---|" * len(_HEADINGS)
         for row in rows:
             if row["setting"] != setting:
                 continue
-            low, high = row["tokens_per_s_range"]
             held_out, rewards = (
                 ", ".join(
                     f"{count}: {mean:.2f}" + (f" ± {error:.2f}" if error is not None else "")
@@ -194,15 +201,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
             told = [row["bubble_ratio_sampled"], row["bubble_ratio"]]
             bubble = next((f"{ratio:.0%}" for ratio in told if ratio is not None), "-")
-            known = [ratio for ratio in row["matched"] if ratio is not None]
-            spread = f" ({low:.0f}-{high:.0f})" if row["runs"] > 1 else ""
-            yield (
-                f"| {row['arm']} | {row['runs']} | {bubble} | {row['tokens_per_rollout_s']:.0f} | "
-                f"{' / '.join(f'{ratio:.2f}' for ratio in known) or '-'} | {row['tokens_per_s']:.0f}{spread} | "
-                f"{row['update_s']:.1f} | {row['response_length']:.0f} | {row['wasted']:.0%} | "
-                f"{row['staleness_max'] or 0:.0f} | {held_out} | {rewards} |"
+            tokens, responses = (
+                ", ".join(f"{ratio:.2f}" for ratio in row[f"{name}_over_drafts"]) or "-"
+                for name in ("tokens", "responses")
             )
+            cells = [
+                *(row["arm"], row["runs"], bubble, f"{row['tokens_per_rollout_s']:.0f}", tokens, responses),
+                *(f"{row['tokens_per_s']:.0f}", f"{row['update_s']:.1f}", f"{row['response_length']:.0f}"),
+                *(f"{row['wasted']:.0%}", f"{row['staleness_max'] or 0:.0f}", held_out, rewards),
+            ]
+            yield f"| {' | '.join(map(str, cells))} |"
         yield ""
+
+
+def _tokens_a_second(run: Mapping[str, Any]) -> float:
+    return float(run["tokens_per_rollout_s"])
+
+
+def _responses_a_second(run: Mapping[str, Any]) -> float:
+    return float(run["tokens_per_rollout_s"]) / float(run["response_length"])
 
 
 def _curve(runs: Sequence[Mapping[str, Any]], name: str) -> list[list[float | None]]:
@@ -227,18 +244,24 @@ def _carried(folder: Path, loads: Sequence[Sequence[int]]) -> npt.NDArray[np.flo
         run = recorded.read(folder)
     except recorded.RunError:
         return np.zeros(len(loads))
-    return np.array([carried_over(run, load[-1] + 1) - carried_over(run, load[0]) for load in loads], dtype=float)
+    return np.array([carried(run, load[0], load[-1]) for load in loads], dtype=float)
 
 
-def carried_over(run: recorded.Run, step: int) -> float:
-    """Tokens that were made before a step's rollout began, and are trained in it or later; 0 of what comes after the
-    last step."""
+def carried(run: recorded.Run, first: int, last: int) -> float:
+    """Tokens that the rollouts of steps ``first`` to ``last`` made for later ones, less what they had from before.
+
+    What comes between two rollouts (samples start while the trainer validates) is the next one's from before.
+    """
     stage, request = run.stages, run.requests
-    begins = stage["started_at"][(stage["stage"] == "gen") & (stage["step"] == step)]
-    if not len(begins):
-        return 0.0
-    later = request["trained"] & ~request["validate"] & (request["step"] >= step)
-    return float(request["response_tokens"][later & (request["finished_at"] < begins.min())].sum())
+    began, ended = stage["started_at"], stage["started_at"] + stage["duration_s"]
+
+    def made(moment: float, step: int) -> float:
+        later = request["trained"] & ~request["validate"] & (request["step"] >= step)
+        return float(request["response_tokens"][later & (request["finished_at"] < moment)].sum())
+
+    rollout = stage["stage"] == "gen"
+    before, after = (began[rollout & (stage["step"] == first)], ended[rollout & (stage["step"] == last)])
+    return made(after.max(), last + 1) - made(before.min(), first)
 
 
 def _validating(folder: Path, count: int) -> list[float]:

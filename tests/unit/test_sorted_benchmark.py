@@ -91,15 +91,14 @@ def test_seconds_of_training_rollout_beside_validation(run, seconds):
     assert measures.while_validating(run) == {4: pytest.approx(seconds)}
 
 
-def test_what_was_made_before_a_step_and_is_trained_later_is_carried_over():
-    """The rollout of step 4 begins at 9; the last attempt is of one that began before, and is cut short at 8."""
-    run = requests((1, 5), (1, 9.5), (1, 5), (1, 5), (6, 8), validate=[2])
-    run.requests["response_tokens"] = np.array([1, 10, 100, 1000, 10000])
-    run.requests["step"] = np.array([3, 4, 4, 4, 5])
-    run.requests["trained"] = np.array([True, True, True, False, True])
-    run.stages["started_at"][0] = 9.0
-    assert measures.carried_over(run, 4) == 10000
-    assert measures.carried_over(run, 6) == 0
+def test_what_a_load_made_for_later_ones_and_had_from_before_is_carried():
+    """The rollout of step 4 goes from 1 to 9, and then training beside a validation from 10 on."""
+    run = requests((0, 0.5), (1, 5), (2, 8), (6, 8), (8, 12), (6, 8), validate=[5])
+    run.stages["started_at"][0], run.stages["duration_s"][0] = 1.0, 8.0
+    run.requests["response_tokens"] = np.array([1, 10, 100, 1000, 10000, 100000])
+    run.requests["step"] = np.array([4, 4, 5, 5, 5, 5])
+    run.requests["trained"] = np.array([True, True, True, False, True, True])
+    assert measures.carried(run, 4, 4) == 100 - 1
 
 
 def test_speed_leaves_out_what_was_carried_into_a_load(tmp_path, monkeypatch):
@@ -153,19 +152,19 @@ def test_speed_is_of_loads_into_which_no_validation_came(tmp_path, monkeypatch):
 def test_runs_together_and_their_table(tmp_path):
     made = []
     for seed, accuracy in ((1, 0.1), (2, 0.2)):
-        for arm, speed in (("sync", 10), ("sorted", 5)):
-            rows = [(2 * speed, speed, 100, None if arm == "sync" else 0.1)] * 4
+        for arm, speed, length in (("sync", 10, 100), ("sync, drafts", 4, 50), ("sorted", 5, 100)):
+            rows = [(2 * speed, speed, length, None if arm == "sync" else 0.1)] * 4
             folder = write(tmp_path / f"{arm} {seed}", rows, held_out=[(4, accuracy)])
             made.append({"setting": "steady-grpo", "arm": arm, "seed": seed, **measures.measure(folder, 64, 128, 128)})
-    sync, ours = measures.together(made)
+    sync, drafts, ours = measures.together(made)
     assert (sync["bubble_ratio"], ours["bubble_ratio"]) == (None, 0.1)
     assert ours["matched"] == [2.0, 2.0]
     assert ours["held_out"] == [[256, 40.0, pytest.approx(0.15), pytest.approx(0.05)]]
     assert ours["to_accuracy"]["0.16"] == [[None, None], [256, 40.0]]
+    assert (ours["tokens_over_drafts"], ours["responses_over_drafts"]) == ([1.6, 1.6], [0.8, 0.8])
+    assert (drafts["tokens_over_drafts"], sync["responses_over_drafts"]) == ([1.0, 1.0], [0.4, 0.4])
     lines = list(measures.table([sync, ours]))
-    assert any(
-        line.startswith("| sorted | 2 | 10% | 1280 | 2.00 / 2.00 | 640 (640-640) | 10.0 | 100 |") for line in lines
-    )
+    assert any(line.startswith("| sorted | 2 | 10% | 1280 | 1.60, 1.60 | 0.80, 0.80 | 640 | 10.0 |") for line in lines)
     assert any(line.startswith("| sync | 2 | - |") for line in lines)
 
 
