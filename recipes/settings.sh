@@ -94,16 +94,19 @@ _systems() {
   grep '^[a-z]' "${BASH_SOURCE[0]%/*}/../verl_rhyme/conf/systems.txt"
 }
 
-check_overrides() { # after check_rhyme, hydra's: the folder is called after RHYME, SORTED_MODE, SORTED_COUPLED, STREAM_MODE
+# after check_rhyme, hydra's: the folder is called after RHYME, SORTED_MODE, SORTED_COUPLED, STREAM_MODE. OmegaConf takes
+# True for true; coupled and max_versions are earlier names (verl_rhyme/config_tree.py).
+check_overrides() {
   local override key value tree=actor_rollout_ref.rollout.custom.rhyme mode=$RHYME # of histopipe and stream, the rules' name
   case "$RHYME" in
     sorted) mode=$SORTED_MODE ;;
     full) mode=partial ;;
+    off | histospec) mode=null ;;
   esac
   for override in "$@"; do
     [[ ! "$override" =~ ^[A-Z_]+= ]] ||
       refuse "$override is a variable, not one of hydra's overrides; set it before the command: $override bash recipes/..."
-    key=${override%%=*} value=${override#*=}
+    key=${override%%=*} value=${override#*=} value=${value,,}
     while [[ "$key" == [+~]* ]]; do key=${key:1}; done
     case "$RHYME-$key" in
       *-rhyme | *-rhyme@*)
@@ -119,9 +122,12 @@ check_overrides() { # after check_rhyme, hydra's: the folder is called after RHY
           refuse "$override contradicts RHYME=$RHYME${SORTED_MODE:+ SORTED_MODE=$SORTED_MODE}, which names the rules and the" \
             "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"
         ;;
-      sorted-"$tree".sampling.coupled)
+      sorted-"$tree".sampling.coupled | sorted-"$tree".sorting.coupled)
         [[ "$value-$SORTED_COUPLED" =~ ^(true-1|false-0)$ ]] ||
           refuse "$override contradicts SORTED_COUPLED=$SORTED_COUPLED, which names the run's folder; use SORTED_COUPLED=0 or 1"
+        ;;
+      stream-"$tree".sorting.max_versions)
+        refuse "$override is an earlier name of $tree.sorting.max_staleness, which is one less; use STREAM_MODE=sync or async"
         ;;
       stream-"$tree".sorting.max_staleness)
         [[ "$value-$STREAM_MODE" =~ ^(0-sync|[1-9][0-9]*-async)$ ]] ||

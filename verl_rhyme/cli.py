@@ -198,7 +198,11 @@ def claim(
         raise typer.Exit(FINISHED)
     if step is not None:
         print(f"resuming after step {step}" + (f" of {total}" if total else ""))
-    run_folder.set_metrics_aside(config)
+    try:
+        run_folder.set_metrics_aside(config)
+    except OSError as error:
+        print(f"verl-rhyme: cannot set earlier metrics aside ({error}): choose another RUN_DIR", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 def _failures(checks: list[Check]) -> list[str]:

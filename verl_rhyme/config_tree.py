@@ -102,10 +102,11 @@ def from_verl(config: Any) -> RhymeConfig | None:
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
-    if tree is not None:
+    found = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+    if found is not None:
         for where in ("", "rhyme", CONFIG_PATH.rpartition(".")[0]):
             _check_astray(OmegaConf.select(config, where) if where else config, where)
-    return parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+    return found
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:

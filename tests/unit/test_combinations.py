@@ -375,7 +375,7 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
         ("histopipe", ["streaming.enable=true"], *["histopipe-streamed"] * 2),
         ("stream", ["sorting.harvest=shortest"], *["stream-async-shortest"] * 2),
         ("stream", ["sorting.harvest=loaded"], *["stream-async"] * 2),
-        ("sorted", ["sorting.harvest=shortest", "sorting.load=rolling"], *["sorted-on_policy-rolling"] * 2),
+        ("sorted", ["sorting.harvest=shortest", "sorting.load=refill"], *["sorted-on_policy-refill"] * 2),
         ("sorted", ["streaming.enable=true"], *["sorted-on_policy-streamed"] * 2),
         ("full", ["sampling.coupled=false"], *["full"] * 2),
         (

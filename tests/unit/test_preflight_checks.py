@@ -438,21 +438,37 @@ def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_ba
         "4 updates of 64 prompts x 8 are loaded together: 2048 samples for 256 request slots;"
     )
     assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
-    assert "set data.train_batch_size=32 and" in load.remedy
-    assert "sorting.group_batches=2; a step is then 1/2: save_freq," in load.remedy
-    mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=2"]
+    assert "set data.train_batch_size=32, and" in load.remedy
+    assert "sorting.group_batches=8 for a load as large as now; a step is then 1/2: save_freq," in load.remedy
+    mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=8"]
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *mended).checks if check.name == "load"]
     assert (load.status, load.remedy) == ("ok", "")
     assert load.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
     assert not [check for check in preflight(world).checks if check.name == "load"]
-    partial = [*mended, f"{R}.custom.rhyme.sorting.mode=partial", f"{R}.custom.rhyme.sorting.group_batches=4"]
+    partial = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.mode=partial"]
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
-    rolling = [*partial, f"{R}.custom.rhyme.sorting.load=rolling"]
-    (whole,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
+    rolling = [*partial[1:], f"{R}.custom.rhyme.sorting.load=rolling"]
+    (large,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
+    assert "set data.train_batch_size=32; " in large.remedy
+    assert "sorting.max_staleness says how many" in large.remedy
+    (whole,) = [
+        check
+        for check in preflight(world[1:], "+rhyme=sorted", *rolling, "data.train_batch_size=32").checks
+        if check.name == "load"
+    ]
     assert whole.detail.startswith(
         "2 updates of 32 prompts x 8 are here at a time, others are loaded as these leave: 512"
     )
     assert "spans more than 2 of the 4 updates is generated anew, with sorting.max_staleness=3 nothing" in load.detail
+
+
+def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
+    streamed = ["+rhyme=full", *APART[1:]]
+    (load,) = [check for check in preflight(world[1:], *streamed).checks if check.name == "load"]
+    assert "2 optimizer steps, shuffled (order 0)" in load.detail
+    streamed += ["data.train_batch_size=32"]
+    (load,) = [check for check in preflight(world[1:], *streamed).checks if check.name == "load"]
+    assert "one optimizer step, worked on in parts as they come" in load.detail
 
 
 @pytest.mark.parametrize(

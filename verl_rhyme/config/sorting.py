@@ -125,6 +125,14 @@ class SortingConfig:
             given = getattr(self, name)
             allowed = f"left out with sorting.mode={self.mode}, which has its own (sorting.mode=partial takes it)"
             require(given == default, f"sorting.{name}", given, allowed)
+        rolls = self.load == "rolling"
+        allowed = "left out with sorting.load=rolling, which loads as much as sorting.max_staleness lets begin"
+        default = type(self).__dataclass_fields__["group_batches"].default
+        require(not rolls or self.group_batches == default, "sorting.group_batches", self.group_batches, allowed)
+        allowed = (
+            "group with sorting.mode=on_policy: nothing may begin before its policy (sorting.mode=partial trains it)"
+        )
+        require(not (rolls and self.mode == "on_policy"), "sorting.load", self.load, allowed)
         for name, values in SORTING_CHOICES.items():
             value = getattr(self, name)
             near, allowed = nearest(str(value), filter(None, values)), ", ".join(value or "null" for value in values)

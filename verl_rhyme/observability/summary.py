@@ -1,7 +1,8 @@
 """The figures of a run: its summary, and what one run gained over another.
 
-Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``); the event
-log adds what only it knows. What can't be known is null, never a guess.
+Both arms of a comparison are read from what verl logs of each (rollout seconds are its ``timing_s/gen``, but of stock
+``separate_async``, which generates throughout, whole steps); the event log adds what only it knows. What can't be known
+is null, never a guess.
 """
 
 from __future__ import annotations

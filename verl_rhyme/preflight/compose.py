@@ -107,10 +107,10 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
         config = hydra.compose_config(name, rest, RunMode.RUN, with_log_configuration=False)
         known = OmegaConf.select(config, parent) if parent else config
         near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
+        below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
+        if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
+            return text
     except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
-        near, known = [], None
-    below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
-    if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
         return text
     return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
 

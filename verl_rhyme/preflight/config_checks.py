@@ -105,13 +105,15 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     slots = plan.replicas * plan.rollout.max_num_seqs
     factor = actor.get("loss_scale_factor")
     order = sorting_order(tree.sorting.order, batch // mini, str(actor.loss_agg_mode), factor)
-    trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length")
+    trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length") + f" (order {order:g})"
+    if tree.streaming.enable and tree.streaming.update and batch == mini and found.unit == "group":
+        trained = "worked on in parts as they come"
     steps = "one optimizer step" if batch == mini else f"{batch // mini} optimizer steps"
     there = "are loaded together" if found.load == "group" else "are here at a time, others are loaded as these leave"
     told = (
         f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} {there}: "
         f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, "
-        f"{trained} (order {order:g})"
+        f"{trained}"
     )
     if found.continues and found.load == "group" and batches - 1 > found.max_staleness > 0:
         told += (
@@ -120,11 +122,12 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         )
     if batch > mini and batches > 1 and found.harvest == "shortest":
         times = batch // mini
-        remedy = (
-            f"for SortedRL's sizes, of as many samples, set data.train_batch_size={mini} and {CONFIG_PATH}.sorting."
-            f"group_batches={times}; a step is then 1/{times}: save_freq, test_freq, total_training_steps and warm-up "
-            f"steps x {times}"
-        )
+        remedy = f"for updates of one optimizer step set data.train_batch_size={mini}"
+        if found.load != "rolling":
+            remedy += f", and {CONFIG_PATH}.sorting.group_batches={times * batches} for a load as large as now"
+        elif found.max_staleness:
+            remedy += f"; {CONFIG_PATH}.sorting.max_staleness says how many of these are here at a time, less one"
+        remedy += f"; a step is then 1/{times}: save_freq, test_freq, total_training_steps and warm-up steps x {times}"
         yield Check("load", WARN, told, remedy)
     else:
         yield Check("load", OK, told)

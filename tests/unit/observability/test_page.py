@@ -243,7 +243,7 @@ def test_of_a_sorted_rollout_a_load_is_one_point() -> None:
             m.SORTED_DROPPED: dropped,
         }
 
-    run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0), step(0, 4.0), step(0, 2.0)]
+    run = [step(8, 7.0), step(0, 1.0), step(2, 2.0, dropped=2), step(8, 4.0, dropped=1), step(1, 4.0), step(0, 2.0)]
     unfinished = [step(8, 90.0)]
     found = matched.points(dict(enumerate([*run, *unfinished], 1)))
     assert [(point.length, point.speed) for point in found] == [(10, 30.0), (10, 30.0)]

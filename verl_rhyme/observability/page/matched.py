@@ -4,6 +4,7 @@ Seconds a step fall when responses get shorter, whatever was done to the engine.
 mean response length, each bin a tenth wide, and only what lies in one bin is compared: the medians of the tokens a
 second in both runs. The first epoch is left out, as in the summary: there is no history yet. Of a sorted rollout,
 which trains in one step what it may have generated in the one before, a load (what was loaded together) is one point.
+Where prompts are loaded as others leave each step is, with what it trains in place of what it made.
 """
 
 from __future__ import annotations
@@ -79,14 +80,20 @@ def points(by_step: steps.Steps) -> list[Point]:
 def _loads(by_step: steps.Steps) -> list[list[Mapping[str, Any]]]:
     """Steps, together where they train one load; the last load only if it has as many as the one before.
 
-    A load begins where more prompts were loaded than take the place of dropped ones.
+    A load begins where more prompts were loaded than may take the place of dropped ones, of this step or of earlier
+    ones of the load: what is dropped at a step's end is replaced in the next.
     """
     found: list[list[Mapping[str, Any]]] = []
+    owed = 0.0
     for data in by_step.values():
         loaded = metrics.finite(data, metrics.SORTED_LOADED)
         dropped = metrics.finite(data, metrics.SORTED_DROPPED) or 0.0
-        if loaded is None or loaded > dropped or not found:
+        owed += dropped
+        if loaded is None or loaded > owed or not found:
             found.append([])
+            owed = dropped  # how many of these were replaced at once is not told
+        else:
+            owed -= loaded
         found[-1].append(data)
     return found[:-1] if len(found) > 1 and len(found[-1]) < len(found[-2]) else found
 
