@@ -130,6 +130,11 @@ def test_numbers_are_finite(number):
         ({"sorting": {"mode": "histopipe", "max_staleness": 0}}, "max_staleness must be left out with .*histopipe"),
         ({"sorting": {"mode": "histopipe", "harvest_tokens": 9}}, "harvest_tokens must be left out with .*histopipe"),
         ({"sorting": {"mode": "histopipe", "group_batches": 8}}, "group_batches must be left out with .*histopipe"),
+        ({"sorting": {"mode": "on_policy", "load": "rolling"}}, "sorting.load must be group .*mode=on_policy"),
+        (
+            {"sorting": {"mode": "partial", "load": "rolling", "group_batches": 8}},
+            "group_batches must be left out with sorting.load=rolling, .*max_staleness",
+        ),
         ({"sorting": {"mode": "sometimes"}}, "sorting.mode must be null, on_policy, partial, histopipe"),
         ({"sorting": {"mode": "on_policy", "max_staleness": -1}}, "max_staleness must be at least 0, not -1"),
         ({"sorting": {"mode": "stream", "max_staleness": -1}}, "max_staleness must be at least 0, not -1"),
