@@ -23,7 +23,8 @@ ACCURACIES = (0.14, 0.16, 0.18)
 #: Names of a row's figures, as they are shown after a run.
 TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward", "staleness_max", "wasted", "held_out")
 _HEADINGS = (
-    *("arm", "runs", "bubble", "trained tokens/s of rollout", "over `sync, drafts`, by seeds", "the same of responses"),
+    *("arm", "runs", "bubble", "trained tokens/s of rollout", "over `sync, drafts`, by seeds"),
+    *("the same without the last load", "the same of responses"),
     *("trained tokens/s", "s an update", "length", "wasted", "staleness", "held-out, by samples", "reward, by samples"),
 )
 #: Samples of an update, of the arms that others are compared by.
@@ -152,7 +153,8 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     of stock verl's :data:`STOCK`, where responses are equally long, by seed; ``tokens_over_drafts`` and
     ``responses_over_drafts``: how many times :data:`DRAFTS`' trained tokens, and trained responses, per second of
     rollout, however long responses are: where they are longer a slot that falls empty is rarer, so that tokens flatter
-    the arm, and responses the other."""
+    the arm, and responses the other. ``before_end_over_drafts``: of the tokens, without the run's last load, in which
+    rolling loads have nothing to load any more."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["setting"], row["arm"]), []).append(row)
@@ -169,8 +171,12 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         ]
         drafts = {run["seed"]: run for run in groups.get((setting, DRAFTS), [])}
         paired = [(run, drafts[run["seed"]]) for run in runs if run["seed"] in drafts]
-        for name, speed in (("tokens", _tokens_a_second), ("responses", _responses_a_second)):
-            merged[f"{name}_over_drafts"] = [short(speed(run) / speed(other)) for run, other in paired]
+        merged["tokens_over_drafts"] = [short(_speed(run) / _speed(other)) for run, other in paired]
+        merged["before_end_over_drafts"] = [short(_before_end(run) / _speed(other)) for run, other in paired]
+        merged["responses_over_drafts"] = [
+            short(_speed(run) / run["response_length"] / (_speed(other) / other["response_length"]))
+            for run, other in paired
+        ]
         merged["held_out"], merged["rewards"] = _curve(runs, "held_out"), _curve(runs, "rewards")
         merged["to_accuracy"] = {
             str(wanted): [reached(run["held_out"], wanted) for run in runs] for wanted in ACCURACIES
@@ -201,12 +207,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
             told = [row["bubble_ratio_sampled"], row["bubble_ratio"]]
             bubble = next((f"{ratio:.0%}" for ratio in told if ratio is not None), "-")
-            tokens, responses = (
+            tokens, before_end, responses = (
                 ", ".join(f"{ratio:.2f}" for ratio in row[f"{name}_over_drafts"]) or "-"
-                for name in ("tokens", "responses")
+                for name in ("tokens", "before_end", "responses")
             )
             cells = [
-                *(row["arm"], row["runs"], bubble, f"{row['tokens_per_rollout_s']:.0f}", tokens, responses),
+                *(row["arm"], row["runs"], bubble, f"{row['tokens_per_rollout_s']:.0f}"),
+                *(tokens, before_end, responses),
                 *(f"{row['tokens_per_s']:.0f}", f"{row['update_s']:.1f}", f"{row['response_length']:.0f}"),
                 *(f"{row['wasted']:.0%}", f"{row['staleness_max'] or 0:.0f}", held_out, rewards),
             ]
@@ -214,12 +221,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield ""
 
 
-def _tokens_a_second(run: Mapping[str, Any]) -> float:
+def _speed(run: Mapping[str, Any]) -> float:
     return float(run["tokens_per_rollout_s"])
 
 
-def _responses_a_second(run: Mapping[str, Any]) -> float:
-    return float(run["tokens_per_rollout_s"]) / float(run["response_length"])
+def _before_end(run: Mapping[str, Any]) -> float:
+    """Median tokens a second of the loads but the last one, where there are several."""
+    loads = [float(speed) for _, speed in run["points"]]
+    return float(np.median(loads[:-1] or loads))
 
 
 def _curve(runs: Sequence[Mapping[str, Any]], name: str) -> list[list[float | None]]:

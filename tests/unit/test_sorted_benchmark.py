@@ -163,8 +163,12 @@ def test_runs_together_and_their_table(tmp_path):
     assert ours["to_accuracy"]["0.16"] == [[None, None], [256, 40.0]]
     assert (ours["tokens_over_drafts"], ours["responses_over_drafts"]) == ([1.6, 1.6], [0.8, 0.8])
     assert (drafts["tokens_over_drafts"], sync["responses_over_drafts"]) == ([1.0, 1.0], [0.4, 0.4])
+    made[-1]["points"] = [[100, 1600.0], [100, 960.0]]  # of which the last one is the run's end
+    (*_, ours) = measures.together(made)
+    assert ours["before_end_over_drafts"] == [1.6, 2.0]
     lines = list(measures.table([sync, ours]))
-    assert any(line.startswith("| sorted | 2 | 10% | 1280 | 1.60, 1.60 | 0.80, 0.80 | 640 | 10.0 |") for line in lines)
+    cells = "| sorted | 2 | 10% | 1280 | 1.60, 1.60 | 1.60, 2.00 | 0.80, 0.80 | 640 | 10.0 |"
+    assert any(line.startswith(cells) for line in lines)
     assert any(line.startswith("| sync | 2 | - |") for line in lines)
 
 
