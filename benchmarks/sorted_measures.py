@@ -48,8 +48,8 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         response tokens per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``,
         ``bubble_ratio_sampled``: weighted by seconds of rollout, as the run tells and as it was seen from outside,
         which tells of stock verl, too; ``carried``: of these loads' tokens the share that had been made before them,
-        less what was made in them for later ones (where prompts are loaded as others leave), by which the three figures
-        of speed are corrected;
+        less what was made in them for later ones (where prompts are loaded as others leave), for which the rollout of the
+        three figures of speed is taken to be longer;
         ``wasted``: tokens made and not trained, over those trained; ``staleness_max``: policy versions; ``held_out``:
         ``[samples, seconds, accuracy, score]`` of each validation; ``rewards``: ``[samples, seconds, mean reward]`` of
         each epoch's training, in which each prompt is trained once (where prompts are loaded by epochs); ``points``:
@@ -89,6 +89,8 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
     load_tokens, load_gen = (values.reshape(-1, together).sum(axis=1) for values in (tokens, gen))
     load_made = load_tokens + _carried(folder, [[number for number, _ in by_step[load]] for load in loads])
     made = load_made.sum()
+    rollout = gen.sum() * tokens.sum() / made  # that all of what was trained would have taken
+    whole = step.sum() - gen.sum() + rollout
     staleness = column("training/off_policy/trajectory_staleness_worst/max", rows)
     wasted = np.nansum(column(metrics.SORTED_DISCARDED, warm)) / tokens.sum()
     held_out = [
@@ -100,9 +102,9 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         held_out.insert(0, [0, 0.0, *map(short, before)])
     return {
         "steps": len(rows),
-        "update_s": short(UPDATE * step.sum() / (samples * len(warm)) * tokens.sum() / made),
-        "tokens_per_s": short(made / step.sum()),
-        "tokens_per_rollout_s": short(made / gen.sum()),
+        "update_s": short(UPDATE * whole / (samples * len(warm))),
+        "tokens_per_s": short(tokens.sum() / whole),
+        "tokens_per_rollout_s": short(tokens.sum() / rollout),
         "carried": short(1 - made / tokens.sum()),
         "bubble_ratio": _bubble(warm, metrics.BUBBLE_RATIO),
         "bubble_ratio_sampled": _bubble(warm, SAMPLED),
@@ -153,8 +155,8 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     of stock verl's :data:`STOCK`, where responses are equally long, by seed; ``tokens_over_drafts`` and
     ``responses_over_drafts``: how many times :data:`DRAFTS`' trained tokens, and trained responses, per second of
     rollout, however long responses are: where they are longer a slot that falls empty is rarer, so that tokens flatter
-    the arm, and responses the other. ``before_end_over_drafts``: of the tokens, without the run's last load, in which
-    rolling loads have nothing to load any more."""
+    the arm, and responses the other. ``before_end_over_drafts``: of the tokens, without either run's last load, in
+    which rolling loads have nothing to load any more."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["setting"], row["arm"]), []).append(row)
@@ -172,7 +174,7 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         drafts = {run["seed"]: run for run in groups.get((setting, DRAFTS), [])}
         paired = [(run, drafts[run["seed"]]) for run in runs if run["seed"] in drafts]
         merged["tokens_over_drafts"] = [short(_speed(run) / _speed(other)) for run, other in paired]
-        merged["before_end_over_drafts"] = [short(_before_end(run) / _speed(other)) for run, other in paired]
+        merged["before_end_over_drafts"] = [short(_before_end(run) / _before_end(other)) for run, other in paired]
         merged["responses_over_drafts"] = [
             short(_speed(run) / run["response_length"] / (_speed(other) / other["response_length"]))
             for run, other in paired
