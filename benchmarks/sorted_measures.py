@@ -24,7 +24,7 @@ ACCURACIES = (0.14, 0.16, 0.18)
 TOLD = ("update_s", "tokens_per_s", "bubble_ratio", "response_length", "reward", "staleness_max", "wasted", "held_out")
 _HEADINGS = (
     *("arm", "runs", "bubble", "trained tokens/s of rollout", "over `sync, drafts`, by seeds"),
-    *("the same without the last load", "the same of responses"),
+    *("before the end", "of responses"),
     *("trained tokens/s", "s an update", "length", "wasted", "staleness", "held-out, by samples", "reward, by samples"),
 )
 #: Samples of an update, of the arms that others are compared by.
@@ -48,8 +48,8 @@ def measure(folder: Path, samples: int, epoch: int, load: int) -> dict[str, Any]
         response tokens per second of steps, ``tokens_per_rollout_s`` of rollout; ``bubble_ratio``,
         ``bubble_ratio_sampled``: weighted by seconds of rollout, as the run tells and as it was seen from outside,
         which tells of stock verl, too; ``carried``: of these loads' tokens the share that had been made before them,
-        less what was made in them for later ones (where prompts are loaded as others leave), for which the rollout of the
-        three figures of speed is taken to be longer;
+        less what was made in them for later ones (where prompts are loaded as others leave): in the three figures of
+        speed the rollout is taken to have made these, too, at its pace;
         ``wasted``: tokens made and not trained, over those trained; ``staleness_max``: policy versions; ``held_out``:
         ``[samples, seconds, accuracy, score]`` of each validation; ``rewards``: ``[samples, seconds, mean reward]`` of
         each epoch's training, in which each prompt is trained once (where prompts are loaded by epochs); ``points``:

@@ -8,8 +8,8 @@ that waits for its weights. Nothing is drafted, and neither rewards nor updates 
 on-policy regeneration, ``partial``, and ``rolling``, partial with prompts loaded as others leave, so that no load has
 an end, as many at a time as the others load or (``one version``) as a staleness of 1 lets begin, two updates' worth;
 what they are compared with generates one update's samples after the other's, or (``large``) all that a load has at
-once, which then is trained in several optimizer steps, of which all but the first train older tokens: what SortedRL
-compares itself with.
+once, which then is trained in several optimizer steps, of which all but the first train older tokens: what we take
+SortedRL's comparison to be.
 
 Figures are ratios to that, of trained responses and of trained tokens per decoding step; beside them tokens that were
 thrown away for each that was trained, and all bubbles, which count all slots. ``partial`` and ``rolling`` train tokens

@@ -95,7 +95,8 @@ def wheel(machine: Machine) -> dict:
 
 def sdist(machine: Machine) -> dict:
     with tarfile.open(build("sdist", machine.checkout, machine.folder)) as archive:
-        archive.extractall(machine.folder / "sdist", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # from 3.11.4 on
+        archive.extractall(machine.folder / "sdist")
     [source] = (machine.folder / "sdist").iterdir()
     machine.install(build("wheel", source, machine.folder))
     shutil.rmtree(machine.checkout)
