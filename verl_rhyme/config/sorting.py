@@ -121,14 +121,12 @@ class SortingConfig:
         )
         own = ("harvest_tokens", "group_batches", "load") if self.mode in ("histopipe", "stream") else ()
         for name in (*own, *(("max_staleness", "harvest") if self.mode == "histopipe" else ())):
-            default = type(self).__dataclass_fields__[name].default
-            given = getattr(self, name)
             allowed = f"left out with sorting.mode={self.mode}, which has its own (sorting.mode=partial takes it)"
-            require(given == default, f"sorting.{name}", given, allowed)
+            require(self._left_out(name), f"sorting.{name}", getattr(self, name), allowed)
         rolls = self.load == "rolling"
         allowed = "left out with sorting.load=rolling, which loads as much as sorting.max_staleness lets begin"
-        default = type(self).__dataclass_fields__["group_batches"].default
-        require(not rolls or self.group_batches == default, "sorting.group_batches", self.group_batches, allowed)
+        left_out = self._left_out("group_batches")
+        require(not rolls or left_out, "sorting.group_batches", self.group_batches, allowed)
         allowed = (
             "group with sorting.mode=on_policy: nothing may begin before its policy (sorting.mode=partial trains it)"
         )
@@ -141,6 +139,10 @@ class SortingConfig:
             seconds = getattr(self, name)
             require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")
+
+    def _left_out(self, name: str) -> bool:
+        """An option is at its default."""
+        return bool(getattr(self, name) == type(self).__dataclass_fields__[name].default)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,7 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
     there = "are loaded together" if found.load == "group" else "are here at a time, others are loaded as these leave"
     told = (
         f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} {there}: "
-        f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, "
-        f"{trained}"
+        f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, {trained}"
     )
     if found.continues and found.load == "group" and batches - 1 > found.max_staleness > 0:
         told += (
