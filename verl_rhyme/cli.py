@@ -273,7 +273,7 @@ def history(
     path: Annotated[Path, typer.Argument(help="A history folder, or a checkpoint's global_step_N.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a store.")] = False,
 ) -> None:
-    """What a history holds: sizes, prompts, epochs, rewards, and how much of it rhymes."""
+    """What a history holds: sizes, prompts, visits, rewards, and how much of it rhymes."""
     from verl_rhyme.history import inspection
     from verl_rhyme.history.environment import Damaged
 
@@ -293,13 +293,15 @@ def _told(found: Inspection) -> str:
         f"  {found.prompts} prompts, {found.responses} responses, {found.tokens} tokens, {found.bytes / 1e6:.1f} MB, "
         f"vocabulary {found.namespace}" + (f", {found.corrupt} prompts damaged" if found.corrupt else ""),
     ]
-    for epoch, row in found.epochs.items():
+    for before, row in found.visits.items():
+        visit = (
+            f"{before} visits before" if before > 1 else "the visit before" if before else "each prompt's latest visit"
+        )
         lines.append(
-            f"  epoch {epoch + 1}: {row['responses']} responses, {row['tokens']} tokens, "
-            f"mean reward {row['reward_mean']:.3f}"
+            f"  {visit}: {row['responses']} responses, {row['tokens']} tokens, mean reward {row['reward_mean']:.3f}"
         )
     if found.reusable is not None:
-        lines.append(f"  {found.reusable:.0%} of the newest epoch's tokens followed the same 4 tokens in an older one")
+        lines.append(f"  {found.reusable:.0%} of the latest visits' tokens followed the same 4 tokens in an older one")
     return "\n".join(lines)
 
 

@@ -89,6 +89,7 @@ def named(n, length=20, epoch=0, nodes=None):
     return TrainedBatch(
         StoredSamples(batch.partition_id, batch.keys, np.full(n, length)),
         [t.key for t in made],
+        [t.visit for t in made],
         np.array([t.reward for t in made]),
         [t.sample for t in made],
         [t.policy_version for t in made],

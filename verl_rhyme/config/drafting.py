@@ -28,12 +28,12 @@ class HistoryConfig:
 
     Attributes:
         dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
-        max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest epochs go
+        max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest visits go
             first, then whole prompts by a hash of their key. ``None``: half of what is free, when the run starts, of
             the folder's disk or of memory, whichever is less; nodes that share a disk or a machine share that half.
             While the file is rewritten the values stand there twice: 1.7 times as many bytes. Each checkpoint takes a
             copy of the values.
-        epochs: How many of a prompt's latest epochs are kept.
+        epochs: How many of a prompt's latest visits are kept: one an epoch, or more where the data repeat prompts.
         keep: ``"all"``: every node has every prompt; ``"served"``: a node has those that its own replicas answered
             last, but for the trainer's node, which has all, for the checkpoints.
         timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer

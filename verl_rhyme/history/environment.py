@@ -27,7 +27,7 @@ import msgpack
 from lmdb import verify
 
 #: Format of the environment; another one is treated as damaged.
-FORMAT = 3
+FORMAT = 4
 DATA_FILE = "data.mdb"
 _CURRENT = "current"
 _NAME = re.compile(r"env-\d+")

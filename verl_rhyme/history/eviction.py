@@ -1,10 +1,10 @@
 """Making room: how what was kept goes.
 
-:mod:`verl_rhyme.history.room` decides what stays. A prompt that arrives in an append is kept with as many epochs as its
+:mod:`verl_rhyme.history.room` decides what stays. A prompt that arrives in an append is kept with as many visits as its
 level gives it, or not written at all, so that nothing thrashes (``HistoryStore.append``). What others keep goes here:
 
 - :func:`shed`, in the append's transaction, while values fill more than their bound (0.7 of
-  ``history.max_bytes``): excess epochs are cut off, excess prompts deleted, and LMDB uses their pages again later;
+  ``history.max_bytes``): excess visits are cut off, excess prompts deleted, and LMDB uses their pages again later;
 - :func:`rewrite`, where pages run out all the same (a transaction writes before it frees, and values need pages in a
   row): what stays is copied into a new, dense environment, which then takes the old one's place. Until then both are on
   the disk: ``max_bytes`` and the values once more.
@@ -28,7 +28,7 @@ _COMMIT_BYTES = 256 << 20
 
 @dataclass
 class Shed:
-    """What went: prompts of which nothing is kept, prompts that keep less, and how many epochs those lost."""
+    """What went: prompts of which nothing is kept, prompts that keep less, and how many visits those lost."""
 
     gone: set[bytes] = field(default_factory=set)
     shortened: set[bytes] = field(default_factory=set)
@@ -77,7 +77,7 @@ def rewrite(values: Values, into: Environment, bound: int) -> set[bytes]:
 
 
 def _copy(values: Values, source: Any, txn: Any, into: Environment, key: bytes, entry: Entry, epochs: int) -> int:
-    """One prompt, with the latest epochs of it. Returns its bytes."""
+    """One prompt, with the latest visits of it. Returns its bytes."""
     value = source.get(key, b"") if epochs else b""
     if epochs < entry.units and value:
         history = values.get(source, key).latest(epochs)

@@ -1,4 +1,4 @@
-"""What stands in a history: sizes, prompts, epochs, rewards, and how much of it rhymes."""
+"""What stands in a history: sizes, prompts, visits, rewards, and how much of it rhymes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Inspection:
         bytes: Of its file.
         prompts, responses, tokens: Kept.
         corrupt: Prompts whose value is damaged.
-        epochs: For each epoch its responses, tokens and mean reward.
-        reusable: Share of the newest epoch's tokens that followed the same :data:`MATCH` tokens in an older response to
-            the same prompt; ``None`` with a single epoch.
+        visits: Responses, tokens and mean reward of the prompts' latest visits (0), the visits before (1), and so on.
+        reusable: Share of the latest visit's tokens that followed the same :data:`MATCH` tokens in an older response to
+            the same prompt; ``None`` with a single visit.
     """
 
     folder: str
@@ -43,7 +43,7 @@ class Inspection:
     responses: int = 0
     tokens: int = 0
     corrupt: int = 0
-    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    visits: dict[int, dict[str, float]] = field(default_factory=dict)
     reusable: float | None = None
 
 
@@ -87,14 +87,15 @@ def inspect(folder: Path) -> Inspection:
                 result.responses += len(history)
                 lengths = history.lengths
                 result.tokens += int(lengths.sum())
-                for epoch, length, reward in zip(history.epoch.tolist(), lengths.tolist(), history.reward, strict=True):
-                    row = result.epochs.setdefault(epoch, {"responses": 0, "tokens": 0})
+                age = {visit: n for n, visit in enumerate(dict.fromkeys(reversed(history.visit.tolist())))}
+                for visit, length, reward in zip(history.visit.tolist(), lengths.tolist(), history.reward, strict=True):
+                    row = result.visits.setdefault(age[visit], {"responses": 0, "tokens": 0})
                     row["responses"] += 1
                     row["tokens"] += length
-                    rewards.setdefault(epoch, []).append(float(reward))
-    for epoch, values in rewards.items():
-        result.epochs[epoch]["reward_mean"] = float(np.mean(values))
-    result.epochs = dict(sorted(result.epochs.items()))
+                    rewards.setdefault(age[visit], []).append(float(reward))
+    for number, values in rewards.items():
+        result.visits[number]["reward_mean"] = float(np.mean(values))
+    result.visits = dict(sorted(result.visits.items()))
     if compared:
         result.reusable = foreseen / compared
     return result
@@ -134,18 +135,18 @@ def _opened(folder: Path) -> Iterator[tuple[lmdb.Environment, Any, str]]:
 
 
 def reusable(history: PromptHistory) -> tuple[int, int]:
-    """Tokens of the newest epoch that older ones foresaw, and tokens looked at; see :class:`Inspection`."""
+    """Tokens of the latest visit that older ones foresaw, and tokens looked at; see :class:`Inspection`."""
     if len(history) == 0:
         return 0, 0
-    newest = int(history.epoch[-1])
-    older = [history.response(i) for i in range(len(history)) if history.epoch[i] != newest]
+    newest = int(history.visit[-1])
+    older = [history.response(i) for i in range(len(history)) if history.visit[i] != newest]
     if not older:
         return 0, 0
     text, bounds = suffix_index.join(older)
     index = _Text(text, suffix_index.build(text, bounds))
     foreseen = looked_at = 0
     for i in range(len(history)):
-        if history.epoch[i] != newest:
+        if history.visit[i] != newest:
             continue
         response = history.response(i)
         for t in range(MATCH, len(response)):

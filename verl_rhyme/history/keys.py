@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
     if tokens.size and not (tokens.min() >= -(1 << 31) and tokens.max() < 1 << 31):
         raise OverflowError(f"a prompt's token ids must fit in int32, found {tokens.min()}..{tokens.max()}")
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def visit_label(uid: str) -> int:
+    """Label of a prompt's visit, by verl's uid, which each prompt that is loaded gets anew: 0 to 2**31 - 1."""
+    return zlib.crc32(uid.encode()) >> 1
 
 
 def messages_key(messages: Any) -> str:

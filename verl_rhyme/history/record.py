@@ -3,7 +3,7 @@
 A prompt's value in the store is a header and arrays, little-endian::
 
     magic "RHY3" | crc32 of all that follows it | n | m | bits of a token, of a suffix (a byte each), two bytes of 0
-    bounds int32[m+1] | reward float32[m] | epoch, policy_version, sample, step int32[m] each
+    bounds int32[m+1] | reward float32[m] | visit, policy_version, sample, step int32[m] each
     tokens + 1, packed[n] | suffixes, packed[n-m-1] | confidence uint8[n]
 
 Tokens and suffixes are packed at the bits that the largest of each needs (:mod:`~verl_rhyme.history.packing`): of a
@@ -27,7 +27,7 @@ from verl_rhyme.history import packing, suffix_index
 
 _MAGIC, _OLDER = b"RHY3", b"RHY2"
 _HEADER, _OLDER_HEADER = struct.Struct("<4sIIIBBxx"), struct.Struct("<4sIII")
-_PER_RESPONSE = ("epoch", "policy_version", "sample", "step")
+_PER_RESPONSE = ("visit", "policy_version", "sample", "step")
 
 
 def encoded_bytes(tokens: int, responses: int, most: int) -> int:
@@ -76,6 +76,8 @@ class Trajectory:
         epoch: Pass over the data set it was made in.
         sample: Its number within the group of its prompt.
         logprobs: float32[length], of the tokens under the policy that sampled them; ``None`` where they are not known.
+        visit: Label of the prompt's visit, at least 0: the same for all samples of a group, however many parts and
+            steps record them. ``None``: the epoch, for prompts that come once in each.
     """
 
     key: bytes
@@ -85,6 +87,11 @@ class Trajectory:
     epoch: int
     sample: int
     logprobs: np.ndarray | None = None
+    visit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.visit is None:
+            object.__setattr__(self, "visit", self.epoch)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ class PromptHistory:
         bounds: int32[m + 1], positions of the separators; response i is ``tokens[bounds[i] + 1 : bounds[i + 1]]``.
         suffixes: int32[n - m - 1], the suffix array of the reversed text.
         reward: float32[m].
-        epoch, policy_version, sample, step: int32[m]; step is the trainer's step that recorded the response.
+        visit, policy_version, sample, step: int32[m]; visit is a label that a visit's responses share
+            (:attr:`Trajectory.visit`), step the trainer's step that recorded the response.
         confidence: uint8[n], how probable each token was when it was sampled; see :func:`confidence_codes`.
     """
 
@@ -107,7 +115,7 @@ class PromptHistory:
     bounds: np.ndarray
     suffixes: np.ndarray
     reward: np.ndarray
-    epoch: np.ndarray
+    visit: np.ndarray
     policy_version: np.ndarray
     sample: np.ndarray
     step: np.ndarray
@@ -119,7 +127,7 @@ class PromptHistory:
         return cls._build(
             [t.tokens for t in trajectories],
             [t.reward for t in trajectories],
-            [[t.epoch, t.policy_version, t.sample, step] for t in trajectories],
+            [[t.visit, t.policy_version, t.sample, step] for t in trajectories],
             [confidence_codes(t.logprobs, len(t.tokens)) for t in trajectories],
         )
 
@@ -133,9 +141,9 @@ class PromptHistory:
         for code, start, end in zip(codes, bounds[:-1], bounds[1:], strict=True):
             confidence[start + 1 : end] = code
         rewards = np.array(reward, dtype=np.float32)
-        epoch, version, sample, step = columns
+        visit, version, sample, step = columns
         suffixes = suffix_index.build(tokens, bounds)
-        return cls(tokens, bounds, suffixes, rewards, epoch, version, sample, step, confidence)
+        return cls(tokens, bounds, suffixes, rewards, visit, version, sample, step, confidence)
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
@@ -173,32 +181,33 @@ class PromptHistory:
         return scaled
 
     def extended(self, trajectories: Sequence[Trajectory], step: int, epochs: int) -> PromptHistory:
-        """This history with a step's trajectories added and old epochs dropped.
+        """This history with a step's trajectories added and old visits dropped.
 
-        What an earlier run of the same step recorded is replaced, so that a resumed run records nothing twice. An
-        epoch's age is when it was last recorded, not its number, so that a fresh run in an old folder, which counts
-        from 0 again, does not drop what it has just made.
+        A sample that the same step recorded before is replaced: a step that is recorded again counts once, and groups
+        of one prompt that a step records in several appends add up. A visit's age is when it was last recorded.
 
         Args:
             trajectories: Of this prompt.
             step: The trainer's step.
-            epochs: How many of the latest epochs stay.
+            epochs: How many of the latest visits stay (``history.epochs``).
         """
-        old = [i for i in range(len(self)) if self.step[i] != step]
-        arrived = [int(self.epoch[i]) for i in old] + [t.epoch for t in trajectories]
+        again = {(t.visit, t.sample) for t in trajectories}
+        labels = zip(self.step.tolist(), self.visit.tolist(), self.sample.tolist(), strict=True)
+        old = [i for i, (at, *sample) in enumerate(labels) if at != step or tuple(sample) not in again]
+        arrived = [int(self.visit[i]) for i in old] + [t.visit for t in trajectories]
         latest = set(list(dict.fromkeys(reversed(arrived)))[:epochs])
-        old = [i for i in old if int(self.epoch[i]) in latest]
-        new = [t for t in trajectories if t.epoch in latest]
+        old = [i for i in old if int(self.visit[i]) in latest]
+        new = [t for t in trajectories if t.visit in latest]
         return self._build(
             [self.response(i) for i in old] + [t.tokens for t in new],
             [self.reward[i] for i in old] + [t.reward for t in new],
             [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
-            + [[t.epoch, t.policy_version, t.sample, step] for t in new],
+            + [[t.visit, t.policy_version, t.sample, step] for t in new],
             [self.confidence[self._span(i)] for i in old] + [confidence_codes(t.logprobs, len(t.tokens)) for t in new],
         )
 
     def latest(self, epochs: int) -> PromptHistory:
-        """This history without all but its latest epochs."""
+        """This history without all but its latest visits."""
         return self.extended((), step=-1, epochs=epochs)
 
     def encode(self) -> bytes:
@@ -244,9 +253,9 @@ class PromptHistory:
             return packing.unpack(take("<u4", packing.words(count, width)), count, width, shift)
 
         bounds, reward = take("<i4", m + 1), take("<f4", m)
-        epoch, version, sample, step = (take("<i4", m) for _ in _PER_RESPONSE)
+        visit, version, sample, step = (take("<i4", m) for _ in _PER_RESPONSE)
         if bits:
             tokens, suffixes = packed(n, bits[0], -1), packed(n - m - 1, bits[1], 0)
         else:
             tokens, suffixes = take("<i4", n), take("<i4", n - m - 1)
-        return cls(tokens, bounds, suffixes, reward, epoch, version, sample, step, take("<u1", n))
+        return cls(tokens, bounds, suffixes, reward, visit, version, sample, step, take("<u1", n))

@@ -1,9 +1,9 @@
-"""Which prompts, and how many of their epochs, fit into a number of bytes: shallower first, then fewer prompts.
+"""Which prompts, and how many of their visits, fit into a number of bytes: shallower first, then fewer prompts.
 
-Each prompt has a fixed place in [0, 1), a hash of its key. Its latest epoch ranks at ``place``, the one before at
-``1 + place``, and so on; what ranks below one number, the level, is kept. A level of 2.3 keeps three epochs of 30 % of
-the prompts and two of the others; one of 0.4 keeps the latest epoch of 40 % of the prompts, always the same ones: under
-reshuffled epochs, room for a share C of the prompts is hit C of the time (oldest first: about C*C/2, since what goes
+A visit is one group of responses to a prompt: one an epoch, or many where the data repeat a prompt. Each prompt has a
+fixed place in [0, 1), a hash of its key. Its latest visit ranks at ``place``, the one before at ``1 + place``, and so
+on; what ranks below one number, the level, is kept. A level of 2.3 keeps three visits of 30 % of the prompts and two of
+the others; one of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones: under reshuffled epochs, room for a share C of the prompts is hit C of the time (oldest first: about C*C/2, since what goes
 comes back soonest). A prompt above the level is not written, but its size is remembered, so that the level follows the
 sizes of all prompts, down and up.
 """
@@ -30,6 +30,7 @@ _COLUMNS = np.dtype(
         ("tokens", "i8"),
         ("responses", "i4"),
         ("step", "i8"),
+        ("visit", "i8"),
     ]
 )
 
@@ -38,11 +39,12 @@ class Entry(NamedTuple):
     """What is known of a prompt without its value.
 
     Attributes:
-        epoch: The one it was last seen in.
-        size: Bytes of one epoch of it: the mean of those kept, or what its latest one would have taken.
-        units: Epochs kept; 0: it has no room, and the next three are 0.
+        epoch: The pass over the data that it was last seen in.
+        size: Bytes of one visit of it: the mean of those kept, or what its latest one would have taken.
+        units: Visits kept; 0: it has no room, and the next three are 0.
         bytes, tokens, responses: Kept.
         step: The latest one that recorded it, or would have.
+        visit: Label of its latest visit; -1 where none is known.
     """
 
     epoch: int
@@ -52,10 +54,11 @@ class Entry(NamedTuple):
     tokens: int = 0
     responses: int = 0
     step: int = -1
+    visit: int = -1
 
     def emptied(self) -> Entry:
         """What stays known when nothing is kept."""
-        return Entry(self.epoch, self.size, step=self.step)
+        return Entry(self.epoch, self.size, step=self.step, visit=self.visit)
 
 
 def place(key: bytes) -> float:
@@ -68,7 +71,7 @@ class Room:
 
     Args:
         bound: Bytes that values may fill.
-        epochs: Epochs of a prompt that are kept where there is room for all.
+        epochs: Visits of a prompt that are kept where there is room for all.
     """
 
     def __init__(self, bound: int, epochs: int) -> None:
@@ -111,7 +114,7 @@ class Room:
 
     @property
     def deepest(self) -> int:
-        """The most epochs that any prompt has."""
+        """The most visits that any prompt has."""
         return int(self._known["units"].max(initial=0))
 
     def total(self, column: str) -> int:
@@ -137,24 +140,26 @@ class Room:
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[row] = (np.void(key), place(key), *entry)
 
-    def arrive(self, key: bytes, epoch: int, size: float, step: int) -> None:
+    def arrive(self, key: bytes, epoch: int, visit: int, size: float, step: int) -> None:
         """A prompt is seen; what its new responses would take is the best guess of a prompt that is not kept.
 
         Args:
-            size: Bytes of its new responses; those of one epoch may come in several parts.
+            epoch: Pass over the data.
+            visit: Label of the visit.
+            size: Bytes of its new responses; those of one visit may come in several parts.
             step: That of the part; one that comes again does not count again.
         """
         self.now = epoch
         if key in self:
             return
         before = self.entry(key) if key in self._row else None
-        if before is None or before.epoch != epoch:
-            self.record(key, Entry(epoch, size, step=step))
+        if before is None or before.visit != visit:
+            self.record(key, Entry(epoch, size, step=step, visit=visit))
         elif step > before.step:
-            self.record(key, Entry(epoch, before.size + size, step=step))
+            self.record(key, Entry(epoch, before.size + size, step=step, visit=visit))
 
     def settle(self) -> None:
-        """Find the level at which all known prompts fit, each with as many epochs as the level gives it."""
+        """Find the level at which all known prompts fit, each with as many visits as the level gives it."""
         table = self._known
         counts = ~self._gone(table) & (table["size"] <= self.bound)
         sizes, places = table["size"][counts], table["place"][counts]
@@ -168,7 +173,7 @@ class Room:
         self._cut = float(places[order[fits]]) if fits < len(order) else 1.0
 
     def epochs_for(self, key: bytes) -> int:
-        """How many epochs of a prompt the level keeps; 0: it is not to be written.
+        """How many visits of a prompt the level keeps; 0: it is not to be written.
 
         Raises: KeyError: It was never seen.
         """
@@ -178,7 +183,7 @@ class Room:
         return min(self.epochs, self._full + int(row["place"] < self._cut))
 
     def excess(self, bound: int) -> dict[bytes, int]:
-        """What has to go until the rest takes at most ``bound`` bytes: prompt to the epochs that it keeps.
+        """What has to go until the rest takes at most ``bound`` bytes: prompt to the visits that it keeps.
 
         Prompts that are gone from the data go first, then the highest ranks. Sizes within a prompt are taken as equal.
         """
@@ -227,10 +232,10 @@ class Room:
             self._table[row] = self._table[last]
             self._row[self._table["key"][row].tobytes()] = row
 
-    def seen_before(self, key: bytes, epoch: int) -> bool:
-        """Whether a prompt is known, and was not seen in this epoch or later."""
+    def seen_before(self, key: bytes, visit: int) -> bool:
+        """Whether a prompt is known, by another visit than this one."""
         row = self._row.get(key)
-        return row is not None and int(self._table["epoch"][row]) < epoch
+        return row is not None and int(self._table["visit"][row]) != visit
 
     def _gone(self, table: np.ndarray) -> np.ndarray:
         """Whole epochs passed it by: the data has changed."""

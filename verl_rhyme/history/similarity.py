@@ -1,7 +1,7 @@
-"""How much of a response stood in its prompt's last epoch: the premise of drafting from history.
+"""How much of a response stood in its prompt's visit before: the premise of drafting from history.
 
-A token counts where it lies in a run of at least :data:`MATCH` tokens that some response of the epoch before has as
-well. Short runs agree by chance, too: how often, the last epoch of another prompt tells, the one that came before in
+A token counts where it lies in a run of at least :data:`MATCH` tokens that some response of the visit before has as
+well. Short runs agree by chance, too: how often, the last visit of another prompt tells, the one that came before in
 the same append. A hash table of those runs is made for each prompt, in time linear in its tokens; runs are compared,
 not only their hashes. A process spends at most :data:`BUDGET` tokens an append on it, and a quarter of that on chance,
 on the prompts that come first.
@@ -9,7 +9,7 @@ on the prompts that come first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ class Account:
     """Of one append.
 
     Attributes:
-        compared, similar: Tokens whose prompt had an epoch before, and those of them that stood in it.
+        compared, similar: Tokens whose prompt had a visit before, and those of them that stood in it.
         by_chance_compared, by_chance_similar: Tokens that were held against another prompt's, and those that stood
             there.
     """
@@ -44,7 +44,7 @@ class Account:
     _others: list[np.ndarray] = field(default_factory=list)
 
     def add(self, history: PromptHistory, group: Sequence[Trajectory]) -> None:
-        """New responses to a prompt, all of one epoch, and what is kept of it without them."""
+        """New responses to a prompt, and what is kept of it without them."""
         if self._left <= 0:
             return
         same, of = compare(history, group)
@@ -56,26 +56,26 @@ class Account:
             self.by_chance_similar += shared_tokens(self._others, [t.tokens for t in group])
             self.by_chance_compared += of
             self._chance_left -= of + sum(map(len, self._others))
-        if earlier := previous_epoch(history, group[-1].epoch):
+        if earlier := previous_visit(history, {t.visit for t in group}):
             self._others = [text.copy() for text in earlier]  # the store's own may be overwritten
 
 
-def previous_epoch(history: PromptHistory, epoch: int) -> list[np.ndarray]:
-    """Responses of the epoch recorded last before ``epoch``, each int32[length]; none where there is none."""
-    others = np.flatnonzero(history.epoch != epoch)
+def previous_visit(history: PromptHistory, visits: Set[int | None]) -> list[np.ndarray]:
+    """Responses of the visit recorded last, but for ``visits``, each int32[length]; none where there is none."""
+    others = np.flatnonzero(~np.isin(history.visit, list(visits)))
     if not len(others):
         return []
-    return [history.response(i) for i in others[history.epoch[others] == history.epoch[others[-1]]]]
+    return [history.response(i) for i in others[history.visit[others] == history.visit[others[-1]]]]
 
 
 def compare(history: PromptHistory, group: Sequence[Trajectory]) -> tuple[int, int]:
-    """Tokens of ``group`` that stood in its prompt's previous epoch, and its tokens; (0, 0) without one.
+    """Tokens of ``group`` that stood in its prompt's previous visit, and its tokens; (0, 0) without one.
 
     Args:
         history: Of the prompt, before the group is added.
-        group: New responses to the prompt, all of one epoch.
+        group: New responses to the prompt.
     """
-    earlier = previous_epoch(history, group[-1].epoch)
+    earlier = previous_visit(history, {t.visit for t in group})
     if not earlier:
         return 0, 0
     return shared_tokens(earlier, [t.tokens for t in group]), sum(len(t.tokens) for t in group)

@@ -1,4 +1,4 @@
-"""The history of a node: one writer, one LMDB transaction per training step, bounded by bytes and by epochs."""
+"""The history of a node: one writer, one LMDB transaction per training step, bounded by bytes and by visits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,10 @@ class AppendStats:
         dropped: Trajectories that could not be recorded (full disk, too large, bad tokens).
         unkept: Trajectories of prompts that there is no room for.
         evicted: Prompts that were kept and had to go for the byte bound, whole.
-        shed_epochs: Epochs of prompts that had to go for it, beyond those of whole prompts.
-        compared, similar: Tokens whose prompt had an epoch before, and those of them that stood in it
+        shed_epochs: Visits of prompts that had to go for it, beyond those of whole prompts.
+        compared, similar: Tokens whose prompt had a visit before, and those of them that stood in it
             (:mod:`~verl_rhyme.history.similarity`).
-        by_chance_compared, by_chance_similar: The same, of another prompt's epoch before.
+        by_chance_compared, by_chance_similar: The same, of another prompt's visit before.
     """
 
     prompts: int = 0
@@ -74,7 +74,7 @@ class HistoryStore:
         path: Node-local folder, made where it is missing.
         namespace: Fingerprint of tokenizer and vocabulary.
         max_bytes: Bound of the file; at least 1 MiB.
-        epochs: How many of a prompt's latest epochs are kept.
+        epochs: How many of a prompt's latest visits are kept.
         run: Name of the run it is written for: what another run left here is deleted, what a killed writer of this
             run left is taken over. ``None`` takes over whatever stands here.
 
@@ -104,7 +104,7 @@ class HistoryStore:
     def append(self, trajectories: Iterable[Trajectory], step: int) -> AppendStats:
         """Record a step's trajectories and index their prompts anew.
 
-        Recording a step again replaces what it recorded before.
+        Recording a sample of a step again replaces what the step recorded of it before.
 
         Args:
             trajectories: Of any prompts, in any order; empty responses are passed over.
@@ -150,19 +150,18 @@ class HistoryStore:
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
-    def leave(self, keys: Iterable[bytes], epoch: int) -> int:
-        """Forget prompts that others answer in this epoch, but for those that were recorded here in it.
+    def leave(self, visits: Mapping[bytes, int]) -> int:
+        """Forget prompts whose visit other nodes answer, but for those of whose visit some was recorded here.
 
         Args:
-            keys: Of prompts.
-            epoch: Pass over the data.
+            visits: Label of the visit, by the prompt's key.
 
         Returns:
             How many of those that were kept went. Where it cannot be written, none, with a warning.
         """
         with self._mutex:
             room = self._values.room
-            left = [key for key in keys if room.seen_before(key, epoch)]
+            left = [key for key, visit in visits.items() if room.seen_before(key, visit)]
             kept = sum(key in room for key in left)
             if not left:
                 return 0
@@ -258,7 +257,7 @@ class HistoryStore:
 
     def stats(self) -> dict[str, float]:
         """``prompts``, ``responses``, ``tokens``, ``bytes`` (of their values), ``file_bytes``, ``epochs`` (the most
-        that any prompt has), and ``kept_share`` (prompts kept of those seen lately)."""
+        visits that any prompt has), and ``kept_share`` (prompts kept of those seen lately)."""
         with self._mutex:
             room = self._values.room
             return {
@@ -308,9 +307,10 @@ class HistoryStore:
         prompts = trajectories = written = dropped = unkept = cut = tokens = 0
         alike = similarity.Account()
         for key, group in groups.items():
-            most = max(int(t.tokens.max()) for t in group)
-            size = encoded_bytes(sum(len(t.tokens) for t in group), len(group), most)
-            room.arrive(key, group[-1].epoch, stored_bytes(size), step)
+            last = [t for t in group if t.visit == group[-1].visit]
+            most = max(int(t.tokens.max()) for t in last)
+            size = encoded_bytes(sum(len(t.tokens) for t in last), len(last), most)
+            room.arrive(key, last[-1].epoch, last[-1].visit, stored_bytes(size), step)
         forgotten = room.forget()
         room.settle()
         for key, group in groups.items():
@@ -330,7 +330,7 @@ class HistoryStore:
                 continue
             entry = entry_of(value, history, group[-1].epoch)
             values.put(txn, key, value, entry)
-            there = len({*old.epoch.tolist(), *(t.epoch for t in group)})
+            there = len({*old.visit.tolist(), *(t.visit for t in group)})
             cut += min(there, self._epochs) - entry.units
             written += stored_bytes(len(value))
             prompts += 1
@@ -354,7 +354,7 @@ class HistoryStore:
         if stats.evicted or stats.unkept:
             room = self._values.room
             self._warn(
-                f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest epoch of about "
+                f"evicting whole prompts: history.max_bytes={self._map_size} keeps the latest visit of about "
                 f"{room.kept_share:.0%} of the {room.known} prompts seen so far, always the same ones, and "
                 "of a smaller share until all have been seen (rollout/history/kept_share); the others draft without a "
                 "history. Raise history.max_bytes to keep more"

@@ -21,7 +21,7 @@ class Values:
     Args:
         opened: The environment.
         bound: Bytes that values may fill.
-        epochs: Epochs of a prompt that are kept where there is room for all.
+        epochs: Visits of a prompt that are kept where there is room for all.
         warn: Told of damaged values.
 
     Attributes:
@@ -85,6 +85,6 @@ def stored_bytes(value_bytes: int) -> int:
 
 def entry_of(value: bytes, history: PromptHistory, epoch: int) -> Entry:
     """What the ledger knows of a prompt that was last seen in ``epoch``."""
-    size, units = stored_bytes(len(value)), len(np.unique(history.epoch))
+    size, units = stored_bytes(len(value)), len(np.unique(history.visit))
     tokens, step = len(history.tokens) - len(history.bounds), int(history.step.max())
-    return Entry(epoch, size / units, units, size, tokens, len(history), step)
+    return Entry(epoch, size / units, units, size, tokens, len(history), step, int(history.visit[-1]))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import transfer_queue as tq
 
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
@@ -276,7 +276,8 @@ class _Samples:
     ) -> TrainedBatch:
         """For the history."""
         nodes = [frozenset(record["node"] for record in told) - {""} for told in records]
-        return TrainedBatch(self.stored, prompts, rewards, self.numbers, self.versions, epoch, logprobs, nodes)
+        visits = list(map(visit_label, self.uids))
+        return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs, nodes)
 
     def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
         """Keys of the prompts; only where the servers did not tell one are its tokens fetched."""

@@ -113,7 +113,7 @@ class HistoryWriter:
             return self.record(batch.trajectories(), step)
         mine, elsewhere = batch.served_by(self._serves)
         told = self.record(mine.trajectories(), step)
-        self._store.leave(elsewhere, batch.epoch)
+        self._store.leave(elsewhere)
         return {**told, **self._store.stats()}
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:

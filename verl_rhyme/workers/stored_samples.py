@@ -117,6 +117,7 @@ class TrainedBatch:
     Attributes:
         stored: Where their tokens are, N samples.
         prompts: Key of each one's prompt (:mod:`verl_rhyme.history.keys`).
+        visits: Label of the prompt's visit that each is of (:func:`verl_rhyme.history.keys.visit_label`).
         rewards: float64[N].
         numbers: Each one's number within the group of its prompt.
         versions: Version of the weights that ended it.
@@ -127,6 +128,7 @@ class TrainedBatch:
 
     stored: StoredSamples
     prompts: list[bytes]
+    visits: list[int]
     rewards: np.ndarray
     numbers: list[int]
     versions: list[int]
@@ -134,11 +136,13 @@ class TrainedBatch:
     logprobs: bool = True
     nodes: list[frozenset[str]] | None = None
 
-    def served_by(self, node: str) -> tuple[TrainedBatch, set[bytes]]:
-        """All samples of the prompts of which a node answered some, or nobody knows who did; the other prompts."""
+    def served_by(self, node: str) -> tuple[TrainedBatch, dict[bytes, int]]:
+        """All samples of the prompts of which a node answered some, or nobody knows who did; the other prompts, with
+        the labels of their latest visits."""
         assert self.nodes is not None
         served = {key for key, nodes in zip(self.prompts, self.nodes, strict=True) if node in nodes or not nodes}
-        return self._of([row for row, key in enumerate(self.prompts) if key in served]), set(self.prompts) - served
+        others = {key: visit for key, visit in zip(self.prompts, self.visits, strict=True) if key not in served}
+        return self._of([row for row, key in enumerate(self.prompts) if key in served]), others
 
     def _of(self, rows: list[int]) -> TrainedBatch:
         def pick(column: list[Any]) -> list[Any]:
@@ -149,6 +153,7 @@ class TrainedBatch:
             self,
             stored=stored,
             prompts=pick(self.prompts),
+            visits=pick(self.visits),
             rewards=self.rewards[rows],
             numbers=pick(self.numbers),
             versions=pick(self.versions),
@@ -167,6 +172,7 @@ class TrainedBatch:
                     epoch=self.epoch,
                     sample=self.numbers[row],
                     logprobs=logprobs[i],
+                    visit=self.visits[row],
                 )
                 for i, row in enumerate(rows)
             ]

@@ -33,7 +33,8 @@ def test_a_live_store_and_its_snapshot_say_the_same(store, tmp_path):
         found = inspect(folder)
         assert (found.prompts, found.responses, found.tokens, found.corrupt) == (3, 6, 750, 0)
         assert found.namespace == NAMESPACE
-        assert found.epochs[1] == {"responses": 3, "tokens": 450, "reward_mean": 1.5}
+        assert found.visits[0] == {"responses": 3, "tokens": 450, "reward_mean": 1.5}
+        assert found.visits[1] == {"responses": 3, "tokens": 300, "reward_mean": 0.5}
         assert found.reusable == pytest.approx((100 - 4) / (150 - 4))
     store.append([trajectory(9, [1])], 7)  # the writer was not disturbed
 
@@ -47,7 +48,7 @@ def test_command_line(store, tmp_path):
     told = CliRunner().invoke(app, ["history", str(tmp_path / "h")])
     assert told.exit_code == 0
     assert "3 prompts, 6 responses, 750 tokens" in told.output
-    assert "66% of the newest epoch's tokens" in told.output
+    assert "66% of the latest visits' tokens" in told.output
     found = json.loads(CliRunner().invoke(app, ["history", "--json", str(tmp_path / "h")]).output)
     assert found["responses"] == 6
     missing = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])

@@ -52,7 +52,7 @@ def test_bytes_a_token():
 
 def as_version_2(history):
     """What versions before today's format wrote."""
-    names = ("bounds", "reward", "epoch", "policy_version", "sample", "step", "tokens", "suffixes", "confidence")
+    names = ("bounds", "reward", "visit", "policy_version", "sample", "step", "tokens", "suffixes", "confidence")
     arrays = b"".join(getattr(history, name).tobytes() for name in names)
     body = struct.pack("<II", len(history.tokens), len(history)) + arrays
     return b"RHY2" + struct.pack("<I", zlib.crc32(body)) + body
@@ -103,10 +103,10 @@ def test_any_altered_byte_and_any_truncation_is_found(data):
 
 
 def kept(history):
-    return sorted((int(s), int(e), int(n)) for s, e, n in zip(history.step, history.epoch, history.sample, strict=True))
+    return sorted((int(s), int(e), int(n)) for s, e, n in zip(history.step, history.visit, history.sample, strict=True))
 
 
-def test_keeps_the_latest_epochs():
+def test_keeps_the_latest_visits():
     history = PromptHistory.build([])
     for epoch in range(5):
         history = history.extended([trajectory([epoch], epoch, n) for n in range(2)], step=10 + epoch, epochs=2)
@@ -121,7 +121,7 @@ def test_a_step_recorded_again_replaces_what_it_recorded():
     assert [again.response(i).tolist() for i in range(len(again))] == [[1], [2], [4]]
 
 
-def test_parts_of_one_epoch_add_up():
+def test_parts_of_one_visit_add_up():
     history = PromptHistory.build([])
     for part in range(3):
         history = history.extended([trajectory([part], 0, part)], step=part, epochs=1)
@@ -132,4 +132,4 @@ def test_a_run_that_counts_epochs_from_zero_again_keeps_what_it_makes():
     history = PromptHistory.build([])
     for step, epoch in enumerate([7, 8, 0]):
         history = history.extended([trajectory([epoch], epoch)], step=step, epochs=2)
-    assert sorted(history.epoch.tolist()) == [0, 8]
+    assert sorted(history.visit.tolist()) == [0, 8]

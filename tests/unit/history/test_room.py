@@ -18,7 +18,7 @@ def kept(room):
 
 def arrive(room, i, epoch, size, epochs=None, step=0):
     """What the store does with one prompt."""
-    room.arrive(key(i), epoch, size, step)
+    room.arrive(key(i), epoch, epoch, size, step)
     room.settle()
     units = room.epochs_for(key(i))
     if units:
@@ -55,7 +55,7 @@ def test_the_level_is_what_fits(fits):
     room = Room(int(fits * 1000 * 100), epochs=4)
     for epoch in range(4):
         for i in np.random.default_rng(epoch).permutation(1000):
-            room.arrive(key(i), epoch, 100, epoch)
+            room.arrive(key(i), epoch, epoch, 100, epoch)
             arrive(room, i, epoch, 100)
     assert room.level == pytest.approx(fits, abs=0.05)
     assert room.total("bytes") == pytest.approx(room.bound, rel=0.01)
@@ -74,12 +74,12 @@ def test_what_stays_are_the_lowest_places():
     assert stay[-1] < min(go)
 
 
-def test_parts_of_one_epoch_add_up_and_repeated_ones_do_not():
+def test_parts_of_one_visit_add_up_and_repeated_ones_do_not():
     room = Room(100, epochs=1)
     for step in (0, 1, 2, 3, 2, 3):
-        room.arrive(key(1), 0, 50, step)
+        room.arrive(key(1), 0, 7, 50, step)
     assert room.entry(key(1)).size == 200
-    room.arrive(key(1), 1, 50, 4)
+    room.arrive(key(1), 0, 8, 50, 4)
     assert room.entry(key(1)).size == 50
     room.settle()
     assert room.epochs_for(key(1)) == 1
@@ -89,7 +89,7 @@ def test_one_giant_does_not_keep_the_others_out():
     room = Room(1000, epochs=1)
     first = min(range(50), key=lambda i: place(key(i)))
     for i in range(50):
-        room.arrive(key(i), 0, 5000 if i == first else 10, 0)
+        room.arrive(key(i), 0, 0, 5000 if i == first else 10, 0)
     room.settle()
     assert room.epochs_for(key(first)) == 0
     assert all(room.epochs_for(key(i)) for i in range(50) if i != first)

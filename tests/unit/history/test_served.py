@@ -28,6 +28,7 @@ def batch(prompts, nodes, epoch=0):
     return TrainedBatch(
         stored,
         [key(p) for p in prompts],
+        [epoch] * count,
         np.arange(count) / 2,
         list(range(count)),
         [7] * count,
@@ -40,13 +41,13 @@ def test_a_node_gets_whole_groups_of_which_it_answered_any():
     whole = batch([1, 2, 1, 3, 2], [{"a"}, {"b"}, {"b"}, set(), {"b"}])
     mine, elsewhere = whole.served_by("a")
     assert mine.prompts == [key(1), key(1), key(3)], "of the last nobody told who answered"
-    assert elsewhere == {key(2)}
+    assert elsewhere == {key(2): 0}
     assert mine.stored.keys == ["0_0_0", "2_0_0", "3_0_0"]
     assert mine.stored.lengths.tolist() == [1, 3, 4]
     assert (mine.rewards.tolist(), mine.numbers, mine.versions) == ([0.0, 1.0, 1.5], [0, 2, 3], [7] * 3)
     assert (mine.epoch, mine.stored.partition) == (0, "train")
     none, all_of_them = whole.served_by("c")
-    assert (none.prompts, all_of_them) == ([key(3)], {key(1), key(2)})
+    assert (none.prompts, all_of_them) == ([key(3)], {key(1): 0, key(2): 0})
 
 
 @pytest.fixture
@@ -60,10 +61,10 @@ def recorded(store, prompts, epoch):
     store.append(made, epoch)
 
 
-def test_what_others_answer_goes_unless_it_was_recorded_in_that_epoch(store, tmp_path):
+def test_what_others_answer_goes_unless_it_was_recorded_in_that_visit(store, tmp_path):
     recorded(store, [1, 2, 3], epoch=0)
     recorded(store, [1], epoch=1)
-    assert store.leave([key(1), key(2), key(9)], epoch=1) == 1
+    assert store.leave({key(1): 1, key(2): 1, key(9): 1}) == 1
     assert store.stats()["prompts"] == 2
     reader = HistoryReader(tmp_path / "h", "vocabulary", refresh_interval=0.0)
     assert reader.get(key(2)) is None
@@ -74,7 +75,7 @@ def test_what_others_answer_goes_unless_it_was_recorded_in_that_epoch(store, tmp
     store.close()
     with HistoryStore(tmp_path / "h", "vocabulary", max_bytes=1 << 20, epochs=4) as again:
         assert again.stats()["prompts"] == 3
-        assert again.leave([key(2), key(3)], epoch=9) == 2
+        assert again.leave({key(2): 9, key(3): 9}) == 2
         assert again.stats()["kept_share"] == 1.0, "what others answer is not what there is no room for"
 
 
@@ -85,7 +86,7 @@ def test_what_is_left_is_there_for_the_next_writer(store, tmp_path):
     store.append([Trajectory(key(p), np.arange(n, dtype=np.int32), 1.0, 0, 0, 0) for p, n in enumerate(lengths)], 0)
     others = list(range(300))
     rng.shuffle(others)
-    assert store.leave([key(p) for p in others[:280]], epoch=1) == 280
+    assert store.leave({key(p): 1 for p in others[:280]}) == 280
     environment.check(store._values.opened.folder)
     store.close()
     with HistoryStore(tmp_path / "h", "vocabulary", max_bytes=1 << 20, epochs=4) as again:
@@ -95,7 +96,7 @@ def test_what_is_left_is_there_for_the_next_writer(store, tmp_path):
 def test_a_disk_that_takes_nothing_keeps_all(store, monkeypatch):
     recorded(store, [1, 2], epoch=0)
     monkeypatch.setattr(type(store._values), "drop", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-    assert store.leave([key(1)], epoch=1) == 0
+    assert store.leave({key(1): 1}) == 0
     assert store.stats()["prompts"] == 2
 
 

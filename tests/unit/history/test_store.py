@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from verl_rhyme.history import environment
 from verl_rhyme.history.record import encoded_bytes
 from verl_rhyme.history.store import AppendStats, HistoryError, HistoryMismatch, HistoryReader, HistoryStore
 from verl_rhyme.history.values import stored_bytes
@@ -23,10 +24,10 @@ def key(i):
     return int(i).to_bytes(16, "big")
 
 
-def trajectory(i, tokens, epoch=0, sample=0, reward=1.0):
+def trajectory(i, tokens, epoch=0, sample=0, reward=1.0, visit=None):
     from verl_rhyme.history.record import Trajectory
 
-    return Trajectory(key(i), np.array(tokens, np.int32), reward, 3, epoch, sample)
+    return Trajectory(key(i), np.array(tokens, np.int32), reward, 3, epoch, sample, visit=visit)
 
 
 @pytest.fixture
@@ -437,7 +438,41 @@ def test_values_carry_lmdbs_format(tmp_path, store):
     with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
         assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
         meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
-        assert meta == {"format": 3, "namespace": NAMESPACE}
+        assert meta == {"format": 4, "namespace": NAMESPACE}
+
+
+def test_a_history_of_other_keys_starts_empty(tmp_path, monkeypatch, caplog):
+    """Versions before keyed prompts by their token ids: this one would never look for any of them."""
+    with monkeypatch.context() as before:
+        before.setattr(environment, "FORMAT", 3)
+        with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+            store.append([trajectory(1, [5])], step=1)
+            store.snapshot(tmp_path / "s")
+    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
+        assert store.stats()["prompts"] == 0
+        assert "starts empty" in caplog.text
+        assert "its format is 3, this version reads 4" in caplog.text
+        assert not store.restore(tmp_path / "s")
+
+
+@pytest.mark.parametrize(("room", "depths"), [(1 << 26, {4}), (3 << 20, {2, 3})])
+def test_a_prompt_that_recurs_within_an_epoch_keeps_its_latest_visits(tmp_path, room, depths):
+    """64 prompts x 4 responses a visit, 16 visits in random order within one epoch: with ample room, and with too
+    little for four visits of all, where each prompt still has as many as there is room for."""
+    order = np.repeat(np.arange(64), 16)
+    np.random.default_rng(3).shuffle(order)
+    with HistoryStore(tmp_path / "h", NAMESPACE, room, epochs=4) as store:
+        for step, prompts in enumerate(order.reshape(-1, 8).tolist()):
+            visits = [(i, 8 * step + at) for at, i in enumerate(prompts)]
+            made = [trajectory(i, [visit] * 700, sample=n, visit=visit) for i, visit in visits for n in range(4)]
+            store.append(made, step)
+        reader = HistoryReader(tmp_path / "h", NAMESPACE)
+        found = {i: reader.get(key(i)).visit.tolist() for i in range(64)}
+        reader.close()
+        assert {len(kept) // 4 for kept in found.values()} == depths
+        for i, kept in found.items():
+            assert kept == np.repeat(np.flatnonzero(order == i)[-len(kept) // 4 :], 4).tolist()
+        assert store.stats()["epochs"] == max(depths)
 
 
 @pytest.mark.parametrize("at", range(4))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transfer_queue import KVBatchMeta
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.keys import prompt_key
@@ -116,3 +117,64 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     finally:
         recorder.close()
         writer.close()
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """(recorder, queue, what is kept of a prompt): of a history of two visits a prompt, all within one epoch."""
+    queue = Queue()
+    for module in ("verl_rhyme.workers.stored_samples", "verl_rhyme.trainer.recorder"):
+        monkeypatch.setattr(f"{module}.tq", queue)
+    config = HistoryConfig(max_bytes=1 << 22, epochs=2)
+    writer = HistoryWriter(str(tmp_path / "h"), set(), "vocabulary", config, "run")
+    history = SimpleNamespace(append=writer.append, rewards=writer.rewards, errors=0, restarts=0, bytes_elsewhere=None)
+    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
+
+    def record(step, *groups, start=recorder.start, **where):
+        """``groups``: prompt, uid, and the numbers of the samples that are recorded now."""
+        keys = []
+        for prompt, uid, numbers in groups:
+            queue.put_group(prompt, uid, [1.0] * (max(numbers) + 1), version=step)
+            keys += [f"{uid}_{n}_0" for n in numbers]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+        start(batch, step=step, epoch=0, **where)
+        recorder.join()
+        assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == 0
+
+    def kept(prompt):
+        reader = HistoryReader(tmp_path / "h", "vocabulary")
+        found = reader.get(prompt_key([prompt, prompt]))
+        reader.close()
+        return list(zip(found.step.tolist(), found.sample.tolist(), strict=True))
+
+    yield recorder, record, kept
+    recorder.close()
+    writer.close()
+
+
+def test_of_a_prompt_that_recurs_within_an_epoch_the_latest_visits_are_kept(recorded):
+    _, record, kept = recorded
+    for step in range(1, 6):
+        record(step, (7, f"visit-{step}", [0, 1]), part=step)
+    assert kept(7) == [(4, 0), (4, 1), (5, 0), (5, 1)]
+
+
+def test_a_group_that_is_recorded_in_pieces_is_one_visit(recorded):
+    """In parts of one update, in two updates, and what of it nobody trains in the same step."""
+    recorder, record, kept = recorded
+    record(1, (7, "first", [0, 1]), part=1)
+    record(2, (7, "second", [0]), part=2)
+    record(2, (7, "second", [1]), start=recorder.start_untrained)
+    record(3, (7, "second", [2, 3]), part=3)
+    assert kept(7) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2), (3, 3)]
+    record(3, (7, "second", [2, 3]), part=3)
+    assert len(kept(7)) == 6, "a step that is recorded again counts once"
+    record(4, (7, "third", [0]), part=4)
+    assert kept(7) == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0)]
+
+
+def test_two_groups_of_one_prompt_in_one_step_are_both_kept(recorded):
+    recorder, record, kept = recorded
+    record(1, (7, "trained", [0, 1]), part=1)
+    record(1, (7, "filtered", [0, 1]), start=recorder.start_untrained)
+    assert kept(7) == [(1, 0), (1, 1)] * 2
