@@ -77,7 +77,7 @@ class Trajectory:
         sample: Its number within the group of its prompt.
         logprobs: float32[length], of the tokens under the policy that sampled them; ``None`` where they are not known.
         visit: Label of the prompt's visit, at least 0: the same for all samples of a group, however many parts and
-            steps record them. ``None``: the epoch, for prompts that come once in each.
+            steps record them. -1: the epoch, for prompts that come once in each.
     """
 
     key: bytes
@@ -87,10 +87,10 @@ class Trajectory:
     epoch: int
     sample: int
     logprobs: np.ndarray | None = None
-    visit: int | None = None
+    visit: int = -1
 
     def __post_init__(self) -> None:
-        if self.visit is None:
+        if self.visit < 0:
             object.__setattr__(self, "visit", self.epoch)
 
 

@@ -3,9 +3,10 @@
 A visit is one group of responses to a prompt: one an epoch, or many where the data repeat a prompt. Each prompt has a
 fixed place in [0, 1), a hash of its key. Its latest visit ranks at ``place``, the one before at ``1 + place``, and so
 on; what ranks below one number, the level, is kept. A level of 2.3 keeps three visits of 30 % of the prompts and two of
-the others; one of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones: under reshuffled epochs, room for a share C of the prompts is hit C of the time (oldest first: about C*C/2, since what goes
-comes back soonest). A prompt above the level is not written, but its size is remembered, so that the level follows the
-sizes of all prompts, down and up.
+the others; one of 0.4 keeps the latest visit of 40 % of the prompts, always the same ones: under reshuffled epochs,
+room for a share C of the prompts is hit C of the time (oldest first: about C*C/2, since what goes comes back soonest).
+A prompt above the level is not written, but its size is remembered, so that the level follows the sizes of all prompts,
+down and up.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Account:
             self._others = [text.copy() for text in earlier]  # the store's own may be overwritten
 
 
-def previous_visit(history: PromptHistory, visits: Set[int | None]) -> list[np.ndarray]:
+def previous_visit(history: PromptHistory, visits: Set[int]) -> list[np.ndarray]:
     """Responses of the visit recorded last, but for ``visits``, each int32[length]; none where there is none."""
     others = np.flatnonzero(~np.isin(history.visit, list(visits)))
     if not len(others):

@@ -25,12 +25,13 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_order, sorting_unit
-from verl_rhyme.history.keys import messages_key
+from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.balance import Balance
@@ -324,10 +325,19 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
-        keys = list(map(messages_key, batch["raw_prompt"])) if "raw_prompt" in columns else [""] * len(uids)
+        keys = self._prompt_keys(batch, columns)
         if self._ranking is not None and "raw_prompt" in columns:
             self._ranking.loaded(dict(zip(keys, batch["raw_prompt"], strict=True)), self._driver.coordinator)
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
+
+    def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
+        """As the agent loop workers find them (:func:`data_key`)."""
+        options = self.config.data.get("apply_chat_template_kwargs")
+        template = template_label(self.tokenizer, self.processor, options)
+        known = {name: tu.get(batch, name) for name in KEY_COLUMNS if name in columns}
+        alike = {name: tu.get(batch, name) for name in KEY_COLUMNS if name in batch and name not in columns}
+        rows = ({**alike, **{name: column[i] for name, column in known.items()}} for i in range(len(batch)))
+        return [data_key(row, template) for row in rows]
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:

@@ -280,8 +280,11 @@ class _Samples:
         return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs, nodes)
 
     def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
-        """Keys of the prompts; only where the servers did not tell one are its tokens fetched."""
+        """Keys of the prompts: as the servers tell of a sample, or of others of its group; else those of its tokens,
+        which are fetched."""
         keys = [bytes.fromhex(told[0]["prompt_key"]) if told else b"" for told in records]
+        groups = {uid: key for uid, key in zip(self.uids, keys, strict=True) if key}
+        keys = [key or groups.get(uid, b"") for uid, key in zip(self.uids, keys, strict=True)]
         untold = [row for row, key in enumerate(keys) if not key]
         (prompts,) = self.stored.columns(untold, ["prompts"])
         for row, prompt in zip(untold, prompts, strict=True):

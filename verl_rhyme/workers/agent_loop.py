@@ -8,6 +8,7 @@ import gc
 import logging
 import traceback
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,12 +26,14 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.ray_utils import auto_await
 
 from verl_rhyme import config_tree
+from verl_rhyme.history.keys import data_key, template_label
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.workers.client import move, where
 from verl_rhyme.workers.reports import NotReported, Reports
+from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
 logger = logging.getLogger(__name__)
@@ -48,11 +51,40 @@ _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Says the sample's number. A Ray actor class, as verl's is."""
+    """Says the prompt's key and the sample's number. A Ray actor class, as verl's is."""
+
+    async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
+        enter(_of_prompt(self, prompt))
+        await super()._run_prompt(prompt, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        enter(Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory)))
+        enter(_of_sample(self, trajectory, int(kwargs.get("session_id", -1))))
         return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        _keep_records(output)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
+    """What a prompt's samples inherit: its key, taken before any agent loop has its messages to change them."""
+    if "raw_prompt" not in prompt:
+        return Session()
+    options = worker.config.data.get("apply_chat_template_kwargs")
+    return Session(key=data_key(prompt, template_label(worker.tokenizer, worker.processor, options)))
+
+
+def _of_sample(worker: Any, trajectory: dict[str, Any], number: int) -> Session:
+    """A sample of the prompt that this task works on, where no coordinator started it."""
+    prompt = current()
+    return Session(sample=number, group=_group(worker.config, trajectory), key=prompt.key if prompt else "")
+
+
+def _keep_records(output: Any) -> None:
+    """An agent loop that returns none of its engines' extra fields keeps the records of its requests all the same."""
+    outputs, session = output if isinstance(output, list) else [output] if output else [], current()
+    if session is not None and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
+        outputs[-1].extra_fields[FIELD] = list(session.records)
 
 
 def _group(config: Any, trajectory: dict[str, Any]) -> int:
@@ -160,7 +192,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         order: _Order | None = prompt.pop(STARTS, None)
+        of_prompt = _of_prompt(self, prompt)
         if order is None:  # validation
+            enter(of_prompt)
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         prompt.pop("__rollout_n__", None)
@@ -171,6 +205,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         tasks = []
         for start in starts:
             session = self._session(start, order.left.get(start.predecessor), len(starts))
+            session.key = of_prompt.key
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
             self._attempts[start.name], self._sessions[start.name] = task, session
@@ -218,10 +253,11 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if trajectory["validate"]:
-            enter(Session(sample=int(kwargs["session_id"]), group=_group(self.config, trajectory)))
+            enter(_of_sample(self, trajectory, int(kwargs["session_id"])))
         return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        _keep_records(output)
         session = current()
         if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)

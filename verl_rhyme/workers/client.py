@@ -167,7 +167,7 @@ class _Requests(LLMServerClient):
 class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
     """verl's client, of either class. A call passes, in this order:
 
-    1. the prompt: its key is that of the conversation's first turn; the records of all its requests go back with
+    1. the prompt: its key is the session's; the records of all its requests go back with
        the output;
     2. the turn, where samples are interrupted: it may have begun before an interruption, and one ends the attempt;
     3. verl's resume loop, where the client resumes aborted requests itself;

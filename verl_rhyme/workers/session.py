@@ -75,7 +75,7 @@ class Conversation:
     """The requests of one id: an agent loop may hold several conversations.
 
     Attributes:
-        key: Prompt key in hex of its first turn.
+        key: Prompt key in hex: the session's, or that of its first turn.
         records: Of its requests.
         began: Tokens before its latest turn.
         previous: int32 bytes, what an earlier attempt said in that turn.
@@ -110,6 +110,8 @@ class Session:
         call: Where its latest request is; the client's.
         conversations: By request id.
         scores: At the end, for each trajectory what groups are filtered by; empty where none are.
+        key: Of its prompt, by the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); empty where these are not
+            known: each conversation then has the key of its first turn's token ids.
     """
 
     partial: bool = False
@@ -130,6 +132,7 @@ class Session:
     call: Any = None
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    key: str = ""
 
     @property
     def dispatched(self) -> bool:
@@ -144,7 +147,7 @@ class Session:
             prompt_ids: All tokens before it: of the conversation, where it begins here.
         """
         if request_id not in self.conversations:
-            key = prompt_key(prompt_ids).hex()
+            key = self.key or prompt_key(prompt_ids).hex()
             met = any(other.key == key for other in self.conversations.values())
             earlier = [] if met else [record for record in self.records if record["prompt_key"] == key]
             self.conversations[request_id] = Conversation(key, earlier)

@@ -1,12 +1,29 @@
 """Prompt keys."""
 
+import copy
+import datetime
 import hashlib
+import io
+import os
+import pickle
 import struct
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
-from verl_rhyme.history.keys import KEY_BYTES, messages_key, prompt_key
+from verl_rhyme.history.keys import KEY_BYTES, data_key, prompt_key, template_label, visit_label
 
 
 def test_is_blake2b_of_little_endian_int32():
@@ -29,23 +46,142 @@ def test_a_token_beyond_int32_is_an_error():
         prompt_key([2**31])
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": "add 1 and 2"}],
-        [{"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "add 1 and 2"}]}],
-        np.array([{"role": "user", "content": np.array(["add 1 and 2"], dtype=object)}], dtype=object),
-        [{"role": "user", "content": {"text": "add 1 and 2"}}],
-    ],
-)
-def test_messages_are_known_by_their_texts(messages):
-    assert messages_key(messages) == messages_key([{"role": "user", "content": "add 1 and 2"}])
-    assert len(messages_key(messages)) == 2 * KEY_BYTES
+def said(content, role="user", **columns):
+    """A row of the data."""
+    return {"raw_prompt": [{"role": role, "content": content}], **columns}
 
 
-def test_messages_that_differ_have_other_keys():
-    prompts = ["one text", "\ud800", [{"role": "user", "content": "ab"}], [{"role": "userab", "content": None}]]
-    prompts += [[{"role": "user", "content": ["a", "b"]}], [{"role": "system", "content": "ab"}]]
-    assert len({messages_key(messages) for messages in prompts}) == len(prompts)
-    for nothing in ([], None, 3, [{"role": None, "content": [{"text": 5}, b"x"]}]):
-        assert messages_key(nothing) == ""
+def picture(seed=0, size=(8, 6), kind=Image.Image):
+    made = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8))
+    if kind is Image.Image:
+        return made
+    file = io.BytesIO()
+    made.save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": "7.png"} if kind is bytes else Image.open(file)
+
+
+def shown(image, text="find x"):
+    """As verl puts an image into the messages."""
+    part = {"type": "image", **image} if isinstance(image, dict) else {"type": "image", "image": image}
+    return said([part, {"type": "text", "text": text}])
+
+
+def test_a_row_has_one_key_in_any_container():
+    rows = [
+        said("add 1 and 2", uid="a", index=3, data_source="d", tools_kwargs={}),
+        {"raw_prompt": np.array(said("add 1 and 2")["raw_prompt"], dtype=object), "uid": "b", "tools_kwargs": None},
+        {"raw_prompt": ({"content": "add 1 and 2", "name": None, "role": "user"},)},  # as parquet fills up a struct
+    ]
+    assert len({data_key(row) for row in rows}) == 1
+    assert len(data_key(rows[0])) == 2 * KEY_BYTES
+
+
+def test_rows_that_differ_have_other_keys():
+    search = {"search": {"create_kwargs": {"corpus": "a"}}}
+    rows = [
+        {"raw_prompt": "one text"},
+        *(said(content) for content in ("ab", ["a", "b"], [{"type": "text", "text": "ab"}], "\ud800")),
+        said("ab", role="system"),
+        {"raw_prompt": [*said("a")["raw_prompt"], *said("b")["raw_prompt"]]},
+        said("ab", tools_kwargs=search),
+        said("ab", tools_kwargs={"search": {"create_kwargs": {"corpus": "b"}}}),
+        said("ab", interaction_kwargs=search),
+        said("ab", extra_info={"index": 3, "tool_selection": ["search"]}),
+        said("ab", multi_modal_data={"image": [picture()]}),
+    ]
+    assert len({data_key(row) for row in rows}) == len(rows)
+    for nothing in ({}, {"raw_prompt": None}, {"raw_prompt": []}, said(""), said(None), said([]), {"prompts": [1, 2]}):
+        assert data_key(nothing) == "", "its requests go by their token ids"
+
+
+@pytest.mark.parametrize("kind", [Image.Image, bytes, "file"])
+def test_one_text_with_other_images_is_another_prompt(kind):
+    keys = [data_key(shown(picture(seed, kind=kind))) for seed in (0, 1, 0)]
+    assert keys[0] == keys[2] != keys[1]
+    assert data_key(shown(picture(0, (6, 8), kind))) != keys[0]
+    assert data_key(shown(picture(0, kind=kind), "find y")) != keys[0]
+    sent = pickle.loads(pickle.dumps(shown(picture(kind=kind))))
+    assert data_key(sent) == keys[0], "in another process"
+
+
+def test_media_of_every_kind_are_told_apart():
+    wave = np.linspace(0, 1, 16, dtype=np.float32)
+    tensors = [torch.zeros(size, dtype=kind) for size in (2, 3) for kind in (torch.uint8, torch.bfloat16)]
+    media = {
+        "video": ["a.mp4", "b.mp4", ["1.png", "2.png"], [picture(1), picture(2)]],
+        "audio": [wave, wave[::-1], wave.astype(np.float64), (wave, 16_000)],
+        "image": [Path("a.png"), *tensors, *(picture().convert(mode) for mode in ("L", "P", "RGBA"))],
+    }
+    parts = [{"type": kind, kind: each} for kind, of_kind in media.items() for each in of_kind]
+    assert len({data_key(said([part])) for part in parts}) == len(parts)
+    assert data_key(shown("a.png")) == data_key(shown(Path("a.png")))
+    half = picture().crop((0, 0, 3, 3))
+    assert data_key(shown(half)) == data_key(shown(half.copy()))
+
+
+def test_what_cannot_be_read_costs_nothing_but_its_part_of_the_key():
+    broken = picture(kind=bytes)
+    torn = Image.open(io.BytesIO(broken["bytes"][:60]))
+    assert data_key(shown(torn)) == data_key(shown(torn)) != data_key(shown(picture()))
+    assert data_key(shown(object())) == data_key(shown(object()))
+
+
+def test_keys_are_the_same_in_every_process():
+    row = "{'raw_prompt': 'a', 'tools_kwargs': {'b': {'d', 'c'}, 'a': 1.5}}"
+    code = f"from verl_rhyme.history.keys import data_key; print(data_key({row}))"
+    run = partial(subprocess.run, [sys.executable, "-c", code], capture_output=True, check=True)
+    assert len({run(env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in "12"}) == 1
+
+
+def test_a_large_image_takes_milliseconds():
+    image = shown(picture(size=(2048, 2048)))
+    started = time.process_time()
+    for _ in range(3):
+        data_key(image)
+    assert time.process_time() - started < 3 * 0.1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A template with today's date, as those of gpt-oss, Llama 3.2 and Granite."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, **{word: i for i, word in enumerate(WORDS, 1)}}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words)
+    made.chat_template = "{{ strftime_now('today is %d %B') }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    return made
+
+
+WORDS = ["today", "is", "24", "25", "November", "add", "1", "and", "2"]
+
+
+def test_a_templates_date_does_not_change_the_key(tokenizer, monkeypatch):
+    keys, ids = set(), set()
+    for day in (24, 25):
+        now = SimpleNamespace(now=lambda day=day: datetime.datetime(2026, 11, day))
+        monkeypatch.setattr(chat_template_utils, "datetime", now)
+        row = said("add 1 and 2")
+        ids.add(tuple(tokenizer.apply_chat_template(row["raw_prompt"], tokenize=True, return_dict=False)))
+        keys.add(data_key(row, template_label(tokenizer)))
+    assert len(ids) == 2
+    assert len(keys) == 1
+    assert data_key(said("today is 24 November")) != data_key(said("today is 25 November")), "the data's own date does"
+
+
+def test_another_template_or_other_options_of_it_are_another_prompt(tokenizer):
+    other, processor = copy.deepcopy(tokenizer), SimpleNamespace(chat_template="{{ messages }}")
+    other.chat_template = {"default": other.chat_template, "tool_use": ""}
+    labels = [
+        template_label(tokenizer),
+        template_label(tokenizer, options={"enable_thinking": False}),
+        template_label(tokenizer, options=OmegaConf.create({"enable_thinking": True})),
+        template_label(other),
+        template_label(tokenizer, processor),
+    ]
+    assert len({data_key(said("a"), label) for label in labels}) == len(labels)
+    assert template_label(tokenizer, SimpleNamespace(chat_template=None), OmegaConf.create({})) == labels[0]
+    assert template_label(None) != labels[0]
+
+
+def test_a_visits_label_is_the_uids():
+    assert visit_label("a") == visit_label("a") != visit_label("b")
+    assert all(0 <= visit_label(str(n)) < 1 << 31 for n in range(1000))

@@ -24,7 +24,7 @@ def key(i):
     return int(i).to_bytes(16, "big")
 
 
-def trajectory(i, tokens, epoch=0, sample=0, reward=1.0, visit=None):
+def trajectory(i, tokens, epoch=0, sample=0, reward=1.0, visit=-1):
     from verl_rhyme.history.record import Trajectory
 
     return Trajectory(key(i), np.array(tokens, np.int32), reward, 3, epoch, sample, visit=visit)

@@ -1,0 +1,141 @@
+"""Which prompt a request is of: what the data say, by verl's own worker and ours, whatever its agent loop sends."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, _agent_loop_registry
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils import tensordict_utils as tu
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.scheduling.attempts import Attempt, Start
+from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
+from verl_rhyme.workers import agent_loop
+from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
+from verl_rhyme.workers.client import RhymeLLMServerClient
+from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.session import STARTS
+
+#: What the template puts before each prompt; it changes at midnight.
+DATE = [24, 11]
+
+
+class Engine(LLMServerClient):
+    """Answers with a token, and tells of the request."""
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, rhyme, **kwargs):
+        meta = RequestMeta(**rhyme)
+        self.keys.append(meta.key)
+        record = {"prompt_key": meta.key, "sample": meta.sample, "response_tokens": 1}
+        return TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={FIELD: [record], "global_steps": 1})
+
+
+class Client(RhymeLLMServerClient, Engine):
+    pass
+
+
+class Loop:
+    """Puts the date into the messages themselves, and keeps nothing of what the engine tells."""
+
+    def __init__(self, server_manager, **_):
+        self.client = server_manager
+
+    async def run(self, sampling_params, session_id, raw_prompt=None, **_):
+        if raw_prompt:
+            raw_prompt[0]["content"] += f" {DATE}"
+        await asyncio.sleep(0.01 * session_id)
+        ids = [*DATE, *(raw_prompt[0]["content"].encode() if raw_prompt else [])]
+        said = await self.client.generate(f"{id(self)}", prompt_ids=ids, sampling_params=sampling_params)
+        return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1], metrics={})
+
+
+CONFIG = SimpleNamespace(
+    actor_rollout_ref=SimpleNamespace(
+        rollout=SimpleNamespace(n=2, response_length=8, prompt_length=64, val_kwargs=SimpleNamespace(n=1))
+    ),
+    data={},
+)
+
+
+def answered(worker_class, prompt, validate=False):
+    """(keys that the requests of a prompt have, records that its trajectories are stored with)"""
+    stored, starts = [], []
+
+    class Worker(worker_class.__ray_metadata__.modified_class):
+        def __init__(self):
+            self.config, self.llm_client = CONFIG, Client(CONFIG, interruptible=True)
+            self.llm_client.keys = []
+            self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
+            self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
+            self._coupled, self._attempts, self._sessions, self._reports = False, {}, {}, self
+
+        async def send(self, ended, left=None):
+            assert ended.status != "failed", ended.error
+
+    async def run():
+        worker = Worker()
+        row = {"uid": "a", "agent_name": "dated", "global_steps": 1, **prompt}
+        if worker_class is SessionAgentLoopWorker and not validate:
+            starts.extend(Start(Attempt("a", number).name, None, 0, partial=False) for number in range(2))
+            worker._attempts = dict.fromkeys(start.name for start in starts)
+            row[STARTS] = _Order(starts, {})
+        trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+        await worker._run_prompt(row, {"max_tokens": 4}, trajectory)
+        return worker.llm_client.keys
+
+    async def store(self, output, validate, **kwargs):
+        stored.append(output.extra_fields.get(FIELD))
+
+    async def put(**_): ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent_loop_tq.tq, "async_kv_put", put)
+        patch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+        patch.setitem(_agent_loop_registry, "dated", {"_target_": f"{__name__}.Loop"})
+        return asyncio.run(run()), stored
+
+
+def row(text="find x", **columns):
+    return {"raw_prompt": [{"role": "user", "content": text}], **columns}
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("worker", [RhymeAgentLoopWorker, SessionAgentLoopWorker])
+def test_requests_are_known_by_the_data_on_any_day(worker, validate, monkeypatch):
+    today, stored = answered(worker, row(), validate)
+    monkeypatch.setattr(f"{__name__}.DATE", [25, 11])
+    tomorrow, _ = answered(worker, row(), validate)
+    assert len(today) == (1 if validate else 2)
+    assert len({*today, *tomorrow}) == 1
+    assert [[record["prompt_key"] for record in told] for told in stored] == [[key] for key in today], "recorded by it"
+    other, _ = answered(worker, row(tools_kwargs={"search": {"create_kwargs": {"corpus": "a"}}}), validate)
+    assert set(other).isdisjoint(today)
+    nothing, _ = answered(worker, {"index": 3}, validate)
+    assert set(nothing) == {prompt_key(DATE).hex()}, "without data by its token ids"
+
+
+def test_lengths_are_known_by_the_same_key():
+    rows = [
+        row("find x", extra_info={"index": 1}, tools_kwargs={}),
+        row("find y", extra_info={"tool_selection": ["search"]}, tools_kwargs={"search": {"create_kwargs": {"k": 3}}}),
+    ]
+    batch = tu.get_tensordict(
+        {
+            "dummy_tensor": torch.zeros(2, 1),
+            **{name: np.fromiter((each[name] for each in rows), dtype=object, count=2) for name in rows[0]},
+        }
+    )
+    batch["multi_modal_data"] = NonTensorData("none")
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(data={}), tokenizer=SimpleNamespace(chat_template="{{ messages }}"), processor=None
+    )
+    columns = ["dummy_tensor", *rows[0]]
+    keys = RhymePipelineTrainer._prompt_keys(trainer, batch, columns)
+    asked = [answered(SessionAgentLoopWorker, {**each, "multi_modal_data": "none"})[0] for each in rows]
+    assert asked == [[key, key] for key in keys]
