@@ -1,7 +1,7 @@
 """What a length ranker is trained on, from where runs leave it: prompts' token ids and the lengths of their responses.
 
-A history knows lengths by prompt key and no prompts: the data set has these, and the policy's tokenizer makes of them
-the ids whose hash is the key (:mod:`verl_rhyme.history.keys`). A run that logged its responses has both.
+A history knows lengths by prompt key and no prompts: the data set has these, of which the key is made together with the
+policy's chat template (:mod:`verl_rhyme.history.keys`). A run that logged its responses has both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl_rhyme.history import environment, inspection
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.keys import data_key, template_label
 from verl_rhyme.lengths.pairs import Pairs, joined
 from verl_rhyme.observability import events
 
@@ -112,14 +112,20 @@ def _tokenized(
     except (OSError, ValueError) as error:
         raise DataError(f"--tokenizer {folder}: transformers finds none there: {error}") from error
     found: dict[bytes, Sequence[int]] = {}
+    label = template_label(tokenizer, options=template)
     for file in data:
         try:
-            rows = pq.read_table(file, columns=[column])[column].to_pylist()
+            extra = [name for name in pq.read_schema(file).names if name == "extra_info"]
+            table = pq.read_table(file, columns=[column, *extra])
+            rows = table[column].to_pylist()
+            extras = table[extra[0]].to_pylist() if extra else [None] * len(rows)
         except (OSError, pa.ArrowInvalid, KeyError) as error:
             raise DataError(f"--data {file}: no column {column} of a parquet file can be read: {error}") from error
-        for messages in rows:
+        for messages, extra_info in zip(rows, extras, strict=True):
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
             )
-            found[prompt_key(ids)] = ids
+            tools = {name: (extra_info or {}).get(name) for name in ("tools_kwargs", "interaction_kwargs")}
+            key = data_key({"raw_prompt": messages, "extra_info": extra_info, **tools}, label)
+            found[bytes.fromhex(key)] = ids
     return found

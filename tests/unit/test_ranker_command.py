@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from examples.tiny_world import data
 from tests.unit.lengths.test_ranker import world
 from verl_rhyme import ranker_data
 from verl_rhyme.cli import app
-from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.keys import data_key, prompt_key, template_label
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.lengths.pairs import Pairs
@@ -82,6 +83,10 @@ def test_a_history_and_its_data_tell_them_too(history) -> None:
     folder, file = history
     found = ranker_data.read(folder, [file], TOKENIZER)
     assert len(found) == 32
+    row = pq.read_table(file).slice(0, 1).to_pylist()[0]
+    policys = AutoTokenizer.from_pretrained(TOKENIZER)
+    key = data_key({"raw_prompt": row["prompt"], "extra_info": row["extra_info"]}, template_label(policys))
+    assert bytes.fromhex(key) in ranker_data._tokenized([file], TOKENIZER, "prompt"), "as a run finds it"
     for prompt, lengths in zip(found.prompts, found.lengths, strict=True):
         assert lengths.tolist() == [len(prompt), len(prompt) + 1]
     assert len(pq.read_table(file)) == 40

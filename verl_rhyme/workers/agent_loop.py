@@ -82,9 +82,10 @@ def _of_sample(worker: Any, trajectory: dict[str, Any], number: int) -> Session:
 
 def _keep_records(output: Any) -> None:
     """An agent loop that returns none of its engines' extra fields keeps the records of its requests all the same."""
-    outputs, session = output if isinstance(output, list) else [output] if output else [], current()
-    if session is not None and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
-        outputs[-1].extra_fields[FIELD] = list(session.records)
+    outputs = output if isinstance(output, list) else [output] if output else []
+    records = session.records if (session := current()) is not None else []
+    if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
+        outputs[-1].extra_fields[FIELD] = list(records)
 
 
 def _group(config: Any, trajectory: dict[str, Any]) -> int:

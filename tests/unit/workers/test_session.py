@@ -182,6 +182,12 @@ def test_conversations_of_one_sample_have_their_own_keys_and_records():
     said = asyncio.run(run(session, ("b", other), ("a", PROMPT), ("c", PROMPT)))
     assert [meta.attempt for _, _, meta, _ in client.requests[4:]] == [0, 1, 0]
 
+    key = "ab" * 16
+    session = Session(records=[{**record, "prompt_key": key} for record in session.records[:2]], key=key)
+    asyncio.run(run(session, ("a", PROMPT), ("b", other)))
+    assert {meta.key for _, _, meta, _ in client.requests[7:]} == {key}, "of one row of the data"
+    assert [meta.attempt for _, _, meta, _ in client.requests[7:]] == [2, 0], "earlier records stay with the first"
+
 
 def turns(client, session, answers):
     """A conversation of two turns; ``answers`` is the tool's word between them."""
