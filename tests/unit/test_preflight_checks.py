@@ -345,7 +345,7 @@ def history_store(found):
 
 
 def test_what_the_history_will_need_and_what_stays(world, tmp_path):
-    rows = {"prompt": ["a"] * 17_398, "data_source": ["x"] * 17_398}
+    rows = {"prompt": [str(i) for i in range(17_398)], "data_source": ["x"] * 17_398}
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
     dapo = [*world, f"{R}.n=16", "data.max_response_length=20480", "trainer.total_epochs=10"]
     history = f"{R}.custom.rhyme.history"
@@ -356,7 +356,7 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     assert f"= {4 * per_epoch:.1f} GiB to " in found.detail
     levels = 0.7 * 20 / per_epoch, 0.7 * 20 / (17_398 * 16 * (5.75 * 10240 + 27) / (1 << 30))
     assert levels[0] > 1 > levels[1]
-    assert f"kept: {levels[0]:.1f} of 4 epochs to {levels[1]:.0%} of the prompts" in found.detail
+    assert f"kept: {levels[0]:.1f} of 4 visits to {levels[1]:.0%} of the prompts" in found.detail
     assert "history.max_bytes" in found.remedy
     assert history_store(preflight(dapo, f"{history}.max_bytes=600000000000")).status == "ok"
     few = history_store(preflight(dapo, "data.train_max_samples=100"))
@@ -364,6 +364,31 @@ def test_what_the_history_will_need_and_what_stays(world, tmp_path):
     assert "100 prompts" in few.detail
     assert "kept: all" in few.detail
     assert "(null: half of free disk or memory" in few.detail
+
+
+@pytest.mark.parametrize("shape", ["text", "messages", "parts"])
+def test_prompts_that_the_data_repeat_are_counted_once(world, tmp_path, monkeypatch, shape):
+    """As in verl's DAPO-Math file; where reading takes too long, the rest is taken for alike."""
+
+    def row(i):
+        content = [{"type": "text", "text": f"find {i}"}] if shape == "parts" else f"find {i}"
+        return (
+            content
+            if shape == "text"
+            else [{"role": "system", "content": content}, {"role": "user", "content": content}]
+        )
+
+    prompts = [row(i % 700) for i in np.random.default_rng(0).permutation(70_000)]
+    pq.write_table(pa.table({"prompt": prompts, "data_source": ["x"] * 70_000}), tmp_path / "train.parquet")
+    once = preflight(world, "trainer.total_epochs=1")
+    assert "700 prompts (in 70000 rows) x 8 responses" in history_store(once).detail
+    assert "x 4 visits" in history_store(once).detail
+    monkeypatch.setattr(history_room, "_COUNTING_S", 0.0)
+    assert "1496 prompts (in 70000 rows)" in history_store(preflight(world)).detail, "700 of the first 32768 rows"
+    monkeypatch.undo()
+    pictures = {"prompt": prompts, "data_source": ["x"] * 70_000, "images": [[{"bytes": b"x"}]] * 70_000}
+    pq.write_table(pa.table(pictures), tmp_path / "train.parquet")
+    assert "70000 prompts x 8 responses" in history_store(preflight(world)).detail, "which tell such prompts apart"
 
 
 @pytest.mark.parametrize(("disk", "memory", "taken"), [(40, 1000, 20), (4000, 1000, 500)])

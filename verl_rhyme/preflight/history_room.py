@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import ListConfig
 
 from verl_rhyme import config_tree
@@ -25,6 +29,9 @@ TOKEN_BYTES, RESPONSE_BYTES = 5.75, 27
 #: next one (``history/eviction.py``).
 PEAK = 1 + HISTORY_FILL
 
+#: Seconds for reading prompts, to find which are the same.
+_COUNTING_S = 10.0
+
 #: The mean length of a response cannot be known before a run: these shares of ``data.max_response_length`` are taken.
 MEAN_SHARES = (1 / 8, 1 / 2)
 _TOLD = "1/8 to 1/2 of max_response_length"
@@ -36,8 +43,8 @@ class Need:
 
     Attributes:
         tokens: The mean length.
-        epoch: Bytes of one epoch of all prompts.
-        epochs: Epochs that are to be kept.
+        epoch: Bytes of one visit of all prompts.
+        epochs: Visits of each prompt that are to be kept.
     """
 
     tokens: int
@@ -46,7 +53,7 @@ class Need:
 
     @property
     def all(self) -> int:
-        """Bytes of all epochs."""
+        """Bytes of all visits."""
         return self.epoch * self.epochs
 
     def kept(self, bound: int) -> str:
@@ -54,10 +61,10 @@ class Need:
         level = self.level(bound)
         if level >= self.epochs:
             return "all"
-        return f"{level:.1f} of {self.epochs} epochs" if level >= 1 else f"{level:.0%} of the prompts"
+        return f"{level:.1f} of {self.epochs} visits" if level >= 1 else f"{level:.0%} of the prompts"
 
     def level(self, bound: int) -> float:
-        """Epochs of all prompts that fit; below 1, the share of the prompts whose latest one does."""
+        """Visits of all prompts that fit; below 1, the share of the prompts whose latest one does."""
         return min(float(self.epochs), bound * HISTORY_FILL / self.epoch)
 
 
@@ -73,7 +80,7 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 
 
 def check(config: Any) -> Iterator[Check]:
-    """Prompts x samples x mean length x epochs against ``history.max_bytes`` and the disk of this machine."""
+    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine."""
     try:
         tree = config_tree.from_verl(config)
     except ConfigError:  # a finding of its own
@@ -91,41 +98,96 @@ def check(config: Any) -> Iterator[Check]:
     if free < peak:
         yield Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes")
         bound = int(free / PEAK)
-    prompts = _prompts(config)
-    if not prompts:
+    counted = _prompts(config)
+    if counted is None:
         yield Check(name, OK, f"{where}; how many prompts there are is not known here")
         return
     samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
-    epochs = max(1, min(tree.history.epochs, int(config.trainer.total_epochs)))
-    low, high = needs(prompts, samples, longest, epochs)
+    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
+    epochs = max(1, min(tree.history.epochs, visits))
+    low, high = needs(counted.prompts, samples, longest, epochs)
+    repeated = f" (in {counted.rows} rows)" if counted.rows > counted.prompts else ""
     copied = gib(min(high.all, int(bound * HISTORY_FILL)))
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
-        f"{prompts} prompts x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x {epochs} epochs "
+        f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x "
+        f"{epochs} visits "
         f"= {gib(low.all)} to {gib(high.all)} a node, up to {copied} of it in each checkpoint; kept: {kept}. {where}"
     )
     if high.level(bound) >= 1:
         yield Check(name, OK, detail)
     else:
         one, whole = (gib(size / HISTORY_FILL) for size in (high.epoch, high.all))
-        remedy = f"for one epoch of all prompts set history.max_bytes to {one}, for all epochs {whole}; or accept it"
+        remedy = f"for one visit of all prompts set history.max_bytes to {one}, for all visits {whole}; or accept it"
         yield Check(name, WARN, detail, remedy)
 
 
-def _prompts(config: Any) -> int:
-    """Rows of the training files that can be read here; 0 where one cannot."""
+@dataclass
+class _Counted:
+    """Prompts of files.
+
+    Attributes:
+        rows: Rows, of each epoch.
+        prompts: Distinct prompts among them, or where that took too long, at most as many.
+    """
+
+    rows: int = 0
+    prompts: int = 0
+
+
+def _prompts(config: Any) -> _Counted | None:
+    """Of the training files that can be read here; ``None`` where one cannot."""
     import pyarrow
     import pyarrow.parquet as pq
 
-    listed = config.data.get("train_files") or []
-    rows = 0
+    data, counted = config.data, _Counted()
+    listed = data.get("train_files") or []
+    seen: set[int] = set()
+    deadline = time.monotonic() + _COUNTING_S
     for file in listed if isinstance(listed, list | tuple | ListConfig) else [listed]:
         path = Path(str(file)).expanduser()
         if "://" in str(file) or path.suffix != ".parquet" or not path.is_file():
-            return 0
+            return None
         try:
-            rows += pq.read_metadata(path).num_rows
+            with pq.ParquetFile(path) as opened:
+                rows = opened.metadata.num_rows
+                counted.rows += rows
+                names = set(opened.schema_arrow.names)
+                column = str(data.get("prompt_key") or "prompt")
+                media = {str(data.get(f"{kind}_key") or f"{kind}s") for kind in ("image", "video", "audio")}
+                if column not in names or media & names:  # what tells such prompts apart is too much to read
+                    counted.prompts += rows
+                else:
+                    counted.prompts += _distinct(opened, column, seen, deadline)
         except (OSError, pyarrow.ArrowException):
-            return 0  # a finding of its own
-    most = int(config.data.get("train_max_samples") or -1)
-    return min(rows, most) if most > 0 else rows
+            return None  # a finding of its own
+    most = int(data.get("train_max_samples") or -1)
+    if 0 < most < counted.rows:
+        counted = _Counted(most, min(most, counted.prompts))
+    return counted if counted.rows else None
+
+
+def _distinct(file: Any, column: str, seen: set[int], deadline: float) -> int:
+    """Prompts of a file that are not among those ``seen``, by the texts of their messages; after the deadline, as many
+    of the rows that are left as of the last that were read."""
+    import pyarrow as pa
+
+    before, read, new = len(seen), 0, 0.0
+    for batch in file.iter_batches(batch_size=1 << 15, columns=[column]):
+        texts, messages, known = batch.column(0), None, len(seen)
+        if pa.types.is_list(texts.type) or pa.types.is_large_list(texts.type):
+            messages = texts.offsets.to_numpy()
+            texts = texts.values
+        if pa.types.is_struct(texts.type) and texts.type.get_field_index("content") >= 0:
+            texts = texts.field("content")
+        if not pa.types.is_string(texts.type):
+            seen.update(hash(repr(row)) for row in batch.column(0).to_pylist())
+        else:
+            ends = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
+            ends = (ends if messages is None else ends[messages]).tolist()
+            words = (texts.buffers()[2] or pa.py_buffer(b"")).to_pybytes()
+            seen.update(hash(words[start:end]) for start, end in pairwise(ends))
+        read, new = read + len(batch), (len(seen) - known) / len(batch)
+        if time.monotonic() > deadline:
+            break
+    return len(seen) - before + math.ceil(new * (file.metadata.num_rows - read))
