@@ -1,11 +1,11 @@
 """How long responses will be, learnt as they end: from a prompt's history, from siblings, from all prompts.
 
-Log lengths of a prompt's responses lie around a location of the prompt's own. From one visit to the next (an epoch) the
-locations of all drift together, for policies grow longer or shorter, and each wanders by itself: one Kalman filter a
-prompt, over visits, whose parameters are estimated from what all prompts do. Within a visit the siblings that ended,
-and those that are longer than what they have so far, move the location (:mod:`.location`). A prompt never seen is
-taken for one drawn from among all; where a ranker has told what it expects of it (:mod:`.ranker`; here a number), for
-one near that, as near as what the ranker told before has turned out to be.
+Log lengths of a prompt's responses lie around a location of the prompt's own. From one visit to the next (an epoch, or
+less where the data repeat prompts) the locations of all drift together, for policies grow longer or shorter, and each
+wanders by itself: one Kalman filter a prompt, over visits, whose parameters are estimated from what all prompts do.
+Within a visit the siblings that ended, and those that are longer than what they have so far, move the location
+(:mod:`.location`). A prompt never seen is taken for one drawn from among all; where a ranker has told what it expects
+of it (:mod:`.ranker`; here a number), for one near that, as near as what the ranker told before has turned out to be.
 
 How far lengths then fall from their location is counted, not assumed (:mod:`.residuals`), with one distribution for
 prompts that were seen and one for others, so that quantiles hold whatever the task's tail looks like.

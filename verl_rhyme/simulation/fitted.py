@@ -122,7 +122,8 @@ def lines(fitted: Fitted) -> list[str]:
     if len(fitted.drafts.acceptance) > 1 or fitted.drafts.acceptance[0] > 1:
         paces = ", ".join(f"{pace:.2f}" for pace in fitted.drafts.acceptance)
         told.append(
-            f"tokens a decoding step by epoch: {paces}; {fitted.drafts.overhead:.1f} draft tokens for each gained"
+            f"tokens a decoding step by visits of a prompt: {paces}; {fitted.drafts.overhead:.1f} draft tokens for "
+            "each gained"
         )
     return told + fitted.notes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,17 +238,27 @@ def _first_of_its_prompt(columns: Columns, prompt: npt.NDArray[np.int64]) -> npt
     return first
 
 
+#: Visits of a prompt after which acceptance lengths are told apart no more.
+_MOST_VISITS = 7
+
+
 def acceptance(run: Run) -> Drafts:
-    """Acceptance lengths by the epochs that a prompt was seen in before, and draft tokens for each that was gained."""
+    """Acceptance lengths by how often a prompt was visited before, and draft tokens for each that was gained."""
     columns = run.requests
     rows = ~columns["validate"] & (columns["response_tokens"] > 0)
     drafted, accepted = (int(columns[name][rows].sum()) for name in ("drafted_tokens", "accepted_tokens"))
     if not drafted or not accepted:
         return Drafts()
     tokens: dict[int, list[float]] = {}
-    steps = _steps(columns)
-    for row in np.flatnonzero(rows).tolist():
-        sums = tokens.setdefault(int(columns["epoch"][row]), [0.0, 0.0])
+    steps, sent = _steps(columns), np.where(np.isfinite(columns["queued_at"]), columns["queued_at"], np.inf)
+    visits: dict[str, int] = {}
+    before: Counter[Any] = Counter()
+    for row in np.flatnonzero(rows)[np.argsort(sent[rows], kind="stable")].tolist():
+        uid, key = str(columns["uid"][row]), columns["prompt_key"][row]
+        if uid not in visits:
+            visits[uid] = before[key]
+            before[key] += 1
+        sums = tokens.setdefault(min(visits[uid], _MOST_VISITS), [0.0, 0.0])
         sums[0] += float(columns["response_tokens"][row])
         sums[1] += float(steps[row])
     paces = [max(1.0, made / taken) for _, (made, taken) in sorted(tokens.items())]

@@ -121,7 +121,7 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     status, output, _ = told("profile", run)
     assert status == 0
     assert "of a request in it" in output
-    assert "tokens a decoding step by epoch: 1.00, 1.99" in output
+    assert "tokens a decoding step by visits of a prompt: 1.00, 1.99" in output
     cost, source = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
     assert source.startswith("measured: run, virtual, 2027-01-15")
@@ -380,3 +380,16 @@ def test_recorded_workloads_that_cannot_be(made, tmp_path, override, words):
     status, _, error = told("simulate", cluster, override)
     assert status == 1
     assert any(word in error for word in words.split("|")), error
+
+
+def test_acceptance_goes_by_a_prompts_visits_and_not_by_epochs(tmp_path):
+    """Of data that repeat a prompt within their only epoch; a prompt of which the log has no key is one of its own."""
+    log = EventLog(tmp_path)
+    for step, verify_steps in enumerate([0, 19, 9, 9]):
+        columns = {"uid": f"u{step}", "prompt_key": "0" * 32, "replica": 0, "sample": [0], "validate": False}
+        columns |= {"prompt_tokens": 20, "response_tokens": 40, "drafted_tokens": 40, "verify_steps": verify_steps}
+        columns |= {"accepted_tokens": [0, 20, 30, 30][step], "queued_at": START + step, "trained": True}
+        log.append_requests(step + 1, 0, columns)
+    found = recorded.acceptance(recorded.read(tmp_path))
+    assert found.acceptance == (1.0, 2.0, 4.0, 4.0)
+    assert found.overhead == 2.0

@@ -43,9 +43,9 @@ Dotted: where each should lie."""
 ACCEPTANCE_LENGTH = """<b>Acceptance length</b>: tokens that a step which verifies drafts emits, 1 + accepted tokens /
 such steps."""
 ACCEPTANCE_RATE = "<b>Acceptance rate</b>: accepted over drafted tokens."
-SIMILARITY = """<b>Similarity of adjacent epochs</b>: trained tokens within a run of three or more which a response to
-the same prompt in its last epoch has as well. Thin: which another prompt's responses of that epoch have, for short runs
-agree by chance, too. What lies between the two is what a prompt's own history adds."""
+SIMILARITY = """<b>Similarity of adjacent visits</b>: trained tokens within a run of three or more which a response of
+the prompt's visit before (its last epoch, unless the data repeat prompts) has as well. Thin: which another prompt's
+responses have, for short runs agree by chance, too. What lies between the two is what a prompt's own history adds."""
 
 STAGES = """<b>{name}</b>: seconds of each step by verl's timers, stacked. Rollout is what the trainer waits
 for{on}."""
