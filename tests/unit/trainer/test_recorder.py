@@ -13,7 +13,7 @@ from verl_rhyme.history.store import HistoryReader
 from verl_rhyme.observability import metrics
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.trainer.recorder import Recorder
+from verl_rhyme.trainer.recorder import Recorder, _Samples
 from verl_rhyme.workers.history_writer import HistoryWriter
 
 
@@ -178,3 +178,16 @@ def test_two_groups_of_one_prompt_in_one_step_are_both_kept(recorded):
     record(1, (7, "trained", [0, 1]), part=1)
     record(1, (7, "filtered", [0, 1]), start=recorder.start_untrained)
     assert kept(7) == [(1, 0), (1, 1)] * 2
+
+
+def test_a_sample_of_which_no_server_told_goes_by_its_group():
+    """Its agent loop kept nothing; a group of which nobody told goes by its token ids."""
+    keys = ["a_0_0", "a_1_0", "b_0_0"]
+    queue = Queue()
+    queue.put_group(1, "a", [0.0, 0.0])
+    queue.put_group(2, "b", [0.0])
+    samples = _Samples.of(KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_rhyme.workers.stored_samples.tq", queue)
+        found = samples.prompts([[], [{"prompt_key": "ab" * 16}], []])
+    assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]
