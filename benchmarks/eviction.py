@@ -141,7 +141,7 @@ def bookkeeping(prompts: int, steps: int, batch: int = 512) -> dict[str, float]:
         step = rng.integers(0, prompts, batch)
         started = time.perf_counter()
         for i in step:
-            room.arrive(key(i), 1, size[i] * rng.uniform(0.8, 1.25), number)
+            room.arrive(key(i), 1, 1, size[i] * rng.uniform(0.8, 1.25), number)
         room.forget()
         room.settle()
         for i in step:

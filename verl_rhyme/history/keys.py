@@ -1,9 +1,10 @@
 """Prompt keys: what makes two prompts the same one across epochs.
 
-A prompt is what the user's data say: its messages, with the images, videos and audio in them, and what its tools are
-given. What a chat template adds is no part of it: some add today's date, which would make another prompt of each at
-midnight. The template itself is, with its options: under another one the policy answers otherwise. (A date in the
-data's own messages makes another prompt.)
+A prompt is what the user's data say: its messages, with the images, videos and audio in them, what its tools are given,
+and what else ``extra_info`` holds for an agent loop, such as an environment's seed; but for the row's number, since data
+that repeat a prompt number each of its rows. What a chat template adds is no part of it: some add today's date, which
+would make another prompt of each at midnight. The template itself is, with its options: under another one the policy
+answers otherwise. (A date in the data's own messages makes another prompt.)
 
 Lengths, drafts, placement and event log go by this one key. A prompt whose data are not known, such as one that another
 client sends to an engine, goes by its token ids.
@@ -21,8 +22,10 @@ import numpy as np
 
 #: Bytes of a prompt key.
 KEY_BYTES = 16
-#: Columns of a row of the data that make its key; of ``extra_info``, the selection of tools does.
+#: Columns of a row of the data that make its key.
 KEY_COLUMNS = ("raw_prompt", "multi_modal_data", "tools_kwargs", "interaction_kwargs", "extra_info")
+#: Of ``extra_info``, where a row stands in the data.
+_NUMBERING = ("index", "split")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:
@@ -59,9 +62,10 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
     if not any(_content(message) for message in ([messages] if isinstance(messages, str) else _listed(messages))):
         return ""
     digest = hashlib.blake2b(template.encode(), digest_size=KEY_BYTES)
-    _feed(digest, {name: row.get(name) for name in KEY_COLUMNS if name != "extra_info"})
-    extra = row.get("extra_info")
-    _feed(digest, extra.get("tool_selection") if isinstance(extra, Mapping) else None)
+    columns = {name: row.get(name) for name in KEY_COLUMNS}
+    if isinstance(extra := columns["extra_info"], Mapping):
+        columns["extra_info"] = {name: value for name, value in extra.items() if name not in _NUMBERING}
+    _feed(digest, columns)
     return digest.hexdigest()
 
 

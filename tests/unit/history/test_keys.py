@@ -68,7 +68,8 @@ def shown(image, text="find x"):
 
 def test_a_row_has_one_key_in_any_container():
     rows = [
-        said("add 1 and 2", uid="a", index=3, data_source="d", tools_kwargs={}),
+        said("add 1 and 2", uid="a", index=3, data_source="d", tools_kwargs={}, extra_info={"index": 3}),
+        said("add 1 and 2", uid="c", index=4, extra_info={"index": 4, "split": "test"}),
         {"raw_prompt": np.array(said("add 1 and 2")["raw_prompt"], dtype=object), "uid": "b", "tools_kwargs": None},
         {"raw_prompt": ({"content": "add 1 and 2", "name": None, "role": "user"},)},  # as parquet fills up a struct
     ]
@@ -87,6 +88,8 @@ def test_rows_that_differ_have_other_keys():
         said("ab", tools_kwargs={"search": {"create_kwargs": {"corpus": "b"}}}),
         said("ab", interaction_kwargs=search),
         said("ab", extra_info={"index": 3, "tool_selection": ["search"]}),
+        said("ab", extra_info={"seed": 3}),
+        said("ab", extra_info={"seed": 4}),
         said("ab", multi_modal_data={"image": [picture()]}),
     ]
     assert len({data_key(row) for row in rows}) == len(rows)
