@@ -1,8 +1,8 @@
 """Prompt keys: what makes two prompts the same one across epochs.
 
 A prompt is what the user's data say: its messages, with the images, videos and audio in them, what its tools are given,
-and what else ``extra_info`` holds for an agent loop, such as an environment's seed; but for the row's number, since data
-that repeat a prompt number each of its rows. What a chat template adds is no part of it: some add today's date, which
+and what else ``extra_info`` holds for an agent loop, such as an environment's seed; but for the row's number: data that
+repeat a prompt number each of its rows. What a chat template adds is no part of it: some add today's date, which
 would make another prompt of each at midnight. The template itself is, with its options: under another one the policy
 answers otherwise. (A date in the data's own messages makes another prompt.)
 
