@@ -12,13 +12,17 @@ client sends to an engine, goes by its token ids.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 #: Bytes of a prompt key.
 KEY_BYTES = 16
@@ -47,7 +51,7 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
 
 
 def data_key(row: Mapping[str, Any], template: str = "") -> str:
-    """Key of a prompt by its data, the same in every process. Never raises.
+    """Key of a prompt by its data, the same in every process. Never raises: a row that cannot be read has none.
 
     Args:
         row: Columns by name, of which :data:`KEY_COLUMNS` count; ``raw_prompt`` are verl's messages, dicts with
@@ -58,6 +62,19 @@ def data_key(row: Mapping[str, Any], template: str = "") -> str:
     Returns:
         32 hex digits; empty where the row has no message with a content.
     """
+    try:
+        return _data_key(row, template)
+    except Exception as error:
+        _warn(f"{type(error).__name__}: {error}")
+        return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _warn(error: str) -> None:
+    logger.warning("prompts whose data cannot be read go by their token ids (told once): %s", error)
+
+
+def _data_key(row: Mapping[str, Any], template: str) -> str:
     messages = row.get("raw_prompt")
     if not any(_content(message) for message in ([messages] if isinstance(messages, str) else _listed(messages))):
         return ""

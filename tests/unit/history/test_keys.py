@@ -122,11 +122,16 @@ def test_media_of_every_kind_are_told_apart():
     assert data_key(shown(half)) == data_key(shown(half.copy()))
 
 
-def test_what_cannot_be_read_costs_nothing_but_its_part_of_the_key():
+def test_what_cannot_be_read_costs_nothing_but_its_part_of_the_key(caplog):
     broken = picture(kind=bytes)
     torn = Image.open(io.BytesIO(broken["bytes"][:60]))
     assert data_key(shown(torn)) == data_key(shown(torn)) != data_key(shown(picture()))
     assert data_key(shown(object())) == data_key(shown(object()))
+    endless = []
+    endless.append(endless)
+    for _ in range(2):
+        assert data_key(said(endless)) == "", "its requests go by their token ids"
+    assert caplog.text.count("RecursionError") == 1
 
 
 def test_keys_are_the_same_in_every_process():
