@@ -619,6 +619,8 @@ class TestScript:
         ("variables", "group", "key", "wanted"),
         [
             ({"SORTED_MODE": "partial"}, "sorting", "mode", "partial"),
+            ({}, "sampling", "coupled", None),  # by the mode
+            ({"SORTED_COUPLED": "0"}, "sampling", "coupled", False),
             ({"SORTED_COUPLED": "1"}, "sampling", "coupled", True),
         ],
     )
@@ -773,7 +775,7 @@ class TestScript:
 
     def test_each_kind_of_run_has_a_folder_of_its_own(self, recipe):
         runs = [{"RHYME": "off"}, {}, {"ENGINE": "fsdp"}, {"MODE": "colocate_async"}, {"SMOKE": "1"}]
-        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "1"}]
+        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "0"}]
         more += [{"SORTED_MODE": mode, "MODE": "separate_async"} for mode in ("on_policy", "partial")]
         runs += [{"RHYME": "sorted", **each} for each in more]
         calls = [start(recipe, DRY_RUN="1", RUN_DIR="", **run)[1][0] for run in runs]

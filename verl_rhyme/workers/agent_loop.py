@@ -81,7 +81,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
-        self._coupled = rhyme.sampling.coupled
+        self._coupled = rhyme.coupled
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
