@@ -207,7 +207,10 @@ SORTING_MODE = f"{TREE}.sorting.mode"
             f"RHYME=sorted {TREE}.sampling.coupled=false",
             "coupled=false contradicts SORTED_COUPLED=1, which",
         ),
-        (f"RHYME=sorted SORTED_COUPLED=0 +{TREE}.sorting.coupled=True", "coupled=True contradicts SORTED_COUPLED=0, which"),
+        (
+            f"RHYME=sorted SORTED_COUPLED=0 +{TREE}.sorting.coupled=True",
+            "coupled=True contradicts SORTED_COUPLED=0, which",
+        ),
         (f"RHYME=stream +{TREE}.sorting.max_versions=1", "max_versions=1 is an earlier name of"),
         (f"RHYME=stream +{TREE}.sorting.max_staleness=0", "max_staleness=0 contradicts STREAM_MODE=async, which names"),
         ("RHYME=histopipe MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),

@@ -154,7 +154,7 @@ class RhymeConfig:
 
     @property
     def coupled(self) -> bool:
-        """``sampling.coupled``, or what ``None`` stands for: on-policy sorted rollout whose drafts our sampler verifies."""
+        """``sampling.coupled``; ``None`` stands for on-policy sorted rollout whose drafts our sampler verifies."""
         if self.sampling.coupled is not None:
             return self.sampling.coupled
         return self.sorting.mode == "on_policy" and self.drafting.enable and self.sampling.verify == "ours"

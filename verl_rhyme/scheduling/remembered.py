@@ -66,4 +66,4 @@ class Remembered:
 
 
 class Hopeless(RuntimeError):
-    """Prompt after prompt fails, and none comes to its end."""
+    """Prompt after prompt fails or is filtered, and none is left to train."""

@@ -22,6 +22,9 @@ from verl_rhyme.scheduling.scheduler import Admits, Scheduler
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
+#: However small an update is, so many groups in a row with nothing to learn from are no accident: where one in ten is
+#: kept, one of seven runs of a million groups has such a row.
+_FRUITLESS = 128
 
 
 class Rollout:
@@ -30,11 +33,12 @@ class Rollout:
 
     Args:
         rules: The scheduler's.
-        filters: Drop groups whose trajectories all have one score (DAPO, arXiv:2503.14476, section 3.2).
+        filters: The metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
+            section 3.2); ``None``: none are.
         generation: Another for each that takes up what the one before it had begun: no name is given twice.
     """
 
-    def __init__(self, rules: Rules, filters: bool = False, generation: int = 0) -> None:
+    def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
         self.scheduler = Scheduler(rules)
         self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
         self._generation = generation
@@ -48,6 +52,7 @@ class Rollout:
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
+        self._fruitless: Counter[float] = Counter()  # by their score, groups dropped since the filter kept one
         # Of prompts that are finished and were in no part yet, in the order of their end, how many samples they have.
         self._whole: dict[str, int] = {}
         self._news = False  # since a part was asked for
@@ -55,6 +60,11 @@ class Rollout:
     @property
     def rules(self) -> Rules:
         return self.scheduler.rules
+
+    @property
+    def filtered(self) -> dict[float, int]:
+        """By their common score, groups that were dropped since the last batch."""
+        return dict(self._filtered)
 
     # ---- prompts ----
 
@@ -149,7 +159,7 @@ class Rollout:
             Of its requests those that nobody has told before: an attempt tells those that it goes on from, too.
 
         Raises:
-            Hopeless: See there.
+            Hopeless: Prompt after prompt fails, or the filter drops group after group.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
         attempt = Attempt.named(report.name)
@@ -246,7 +256,7 @@ class Rollout:
             counts=counts,
             left=len(finished) - len(harvest.samples),
             failed=self._failed,
-            filtered=dict(self._filtered),
+            filtered=self.filtered,
         )
         self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
         return batch
@@ -314,7 +324,7 @@ class Rollout:
         self._failed += len(gone)
         recovery.remember(state.get("reports", evidence))  # older states do not say whose
         self.publish(version, batches_left)
-        for attempt in recovery.place(self._filters):
+        for attempt in recovery.place(bool(self._filters)):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
@@ -373,9 +383,21 @@ class Rollout:
             return
         by_sample = [self._remembered.scores.get((uid, n)) for n in range(len(prompt.samples))]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
-        if all(by_sample) and len(scores) > 1 and min(scores) == max(scores):
-            self._filtered[scores[0]] += 1
-            self._drop(uid)
+        if not (all(by_sample) and len(scores) > 1 and min(scores) == max(scores)):
+            self._fruitless.clear()
+            return
+        self._filtered[scores[0]] += 1
+        self._fruitless[scores[0]] += 1
+        self._drop(uid)
+        if (count := self._fruitless.total()) >= max(2 * self.rules.batch_prompts, _FRUITLESS):
+            told = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._fruitless.most_common(4))
+            raise Hopeless(
+                f"all {count} groups since the last one that was kept were dropped by filter_groups (metric "
+                f"{self._filters}), for all samples of a group had one score: scores were {told}. Check the reward "
+                "function (reward.custom_reward_function) and algorithm.filter_groups.metric; where prompts are too "
+                "easy or too hard choose others, or set algorithm.filter_groups.enable=false; the same command goes "
+                "on from the last checkpoint."
+            )
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed

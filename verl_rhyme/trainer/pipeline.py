@@ -31,6 +31,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_order, sorting_unit
 from verl_rhyme.history.keys import messages_key
+from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.balance import Balance
@@ -103,7 +104,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             drafts=self._rhyme.drafting.enable,
         )
         self._streaming = self._streamed()
-        self._filters = filter_metric is not None
+        self._filters = filter_metric
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         buffer = PipelineReplayBuffer(
@@ -255,10 +256,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             self.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
         if reply.filtered:
-            counts["training/filter_groups/evicted_samples"] = sum(reply.filtered.values())
+            counts[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
+            counts[names.FILTERED_SCORE] = sum(score * n for score, n in reply.filtered.items()) / groups
             counts[DAPO_FILTERED_REWARD_COUNTS_KEY] = reply.filtered
         if reply.failed:
-            counts["training/rollout_failure/evicted_samples"] = reply.failed
+            counts[names.FAILED_PROMPTS] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
 
     def supply(self) -> None:

@@ -451,9 +451,12 @@ class Coordinator:
         now = asyncio.get_running_loop().time()
         if now - complained_at < _PATIENCE_S:
             return complained_at
-        ledger = self._open[1].scheduler.ledger
-        counts = {state: sum(1 for _ in ledger.samples(state)) for state in get_args(State)}
-        logger.warning("waiting for %s; samples by state: %s", what, counts)
+        rollout = self._open[1]
+        counts = {state: sum(1 for _ in rollout.scheduler.ledger.samples(state)) for state in get_args(State)}
+        dropped = ""
+        if filtered := rollout.filtered:
+            dropped = f"; filter_groups dropped {sum(filtered.values())} groups, by their score: {filtered}"
+        logger.warning("waiting for %s; samples by state: %s%s", what, counts, dropped)
         return now
 
 

@@ -146,7 +146,9 @@ class World:
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("makespan", {"gain": 0.001, "sibling_gain": random.Random(seed).choice([0.0, 0.1])})
-        self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
+        self.setting = Setting(
+            self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
+        )
         self.streams = rules == "stream" or (self.separate and seed % 2 == 0)
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         if seed % 3 == 2:  # few slots: samples wait
