@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, stale_tokens
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
 from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.workers import router_file
@@ -44,6 +44,8 @@ def check(config: Any) -> None:
         raise ConfigError(str(refusal))
     if rhyme is None:
         return
+    if (refusal := queue_room.refusal(config, rhyme)) is not None:
+        raise ConfigError(str(refusal))
     router_file.check(rhyme.placement)
     _check_agent_loops(config, rhyme)
     _check_files(config)

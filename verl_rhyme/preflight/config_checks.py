@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, stale_tokens
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
@@ -40,6 +40,8 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return
     problems = list(combinations.refusals(config, tree))
+    if (refusal := queue_room.refusal(config, tree)) is not None:
+        problems.append(refusal)
     if tree is not None:
         try:
             router_file.check(tree.placement)

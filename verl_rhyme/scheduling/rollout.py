@@ -49,6 +49,7 @@ class Rollout:
         self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
+        self._obsolete: list[str] = []  # attempts whose reports are of no use any more
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
@@ -128,7 +129,9 @@ class Rollout:
             before = self._predecessor(uid, number)
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
-            starts.append(Start(name, predecessor, priority(rules, prompt), rules.continues, version=version))
+            stored = (uid, number) in self._remembered.stored
+            order = priority(rules, prompt)
+            starts.append(Start(name, predecessor, order, rules.continues, version=version, stored=stored))
         return starts
 
     def stock_up(self) -> None:
@@ -174,11 +177,15 @@ class Rollout:
         elif report.status == "finished":
             if sample.state == "generated":
                 self._remembered.scores[uid, number] = report.scores
+                self._remembered.stored.add((uid, number))
+                self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
                 self._see_whole(uid)
         elif sample.state == "running":
             before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
+            if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
+                self._obsolete.append(Attempt(uid, number, earlier).name)
             records = self._remembered.ended(attempt, report.records)
             new = [record for record in records if record["id"] not in before]
             self._ran += new
@@ -207,6 +214,12 @@ class Rollout:
         """Attempts that are to end without a word, since the last call."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
+
+    def take_obsolete(self) -> list[str]:
+        """Attempts whose reports nobody asks for any more, since the last call: another came after, or their
+        trajectories say the same."""
+        obsolete, self._obsolete = self._obsolete, []
+        return obsolete
 
     # ---- batches ----
 
@@ -268,12 +281,20 @@ class Rollout:
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
-        """Somebody may yet go on from, or draft from, what this attempt left."""
-        uid, number, attempt = Attempt.named(name)
-        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(name)
+        """Somebody may yet go on from, or draft from, what this attempt reported; not where its trajectories say it."""
+        attempt = Attempt.named(name)
+        if self._remembered.attempt.get(attempt.sample) == attempt.attempt:
+            return attempt.sample not in self._remembered.stored
+        return self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
-        """What this attempt stored, or will store, may yet be trained."""
+        """What this attempt stored, or will store, may yet be trained, or drafted from."""
+        attempt = Attempt.named(name)
+        drafted = attempt.sample in self._remembered.stored and self._predecessor(*attempt.sample) == attempt.attempt
+        return drafted or self.may_train(name)
+
+    def may_train(self, name: str) -> bool:
+        """What this attempt says may yet be trained."""
         attempt = Attempt.named(name)
         if attempt.uid not in self.scheduler.ledger:
             return False
@@ -361,6 +382,7 @@ class Rollout:
         self._wasted += self._remembered.records.pop(sample, [])
         if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
             self._remembered.attempt.pop(sample, None)
+            self._remembered.stored.discard(sample)
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)

@@ -47,6 +47,7 @@ from verl_rhyme.workers.actor import streamed
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.ranker_service import lacking
+from verl_rhyme.workers.room import FULL, NoRoom
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.weights import BACKEND as RELAY
@@ -323,7 +324,12 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
+        try:
+            tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
+        except RuntimeError as error:
+            if FULL not in str(error):
+                raise
+            raise NoRoom(self.rules, "when prompts are loaded", str(error)) from error
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = list(map(messages_key, batch["raw_prompt"])) if "raw_prompt" in columns else [""] * len(uids)

@@ -186,6 +186,30 @@ def test_a_group_with_one_score_is_replaced_and_counted():
     assert made.scheduler.step.wasted_tokens == 0
 
 
+def test_a_finished_sample_has_one_entry_in_the_queue():
+    """Its trajectory, from which a regenerated response is drafted, too; what was reported before goes."""
+    made = rollout(mode="on_policy", prompts=[("a", 2), ("b", 2)], group_batches=2)
+    tell(made, generated("a_0"))
+    assert made.needs_turns("a_0"), "its worker may be lost before the reward is there"
+    assert made.take_obsolete() == []
+    tell(made, finished("a_0"))
+    assert (made.needs_turns("a_0"), made.needs_trajectories("a_0")) == (False, True)
+    assert made.take_obsolete() == ["a_0"]
+    made.publish(1, None)  # it is regenerated
+    again = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
+    assert (again.predecessor, again.stored) == ("a_0", True)
+    assert made.needs_trajectories("a_0")
+    assert not made.may_train("a_0")
+    tell(made, interrupted(again.name, version=1))
+    assert not made.needs_trajectories("a_0"), "another draft is there"
+    assert made.needs_turns(again.name)
+    made.publish(2, None)
+    third = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
+    assert (third.predecessor, third.stored) == (again.name, False)
+    tell(made, generated(third.name, version=2))
+    assert made.take_obsolete() == ["a_0", again.name]
+
+
 def score_groups(made, groups, scores):
     """Groups come and finish, one after another, each with these scores of its two samples."""
     for _ in range(groups):
