@@ -44,8 +44,8 @@ def check(config: Any) -> None:
         raise ConfigError(str(refusal))
     if rhyme is None:
         return
-    if (refusal := queue_room.refusal(config, rhyme)) is not None:
-        raise ConfigError(str(refusal))
+    if (room := queue_room.refusal(config, rhyme)) is not None:
+        raise ConfigError(str(room))
     router_file.check(rhyme.placement)
     _check_agent_loops(config, rhyme)
     _check_files(config)

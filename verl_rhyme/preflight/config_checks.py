@@ -40,8 +40,8 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return
     problems = list(combinations.refusals(config, tree))
-    if (refusal := queue_room.refusal(config, tree)) is not None:
-        problems.append(refusal)
+    if (room := queue_room.refusal(config, tree)) is not None:
+        problems.append(room)
     if tree is not None:
         try:
             router_file.check(tree.placement)

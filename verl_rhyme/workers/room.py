@@ -29,10 +29,11 @@ class NoRoom(RuntimeError):
     """
 
     def __init__(self, rules: Rules, when: str, error: str) -> None:
+        size = "transfer_queue.backend.SimpleStorage.total_storage_size"
         super().__init__(
-            f"TransferQueue is full {when}: set transfer_queue.backend.SimpleStorage.total_storage_size=null (no "
-            f"limit), or to {rules.queue_entries} or more (more where an agent loop gives several trajectories a sample); "
-            f"the same command goes on from the last checkpoint. Its storage said: {error}"
+            f"TransferQueue is full {when}: set {size}=null (no limit), or to {rules.queue_entries} or more (more "
+            "where an agent loop gives several trajectories a sample); the same command goes on from the last "
+            f"checkpoint. Its storage said: {error}"
         )
 
 

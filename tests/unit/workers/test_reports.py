@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from transfer_queue.storage.simple_storage import StorageUnitData
 
 from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.workers import reports as module
@@ -129,6 +130,15 @@ async def test_a_full_queue_keeps_nobody_waiting_who_needs_no_room(queue, monkey
     await asyncio.gather(*waits)
     assert queue.stored == [{"a_0": "generated", "a_1": "generated"}]
     assert len([record for record in caplog.records if "is full" in record.message]) == 1
+
+
+def test_a_storage_unit_says_that_it_is_full_as_we_know_it():
+    unit = StorageUnitData(storage_size=1)
+    unit.put_data({"index": [0]}, [0])
+    with pytest.raises(ValueError, match=room_module.FULL):
+        unit.put_data({"index": [1]}, [1])
+    unit.put_data({"more": [0]}, [0])  # of an entry that is there
+    StorageUnitData(None).put_data({"index": range(9)}, list(range(9)))  # as our presets have it
 
 
 async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue):
