@@ -47,7 +47,7 @@ from verl_rhyme.workers.actor import streamed
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.ranker_service import lacking
-from verl_rhyme.workers.room import FULL, NoRoom
+from verl_rhyme.workers.room import FULL, no_room
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.weights import BACKEND as RELAY
@@ -329,7 +329,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         except RuntimeError as error:
             if FULL not in str(error):
                 raise
-            raise NoRoom(self.rules, "when prompts are loaded", str(error)) from error
+            raise no_room(self.rules, "when prompts are loaded", str(error)) from error
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = list(map(messages_key, batch["raw_prompt"])) if "raw_prompt" in columns else [""] * len(uids)

@@ -33,7 +33,6 @@ from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.workers.client import move, where
 from verl_rhyme.workers.reports import NotReported, Reports
-from verl_rhyme.workers.room import Room
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
@@ -89,8 +88,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
-        self._room = Room()
-        self._reports = Reports(self._room)
+        self._reports = Reports()
         self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: it waits for its prompt's data
         self._sessions: dict[str, Session] = {}  # of those that have begun
 
@@ -100,7 +98,6 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         """Tell ``coordinator`` from now on. Returns :meth:`attempts`, with the address of the replica where each runs;
         empty where that is not known."""
         self._reports.attach(coordinator)
-        self._room.attach(coordinator)
         return await self.places()
 
     async def places(self) -> dict[str, str]:
@@ -250,7 +247,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         outputs[0].extra_fields[REPORT] = report
         # Again where there was no room: verl computes no reward twice.
         store = super()._agent_loop_postprocess
-        await self._room.wait(lambda: store(output, validate, **kwargs))
+        await self._reports.room.wait(lambda: store(output, validate, **kwargs))
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 

@@ -42,7 +42,7 @@ from verl_rhyme.workers.crew import Crew
 from verl_rhyme.workers.leftovers import Leftovers
 from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 from verl_rhyme.workers.moving import Moving
-from verl_rhyme.workers.room import NoRoom
+from verl_rhyme.workers.room import no_room
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN, evidence, trajectories
 
@@ -355,13 +355,13 @@ class Coordinator:
         """Training frees entries; a trainer that waits for a batch frees none.
 
         Raises:
-            NoRoom: The queue is full, and nothing ends any more.
+            RuntimeError: The queue is full, and nothing ends any more.
         """
         if self._full is None or self._waited_from is None or now - self._full[0] > _LOOK_S:
             return
         if now - self._waited_from > _FULL_S:
             when = f"and for {_FULL_S:.0f} s nothing ended that could be trained and make room"
-            raise NoRoom(self._open[0].rules, when, self._full[1][-_ERROR_CHARS:])
+            raise no_room(self._open[0].rules, when, self._full[1][-_ERROR_CHARS:])
 
     def _state(self) -> dict[str, Any]:
         state = self._open[1].state_dict()

@@ -34,15 +34,17 @@ class Reports:
     What an attempt left is in TransferQueue before the coordinator is told: one that is started anew finds it there.
     Reports that leave nothing do not wait for those that do: the queue may be full until these are trained.
 
-    Args:
+    Attributes:
         room: Waits where the queue is full.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._leaving, self._telling = _Lane(room), _Lane(room)
+    def __init__(self) -> None:
+        self.room = Room()
+        self._leaving, self._telling = _Lane(self.room), _Lane(self.room)
 
     def attach(self, coordinator: Any) -> None:
         """``coordinator`` is told from now on."""
+        self.room.attach(coordinator)
         self._leaving.coordinator = self._telling.coordinator = coordinator
 
     async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:

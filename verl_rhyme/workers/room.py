@@ -19,7 +19,7 @@ RETRY_S = 5.0
 T = TypeVar("T")
 
 
-class NoRoom(RuntimeError):
+def no_room(rules: Rules, when: str, error: str) -> RuntimeError:
     """TransferQueue is full, and nothing can make room.
 
     Args:
@@ -27,14 +27,12 @@ class NoRoom(RuntimeError):
         when: What shows it.
         error: What its storage said.
     """
-
-    def __init__(self, rules: Rules, when: str, error: str) -> None:
-        size = "transfer_queue.backend.SimpleStorage.total_storage_size"
-        super().__init__(
-            f"TransferQueue is full {when}: set {size}=null (no limit), or to {rules.queue_entries} or more (more "
-            "where an agent loop gives several trajectories a sample); the same command goes on from the last "
-            f"checkpoint. Its storage said: {error}"
-        )
+    size = "transfer_queue.backend.SimpleStorage.total_storage_size"
+    return RuntimeError(
+        f"TransferQueue is full {when}: set {size}=null (no limit), or to {rules.queue_entries} or more (more where an "
+        "agent loop gives several trajectories a sample); the same command goes on from the last checkpoint. Its "
+        f"storage said: {error}"
+    )
 
 
 class Room:

@@ -26,7 +26,7 @@ class Worker(_Worker):
         self._coupled, self._seed, self._filter_metric = False, 0, None
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
-        self._reports, self._room = self, Room()  # type: ignore[assignment]
+        self._reports, self.room = self, Room()  # type: ignore[assignment]
 
     async def send(self, ended, left=None):
         if self.broken:

@@ -10,7 +10,6 @@ from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.workers import reports as module
 from verl_rhyme.workers import room as room_module
 from verl_rhyme.workers.reports import Reports
-from verl_rhyme.workers.room import Room
 
 
 class Queue:
@@ -49,7 +48,7 @@ def queue(monkeypatch):
 
 @pytest.fixture
 def reports(queue):
-    reports = Reports(Room())
+    reports = Reports()
     reports.attach(queue)
     return reports
 
@@ -109,9 +108,8 @@ async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
 async def test_a_full_queue_keeps_nobody_waiting_who_needs_no_room(queue, monkeypatch, caplog):
     """What is finished goes on to be trained, which makes room; what waits is not given up."""
     monkeypatch.setattr(room_module, "RETRY_S", 0.001)
-    room, errors, full = Room(), [], True
-    room.attach(SimpleNamespace(full=SimpleNamespace(remote=errors.append)))
-    reports = Reports(room)
+    reports, errors, full = Reports(), [], True
+    queue.full = SimpleNamespace(remote=errors.append)
     reports.attach(queue)
 
     async def put(keys, partition_id, fields=None, tags=None):

@@ -28,7 +28,7 @@ from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.reserve import Reserve
-from verl_rhyme.workers import agent_loop, coordinator, crew, replica_start, replicas, reports, room, stored_attempts
+from verl_rhyme.workers import agent_loop, coordinator, crew, replica_start, replicas, reports, stored_attempts
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.coordinator import Coordinator
 from verl_rhyme.workers.deaths import ReplicaDied
@@ -724,8 +724,7 @@ class Worker(_Worker):
         self._attempts, self._sessions = {}, {}
         self._filter_metric = "reward" if world.filters else None
         self.background_tasks = set()
-        self._room = room.Room()
-        self._reports = reports.Reports(self._room)
+        self._reports = reports.Reports()
         self.client = RhymeLLMServerClient(world.config, world.balancer, interruptible=True)
 
     async def generate_sequences(self, batch):
