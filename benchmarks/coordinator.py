@@ -120,7 +120,7 @@ class Trainer:
             max_staleness=GROUP_BATCHES - 1 if mode == "partial" else 0,
             through_training=self.topology.through_training,
         )
-        setting = Setting(rules=rules, filters=False, limit=slots, lot=1, slots=slots, lost_after=60.0)
+        setting = Setting(rules=rules, filters=None, limit=slots, lot=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
         self.driver = CountedDriver(setting, self.load, lambda: [])
         self.loaded = 0

@@ -108,7 +108,9 @@ class Arm:
         return {"RHYME": self.system, **dict(self.variables)}
 
 
-_SORTED = Arm("sorted", sorting=(f"group_batches={LOAD}",))
+#: As SortedRL has it: what is regenerated is drawn with fresh noise.
+_FRESH = (("SORTED_COUPLED", "0"),)
+_SORTED = Arm("sorted", variables=_FRESH, sorting=(f"group_batches={LOAD}",))
 _WHOLE = ("group_batches=1", "harvest=loaded", "order=1")
 
 
@@ -124,7 +126,7 @@ ARMS = {
     "sync, large batch, drafts": Arm("histospec", batches=LOAD, mini_batches=LOAD),
     "sorted": _SORTED,
     "sorted, undrafted": replace(_SORTED, overrides=(f"{RHYME}.drafting.enable=false",)),
-    "sorted, coupled": replace(_SORTED, variables=(("SORTED_COUPLED", "1"),)),
+    "sorted, coupled": replace(_SORTED, variables=()),
     "partial": replace(_SORTED, variables=(("SORTED_MODE", "partial"),)),
     "partial, 3 versions": Arm(
         "sorted", variables=(("SORTED_MODE", "partial"),), sorting=(f"group_batches={LOAD}", "max_staleness=3")
@@ -135,11 +137,11 @@ ARMS = {
     ),
     "short first": _with("start_order=shortest"),
     "long first": _with("start_order=longest"),
-    "finished batch sorted": Arm("sorted", batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),
+    "finished batch sorted": Arm("sorted", variables=_FRESH, batches=LOAD, mini_batches=LOAD, sorting=_WHOLE),
     "no grouped loading": _with("load=refill"),
     "no oversubscription": _with("oversubscription=1"),
-    "one batch loaded": Arm("sorted", sorting=("group_batches=1",)),
-    "update as large as the load": Arm("sorted", batches=LOAD, sorting=("group_batches=1",)),
+    "one batch loaded": Arm("sorted", variables=_FRESH, sorting=("group_batches=1",)),
+    "update as large as the load": Arm("sorted", variables=_FRESH, batches=LOAD, sorting=("group_batches=1",)),
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)

@@ -4,7 +4,7 @@
 #   RHYME=histospec|sorted|histopipe|stream|full|off   drafting on (default), the sorted pipeline with drafting, placement
 #                                by predicted lengths with drafting, training beside a stream of rollout, all of them
 #                                together, or stock verl
-#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted: docs/sorted.md
+#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=1|0 (on-policy)   of RHYME=sorted: docs/sorted.md
 #   STREAM_MODE=async|sync       of RHYME=stream: docs/streaming.md
 #   ENGINE=megatron|fsdp         training engine: Megatron split by TP and PP (default), or FSDP2 split by SP (Ulysses)
 #   MODE=sync|colocate_async|separate_async   verl's trainer mode; the last adds ROLLOUT_NNODES=1 nodes of

@@ -3,7 +3,7 @@
 #   RHYME=histospec|sorted|histopipe|stream|full|off   drafting on (default), the sorted pipeline with drafting, placement
 #                           by predicted lengths with drafting, training beside a stream of rollout, all of them together,
 #                           or stock verl
-#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=0|1   of RHYME=sorted (docs/sorted.md)
+#   SORTED_MODE=on_policy|partial   SORTED_COUPLED=1|0 (on-policy)   of RHYME=sorted (docs/sorted.md)
 #   STREAM_MODE=async|sync  of RHYME=stream (docs/streaming.md)
 #   COMPARE=1               both arms with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work

@@ -72,10 +72,13 @@ check_rhyme() { # RHYME, MODE, of sorted SORTED_MODE and SORTED_COUPLED, of stre
       ;;
     sorted)
       local tree=actor_rollout_ref.rollout.custom.rhyme coupled=(false true)
-      SORTED_MODE=${SORTED_MODE:-on_policy} SORTED_COUPLED=${SORTED_COUPLED:-0}
+      SORTED_MODE=${SORTED_MODE:-on_policy}
       one_of SORTED_MODE on_policy partial
-      one_of SORTED_COUPLED 0 1
-      RHYME_ARGS+=("$tree.sorting.mode=$SORTED_MODE" "$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
+      RHYME_ARGS+=("$tree.sorting.mode=$SORTED_MODE")
+      if [ -n "${SORTED_COUPLED:-}" ]; then
+        one_of SORTED_COUPLED 0 1
+        RHYME_ARGS+=("$tree.sampling.coupled=${coupled[SORTED_COUPLED]}")
+      fi
       ;;
   esac
 }
@@ -123,8 +126,8 @@ check_overrides() {
             "run's folder; use RHYME=sorted with SORTED_MODE=on_policy or partial, or RHYME=histopipe"
         ;;
       sorted-"$tree".sampling.coupled | sorted-"$tree".sorting.coupled)
-        [[ "$value-$SORTED_COUPLED" =~ ^(true-1|false-0)$ ]] ||
-          refuse "$override contradicts SORTED_COUPLED=$SORTED_COUPLED, which names the run's folder; use SORTED_COUPLED=0 or 1"
+        [[ "$value-$(_coupled)" =~ ^(true-1|false-0)$ ]] ||
+          refuse "$override contradicts SORTED_COUPLED=$(_coupled), which names the run's folder; use SORTED_COUPLED=0 or 1"
         ;;
       stream-"$tree".sorting.max_versions)
         refuse "$override is an earlier name of $tree.sorting.max_staleness, which is one less; use STREAM_MODE=sync or async"
@@ -163,8 +166,15 @@ observed() { # observed RUN_DIR COMMAND...: the command's status; meanwhile its 
   return "$status"
 }
 
+_coupled() { # SORTED_COUPLED, or its default: 1 on-policy
+  case "$SORTED_MODE-${SORTED_COUPLED:-}" in
+    *-1 | on_policy-) echo 1 ;;
+    *) echo 0 ;;
+  esac
+}
+
 arm_name() { # of RHYME, SORTED_MODE, SORTED_COUPLED and STREAM_MODE: as verl_rhyme.config.arm_name
-  case "$RHYME-${SORTED_COUPLED:-0}" in
+  case "$RHYME-$([ "$RHYME" != sorted ] || _coupled)" in
     sorted-1) echo "sorted-$SORTED_MODE-coupled" ;;
     sorted-*) echo "sorted-$SORTED_MODE" ;;
     stream-*) echo "stream-$STREAM_MODE" ;;

@@ -46,7 +46,7 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     for name, usual in _USUAL[system].items():
         if has[name] != usual:
             parts.append(told[name][has[name]] if name in told else has[name])
-    if switches and rhyme.sampling.coupled:
+    if switches and rhyme.coupled:
         parts.append("coupled")
     if switches and not rhyme.drafting.enable:
         parts.append("undrafted")

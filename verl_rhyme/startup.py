@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree, loss_normalisation
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
 from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.workers import router_file
@@ -44,12 +44,19 @@ def check(config: Any) -> None:
         raise ConfigError(str(refusal))
     if rhyme is None:
         return
+    if (room := queue_room.refusal(config, rhyme)) is not None:
+        raise ConfigError(str(room))
     router_file.check(rhyme.placement)
     _check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
     for told in loss_normalisation.contradictions(config, rhyme):
         logger.warning("%s", told)
+    if (correction := stale_tokens.correction(config, rhyme)) is not None:
+        if correction.corrected:
+            logger.info("%s", correction.detail)
+        else:
+            logger.warning("%s; %s", correction.detail, correction.remedy)
 
 
 def _check_versions() -> None:

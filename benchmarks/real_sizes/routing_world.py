@@ -309,7 +309,7 @@ class World:
                 await self.router.report_capacity.remote(name, int(self.cost.room))
         setting = Setting(
             rules=rules,
-            filters=False,
+            filters=None,
             limit=slots,
             lot=1,
             slots=slots,

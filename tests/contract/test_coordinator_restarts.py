@@ -9,13 +9,14 @@ import torch
 import transfer_queue as tq
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.rules import named
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.workers.messages import Handed, NotOpen, Setting
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
-from verl_rhyme.workers.stored_attempts import TRAIN
+from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
 
 @ray.remote(num_cpus=0)
@@ -37,7 +38,8 @@ class Worker:
 
     async def begin(self, starts, step):
         names = [start.name for start in starts]
-        rows = TensorDict({"index": torch.zeros(len(names))}, batch_size=len(names))
+        report = {"tokens": 3, "first_version": step - 1, "records": []}
+        rows = list_of_dict_to_tensordict([{"index": torch.zeros(1), "extra_fields": {REPORT: report}}] * len(names))
         left = TensorDict({"records": torch.zeros(len(names), 0)}, batch_size=len(names))
         tags = [{"status": "generated", "tokens": 3, "first_version": step - 1}] * len(names)
         await tq.async_kv_batch_put(keys=names, partition_id=SESSIONS, fields=left, tags=tags)
@@ -74,7 +76,7 @@ def test_a_killed_coordinator_comes_back_and_nothing_is_trained_twice():
             return [Handed(uid, 2) for uid in new]
 
         rules = named("on_policy", batch_prompts=2, batch_samples=4, group_batches=2)
-        setting = Setting(rules, filters=False, limit=16, lot=1, slots=8, lost_after=30.0)
+        setting = Setting(rules, filters=None, limit=16, lot=1, slots=8, lost_after=30.0)
         driver = Driver(setting, load, lambda: [Worker.remote()])
         driver.open([Worker.remote()], None, version=0)
         driver.publish(0, 4)

@@ -550,7 +550,7 @@ def test_sorted_trains_together_what_the_algorithm_compares(recipe):
     rules = trainer.rules
     assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
     assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
-    assert trainer._filters == (recipe == "qwen32b_dapo")
+    assert trainer._filters == ("acc" if recipe == "qwen32b_dapo" else None)
     assert trainer._sortedness() == 1, "one mini-batch an update: sorted by length"
     assert rules.group_batches * rules.batch_prompts == (128 if recipe == "qwen3_8b_grpo" else 512)
 
@@ -619,6 +619,8 @@ class TestScript:
         ("variables", "group", "key", "wanted"),
         [
             ({"SORTED_MODE": "partial"}, "sorting", "mode", "partial"),
+            ({}, "sampling", "coupled", None),  # by the mode
+            ({"SORTED_COUPLED": "0"}, "sampling", "coupled", False),
             ({"SORTED_COUPLED": "1"}, "sampling", "coupled", True),
         ],
     )
@@ -773,7 +775,7 @@ class TestScript:
 
     def test_each_kind_of_run_has_a_folder_of_its_own(self, recipe):
         runs = [{"RHYME": "off"}, {}, {"ENGINE": "fsdp"}, {"MODE": "colocate_async"}, {"SMOKE": "1"}]
-        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "1"}]
+        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "0"}]
         more += [{"SORTED_MODE": mode, "MODE": "separate_async"} for mode in ("on_policy", "partial")]
         runs += [{"RHYME": "sorted", **each} for each in more]
         calls = [start(recipe, DRY_RUN="1", RUN_DIR="", **run)[1][0] for run in runs]

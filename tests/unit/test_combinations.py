@@ -344,7 +344,11 @@ def test_the_run_scripts_refuse_what_the_table_refuses() -> None:
 
 
 def test_the_run_scripts_call_an_arm_as_python_does() -> None:
-    runs = [("off", "", ""), ("histospec", "", ""), *itertools.product(["sorted"], ("on_policy", "partial"), "01")]
+    runs = [
+        ("off", "", ""),
+        ("histospec", "", ""),
+        *itertools.product(["sorted"], ("on_policy", "partial"), ("", "0", "1")),
+    ]
     runs += [("histopipe", "", ""), ("full", "", ""), ("stream", "", "")]
     variables = "RHYME={} SORTED_MODE={} SORTED_COUPLED={}"
     lines = settings("; ".join(f'{variables.format(*run)}; check_rhyme; echo "$(arm_name)"' for run in runs))
@@ -360,7 +364,9 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
         ("off", [], "off", "off"),
         ("histospec", [], "histospec", "histospec"),
         ("histospec", ["drafting.enable=false"], "histospec-undrafted", "histospec"),
-        ("sorted", ["sampling.coupled=true"], "sorted-on_policy-coupled", "sorted-on_policy"),
+        ("sorted", [], "sorted-on_policy-coupled", "sorted-on_policy"),
+        ("sorted", ["sampling.coupled=false"], "sorted-on_policy", "sorted-on_policy"),
+        ("sorted", ["drafting.enable=false"], "sorted-on_policy-undrafted", "sorted-on_policy"),
         ("histopipe", [], "histopipe", "histopipe"),
         (
             "histopipe",
@@ -375,8 +381,13 @@ def test_the_run_scripts_call_an_arm_as_python_does() -> None:
         ("histopipe", ["streaming.enable=true"], *["histopipe-streamed"] * 2),
         ("stream", ["sorting.harvest=shortest"], *["stream-async-shortest"] * 2),
         ("stream", ["sorting.harvest=loaded"], *["stream-async"] * 2),
-        ("sorted", ["sorting.harvest=shortest", "sorting.load=refill"], *["sorted-on_policy-refill"] * 2),
-        ("sorted", ["streaming.enable=true"], *["sorted-on_policy-streamed"] * 2),
+        (
+            "sorted",
+            ["sorting.harvest=shortest", "sorting.load=refill"],
+            "sorted-on_policy-refill-coupled",
+            "sorted-on_policy-refill",
+        ),
+        ("sorted", ["streaming.enable=true"], "sorted-on_policy-streamed-coupled", "sorted-on_policy-streamed"),
         ("full", ["sampling.coupled=false"], *["full"] * 2),
         (
             "full",

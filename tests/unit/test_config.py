@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree
+from verl_rhyme import combinations, config_tree
 from verl_rhyme.config import (
     CONFIG_PATH,
     LENGTH_PLACEMENTS,
@@ -205,6 +205,29 @@ def test_a_preset_is_overridden_without_a_plus():
     assert (rhyme.placement.policy, rhyme.history.epochs) == ("sticky_group", 2)
     options = [f"{CONFIG_PATH}.placement.policy=sticky_group", f"+{CONFIG_PATH}.placement.options.factor=1.5"]
     assert config_tree.from_verl(compose(["+rhyme=histospec", *options])).placement.options == {"factor": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "coupled"),
+    [
+        ([], True),
+        (["sampling.coupled=false"], False),
+        (["sorting.mode=partial"], False),  # nothing is drawn again
+        (["drafting.enable=false"], False),  # nothing to verify
+        (["sampling.verify=vllm"], False),  # it draws with noise of its own
+    ],
+)
+def test_on_policy_sorted_rollout_is_coupled_unless_something_else_is_asked_for(changes, coupled):
+    engine = ["actor_rollout_ref.rollout.name=vllm"]
+    found = compose(["+rhyme=sorted", *engine, *(f"{CONFIG_PATH}.{change}" for change in changes)])
+    rhyme = config_tree.from_verl(found)
+    assert rhyme.coupled == coupled
+    assert not list(combinations.refusals(found, rhyme))
+
+
+@pytest.mark.parametrize("preset", ["histospec", "histopipe", "stream", "full"])
+def test_other_presets_are_not_coupled(preset):
+    assert not config_tree.from_verl(compose([f"+rhyme={preset}"])).coupled
 
 
 def test_every_placement_has_the_options_that_its_policy_takes():

@@ -523,7 +523,8 @@ def test_sorted_on_a_pool_of_its_own(world, mode):
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
     told = {check.name: check.detail for check in found.checks}
-    assert told["rhyme"].startswith(f"sorted-{mode} on engines of their own; drafting on")
+    name = {"on_policy": "on_policy-coupled"}.get(mode, mode)
+    assert told["rhyme"].startswith(f"sorted-{name} on engines of their own; drafting on")
     assert "8 rollout replicas of 2, 16 GPUs of their own" in told["parallel sizes"]
 
 

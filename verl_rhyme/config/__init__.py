@@ -152,6 +152,13 @@ class RhymeConfig:
         allowed = "false without sorting.mode (+rhyme=sorted, histopipe, stream): verl's own order asks no forecast"
         require(not self.lengths.ranker.enable or bool(self.sorting.mode), "lengths.ranker.enable", True, allowed)
 
+    @property
+    def coupled(self) -> bool:
+        """``sampling.coupled``; ``None`` stands for on-policy sorted rollout whose drafts our sampler verifies."""
+        if self.sampling.coupled is not None:
+            return self.sampling.coupled
+        return self.sorting.mode == "on_policy" and self.drafting.enable and self.sampling.verify == "ours"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)

@@ -179,11 +179,12 @@ class SamplingConfig:
             whether the draft holds. ``"vllm"``: vLLM's rejection sampler, to compare; it takes tables of float32 for
             each row and draft length.
         coupled: Sorted on-policy: draw each token with noise keyed by sample and position, so that a response which is
-            generated anew repeats itself where the policy did not change.
+            regenerated repeats itself where the policy did not change. ``None``: wherever that is possible
+            (:attr:`RhymeConfig.coupled <verl_rhyme.config.RhymeConfig.coupled>`).
     """
 
     verify: str = "ours"
-    coupled: bool = False
+    coupled: bool | None = None
 
     def __post_init__(self) -> None:
         require(self.verify in VERIFIERS, "sampling.verify", self.verify, " or ".join(VERIFIERS))

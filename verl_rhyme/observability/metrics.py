@@ -14,6 +14,8 @@ import numpy.typing as npt
 EPOCH = "training/epoch"  # counted from 0
 REWARD_MEAN = "critic/score/mean"
 REWARD_MEAN_AFTER_KL = "critic/rewards/mean"
+FILTERED_GROUPS = "training/filter_groups/evicted_samples"  # groups, in spite of the name
+FAILED_PROMPTS = "training/rollout_failure/evicted_samples"  # in our modes prompts
 TIMING = "timing_s/"
 GEN_S = "timing_s/gen"
 #: Of a step in which rollout does not only last as long as the trainer waits for it; else see GEN_S.
@@ -84,6 +86,7 @@ SORTED_WAITING_MAX = "training/sorted/waiting/max"
 SORTED_TOKEN_STALENESS_MEAN = "training/sorted/token_staleness/mean"
 SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
 SORTED_ORDER = "training/sorted/order"
+FILTERED_SCORE = "training/filter_groups/evicted_score/mean"
 STREAM_EARLY = "training/stream/early_share"
 STREAM_PARTS = "training/stream/parts"
 STREAM_FETCHED = "training/stream/fetched_bytes"

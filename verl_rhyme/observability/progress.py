@@ -60,6 +60,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
         parts.append(f"{count} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tok/s)")
         bubble = value(metrics.BUBBLE_RATIO)  # never without the tokens per second
     parts += _drafting(value)
+    parts += _dropped(value)
     if bubble is not None:
         parts.append(f"bubble {bubble:.0%}")
     validation = {name: v for name in data if name.startswith("val-core/") and (v := value(name)) is not None}
@@ -80,6 +81,17 @@ def _drafting(value: Any) -> list[str]:
             parts.append(f"{rate:.0%} accepted")
     if (hits := value(metrics.HISTORY_HIT_RATE)) is not None:
         parts.append(f"{hits:.0%} with history")
+    return [", ".join(parts)] if parts else []
+
+
+def _dropped(value: Any) -> list[str]:
+    parts = []
+    if groups := value(metrics.FILTERED_GROUPS):
+        score = value(metrics.FILTERED_SCORE)
+        why = "one score each" + ("" if score is None else f" (mean {score:.2f})")
+        parts.append(f"{groups:.0f} group{'s' if groups > 1 else ''} dropped: {why}")
+    if failed := value(metrics.FAILED_PROMPTS):
+        parts.append(f"{failed:.0f} prompt{'s' if failed > 1 else ''} failed")
     return [", ".join(parts)] if parts else []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
@@ -40,6 +40,8 @@ def rhyme(config: Any) -> Iterator[Check]:
         yield Check(name, FAIL, str(error), "mend the key that the message names")
         return
     problems = list(combinations.refusals(config, tree))
+    if (room := queue_room.refusal(config, tree)) is not None:
+        problems.append(room)
     if tree is not None:
         try:
             router_file.check(tree.placement)
@@ -133,13 +135,15 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
 
 
 def loss(config: Any) -> Iterator[Check]:
-    """What is divided by, of a loss, where updates are chosen or sorted by length."""
+    """What a loss is divided by, where updates are chosen or sorted by length, and how it corrects for stale tokens."""
     try:
         tree = config_tree.from_verl(config)
     except ConfigError:  # :func:`rhyme` tells it
         return
     for told in loss_normalisation.contradictions(config, tree):
         yield Check("loss", WARN, told.detail, told.remedy)
+    if (correction := stale_tokens.correction(config, tree)) is not None:
+        yield Check("stale tokens", OK if correction.corrected else WARN, correction.detail, correction.remedy)
 
 
 def placement(config: Any, plan: Plan) -> Iterator[Check]:

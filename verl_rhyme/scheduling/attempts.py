@@ -62,6 +62,7 @@ class Start(NamedTuple):
         tokens: It is expected to have at its end; ``None`` where nobody knows.
         likely_tokens: It will hardly have more.
         version: Of the policy: a replica that serves an older one takes a newer one first.
+        stored: The predecessor finished: its turns are those of its trajectories.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Start(NamedTuple):
     tokens: int | None = None
     likely_tokens: int | None = None
     version: int = 0
+    stored: bool = False
 
 
 class Ended(NamedTuple):

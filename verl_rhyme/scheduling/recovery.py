@@ -24,6 +24,7 @@ class Evidence(NamedTuple):
         tokens, first_version: As reported (:class:`~verl_rhyme.scheduling.attempts.Ended`).
         running: An agent loop worker is about it.
         stored: All its trajectories are stored.
+        reported: Its own report is there as well, with its turns.
         records: As reported.
         scores: As reported, where groups are filtered by them.
     """
@@ -33,6 +34,7 @@ class Evidence(NamedTuple):
     first_version: int | None = None
     running: bool = False
     stored: bool = False
+    reported: bool = True
     records: list[Record] = []  # noqa: RUF012  nobody changes it
     scores: list[float] = []  # noqa: RUF012
 
@@ -99,6 +101,8 @@ class Recovery:
             known = self._evidence.get(attempt.name, Evidence())
             if known.has_turns and (attempt.name in told or attempt.attempt >= sample.attempt):
                 self._remembered.ended(attempt, known.records)
+                if known.stored and not known.reported:
+                    self._remembered.stored.add(attempt.sample)
             if attempt.name in self._evidence:
                 self._latest[attempt.sample] = attempt
 

@@ -49,21 +49,24 @@ class Remembered:
     """By sample, what attempts reported; of samples that are not trained yet."""
 
     attempt: dict[Name, int] = field(default_factory=dict)  # which one ended last and has left its turns
+    stored: set[Name] = field(default_factory=set)  # of these, whose turns are in its trajectories
     records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
     scores: dict[Name, list[float]] = field(default_factory=dict)
 
     def ended(self, attempt: Attempt, records: Iterable[Record]) -> list[Record]:
         """It has left its turns, and these records of its requests: the same, with ``uid`` and ``sample``."""
         uid, number, self.attempt[attempt.sample] = attempt
+        self.stored.discard(attempt.sample)
         self.records[attempt.sample] = named = [{**record, "uid": uid, "sample": number} for record in records]
         return named
 
     def forget(self, sample: Name) -> list[Record]:
         """Its records."""
         self.attempt.pop(sample, None)
+        self.stored.discard(sample)
         self.scores.pop(sample, None)
         return self.records.pop(sample, [])
 
 
 class Hopeless(RuntimeError):
-    """Prompt after prompt fails, and none comes to its end."""
+    """Prompt after prompt fails or is filtered, and none is left to train."""

@@ -22,6 +22,9 @@ from verl_rhyme.scheduling.scheduler import Admits, Scheduler
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
+#: However small an update is, so many groups in a row with nothing to learn from are no accident: where one in ten is
+#: kept, one of seven runs of a million groups has such a row.
+_FRUITLESS = 128
 
 
 class Rollout:
@@ -30,11 +33,12 @@ class Rollout:
 
     Args:
         rules: The scheduler's.
-        filters: Drop groups whose trajectories all have one score (DAPO, arXiv:2503.14476, section 3.2).
+        filters: The metric by which groups are dropped whose trajectories all have one score (DAPO, arXiv:2503.14476,
+            section 3.2); ``None``: none are.
         generation: Another for each that takes up what the one before it had begun: no name is given twice.
     """
 
-    def __init__(self, rules: Rules, filters: bool = False, generation: int = 0) -> None:
+    def __init__(self, rules: Rules, filters: str | None = None, generation: int = 0) -> None:
         self.scheduler = Scheduler(rules)
         self.scheduler.ledger.first_attempt = generation * _ATTEMPTS
         self._generation = generation
@@ -45,9 +49,11 @@ class Rollout:
         self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
+        self._obsolete: list[str] = []  # attempts whose reports are of no use any more
         self._wasted: list[Record] = []
         self._failed = 0
         self._filtered: Counter[float] = Counter()
+        self._fruitless: Counter[float] = Counter()  # by their score, groups dropped since the filter kept one
         # Of prompts that are finished and were in no part yet, in the order of their end, how many samples they have.
         self._whole: dict[str, int] = {}
         self._news = False  # since a part was asked for
@@ -55,6 +61,11 @@ class Rollout:
     @property
     def rules(self) -> Rules:
         return self.scheduler.rules
+
+    @property
+    def filtered(self) -> dict[float, int]:
+        """By their common score, groups that were dropped since the last batch."""
+        return dict(self._filtered)
 
     # ---- prompts ----
 
@@ -118,7 +129,9 @@ class Rollout:
             before = self._predecessor(uid, number)
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
-            starts.append(Start(name, predecessor, priority(rules, prompt), rules.continues, version=version))
+            stored = (uid, number) in self._remembered.stored
+            order = priority(rules, prompt)
+            starts.append(Start(name, predecessor, order, rules.continues, version=version, stored=stored))
         return starts
 
     def stock_up(self) -> None:
@@ -149,7 +162,7 @@ class Rollout:
             Of its requests those that nobody has told before: an attempt tells those that it goes on from, too.
 
         Raises:
-            Hopeless: See there.
+            Hopeless: Prompt after prompt fails, or the filter drops group after group.
             RuntimeError: Its tokens are of a policy that must not have made them.
         """
         attempt = Attempt.named(report.name)
@@ -164,11 +177,15 @@ class Rollout:
         elif report.status == "finished":
             if sample.state == "generated":
                 self._remembered.scores[uid, number] = report.scores
+                self._remembered.stored.add((uid, number))
+                self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
                 self._see_whole(uid)
         elif sample.state == "running":
             before = {record["id"] for record in self._remembered.records.get(attempt.sample, ())}
+            if (earlier := self._remembered.attempt.get(attempt.sample)) is not None:
+                self._obsolete.append(Attempt(uid, number, earlier).name)
             records = self._remembered.ended(attempt, report.records)
             new = [record for record in records if record["id"] not in before]
             self._ran += new
@@ -197,6 +214,12 @@ class Rollout:
         """Attempts that are to end without a word, since the last call."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
+
+    def take_obsolete(self) -> list[str]:
+        """Attempts whose reports nobody asks for any more, since the last call: another came after, or their
+        trajectories say the same."""
+        obsolete, self._obsolete = self._obsolete, []
+        return obsolete
 
     # ---- batches ----
 
@@ -246,7 +269,7 @@ class Rollout:
             counts=counts,
             left=len(finished) - len(harvest.samples),
             failed=self._failed,
-            filtered=dict(self._filtered),
+            filtered=self.filtered,
         )
         self._ran, self._wasted, self._failed, self._filtered = [], [], 0, Counter()
         return batch
@@ -258,12 +281,20 @@ class Rollout:
         return uid in self.scheduler.ledger or uid in self._stock
 
     def needs_turns(self, name: str) -> bool:
-        """Somebody may yet go on from, or draft from, what this attempt left."""
-        uid, number, attempt = Attempt.named(name)
-        return self._remembered.attempt.get((uid, number)) == attempt or self.needs_trajectories(name)
+        """Somebody may yet go on from, or draft from, what this attempt reported; not where its trajectories say it."""
+        attempt = Attempt.named(name)
+        if self._remembered.attempt.get(attempt.sample) == attempt.attempt:
+            return attempt.sample not in self._remembered.stored
+        return self.may_train(name)
 
     def needs_trajectories(self, name: str) -> bool:
-        """What this attempt stored, or will store, may yet be trained."""
+        """What this attempt stored, or will store, may yet be trained, or drafted from."""
+        attempt = Attempt.named(name)
+        drafted = attempt.sample in self._remembered.stored and self._predecessor(*attempt.sample) == attempt.attempt
+        return drafted or self.may_train(name)
+
+    def may_train(self, name: str) -> bool:
+        """What this attempt says may yet be trained."""
         attempt = Attempt.named(name)
         if attempt.uid not in self.scheduler.ledger:
             return False
@@ -314,7 +345,7 @@ class Rollout:
         self._failed += len(gone)
         recovery.remember(state.get("reports", evidence))  # older states do not say whose
         self.publish(version, batches_left)
-        for attempt in recovery.place(self._filters):
+        for attempt in recovery.place(bool(self._filters)):
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
@@ -351,6 +382,7 @@ class Rollout:
         self._wasted += self._remembered.records.pop(sample, [])
         if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
             self._remembered.attempt.pop(sample, None)
+            self._remembered.stored.discard(sample)
 
     def _fail(self, uid: str, error: str) -> None:
         self._drop(uid, failed=True)
@@ -373,9 +405,21 @@ class Rollout:
             return
         by_sample = [self._remembered.scores.get((uid, n)) for n in range(len(prompt.samples))]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
-        if all(by_sample) and len(scores) > 1 and min(scores) == max(scores):
-            self._filtered[scores[0]] += 1
-            self._drop(uid)
+        if not (all(by_sample) and len(scores) > 1 and min(scores) == max(scores)):
+            self._fruitless.clear()
+            return
+        self._filtered[scores[0]] += 1
+        self._fruitless[scores[0]] += 1
+        self._drop(uid)
+        if (count := self._fruitless.total()) >= max(2 * self.rules.batch_prompts, _FRUITLESS):
+            told = ", ".join(f"{round(score, 4)} in {groups}" for score, groups in self._fruitless.most_common(4))
+            raise Hopeless(
+                f"all {count} groups since the last one that was kept were dropped by filter_groups (metric "
+                f"{self._filters}), for all samples of a group had one score: scores were {told}. Check the reward "
+                "function (reward.custom_reward_function) and algorithm.filter_groups.metric; where prompts are too "
+                "easy or too hard choose others, or set algorithm.filter_groups.enable=false; the same command goes "
+                "on from the last checkpoint."
+            )
 
     def _drop(self, uid: str, failed: bool = False) -> None:
         self._failed += failed

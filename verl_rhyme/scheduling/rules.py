@@ -5,6 +5,7 @@ A mode is a name for a set of rules (:data:`MODES`). Scheduler, coordinator and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -156,6 +157,17 @@ class Rules:
         """Update batches of prompts that are here, or on their way, at a time; no more than there are left to train."""
         batches = self.max_staleness + 1 if self.load == "rolling" else self.group_batches
         return max(0, batches if batches_left is None else min(batches, batches_left))
+
+    @property
+    def queue_entries(self) -> int:
+        """Entries that a run has in TransferQueue at a time, at most: of each sample one, of each that is regenerated
+        also the response that it is drafted from; of each prompt one; those of the batch that is trained meanwhile. A
+        tenth more, for its storage units do not get equal shares. An agent loop that gives several trajectories a
+        sample has more.
+        """
+        batches = self.load_batches(None) + 1
+        samples = self.batch_samples * (2 if self.on_interrupt == "regenerate" and self.redraft else 1)
+        return math.ceil(1.1 * batches * (samples + self.batch_prompts))
 
     @property
     def stops(self) -> bool:

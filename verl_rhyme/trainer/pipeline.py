@@ -32,6 +32,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_order, sorting_unit
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
+from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.balance import Balance
@@ -47,6 +48,7 @@ from verl_rhyme.workers.actor import streamed
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.messages import Handed, Reply, Setting
 from verl_rhyme.workers.ranker_service import lacking
+from verl_rhyme.workers.room import FULL, no_room
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.weights import BACKEND as RELAY
@@ -104,7 +106,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             drafts=self._rhyme.drafting.enable,
         )
         self._streaming = self._streamed()
-        self._filters = filter_metric is not None
+        self._filters = filter_metric
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         buffer = PipelineReplayBuffer(
@@ -256,10 +258,11 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             self.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
         if reply.filtered:
-            counts["training/filter_groups/evicted_samples"] = sum(reply.filtered.values())
+            counts[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
+            counts[names.FILTERED_SCORE] = sum(score * n for score, n in reply.filtered.items()) / groups
             counts[DAPO_FILTERED_REWARD_COUNTS_KEY] = reply.filtered
         if reply.failed:
-            counts["training/rollout_failure/evicted_samples"] = reply.failed
+            counts[names.FAILED_PROMPTS] = reply.failed
         return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
 
     def supply(self) -> None:
@@ -322,7 +325,12 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
+        try:
+            tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
+        except RuntimeError as error:
+            if FULL not in str(error):
+                raise
+            raise no_room(self.rules, "when prompts are loaded", str(error)) from error
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import traceback
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from verl_rhyme.workers.client import move, where
 from verl_rhyme.workers.reports import NotReported, Reports
 from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
+from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
-        self._coupled = rhyme.sampling.coupled
+        self._coupled = rhyme.coupled
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
@@ -172,7 +175,10 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
             if len(batch) < len(groups):  # what is not there is left out
                 raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
-            left = await _recall([start.predecessor for start in starts if start.predecessor is not None])
+            left = await _recall([start.predecessor for start in starts if start.predecessor and not start.stored])
+            left |= await _recall_finished(
+                [start.predecessor for start in starts if start.predecessor and start.stored]
+            )
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
             await self.generate_sequences(batch)
@@ -274,16 +280,24 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward is computed: the engine need not run on for that.
         await self._tell(session, "generated")
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
+        outputs[0].extra_fields[REPORT] = report
+        # Again where there was no room: verl computes no reward twice.
+        store = super()._agent_loop_postprocess
+        await self._reports.room.wait(lambda: store(output, validate, **kwargs))
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
     async def _tell(self, session: Session, status: Status) -> None:
         """What the coordinator is to know, and, in TransferQueue, what the next attempt may begin with."""
-        # What never reached the engine is nothing to tell of.
-        records = [record for record in session.records if record["response_tokens"]]
+        records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+
+
+def _records(session: Session) -> list[dict[str, Any]]:
+    """Of its requests; what never reached the engine is nothing to report."""
+    return [record for record in session.records if record["response_tokens"]]
 
 
 class Left(NamedTuple):
@@ -318,6 +332,31 @@ async def _recall(names: list[str]) -> dict[str | None, Left]:
             return {}
         one_by_one = [await _recall([name]) for name in names]
         return {name: left for found in one_by_one for name, left in found.items()}
+
+
+async def _recall_finished(names: list[str]) -> dict[str | None, Left]:
+    """By name, what finished attempts said, to be drafted from: of their first trajectories, where these are there."""
+    if not names:
+        return {}
+    try:
+        keys, fields = [f"{name}_0" for name in names], ["responses", "response_mask"]
+        data = await tq.async_kv_batch_get(keys=keys, partition_id=TRAIN, select_fields=fields)
+        columns = [column.unbind() if hasattr(column, "unbind") else column for column in map(data.__getitem__, fields)]
+        rows = zip(names, *columns, strict=True)
+        return {name: Left(_turns(tokens.tolist(), mask.tolist()), []) for name, tokens, mask in rows}
+    except Exception:
+        logger.warning("of %d finished responses that are regenerated some are not drafted from", len(names))
+        half = len(names) // 2
+        return {} if not half else {**await _recall_finished(names[:half]), **await _recall_finished(names[half:])}
+
+
+def _turns(tokens: list[int], mask: list[int]) -> list[Turn]:
+    """Of a trajectory: runs of tokens that the model said (``mask`` is 1)."""
+    turns = []
+    for said, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda at: at[0]):
+        if said:
+            turns.append(Turn("", array("i", [token for _, token in run]), complete=True))
+    return turns
 
 
 def _score(trajectory: Any, metric: str) -> float:

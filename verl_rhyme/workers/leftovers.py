@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
-from verl_rhyme.workers.stored_attempts import TRAIN, clear, trajectories
+from verl_rhyme.workers.stored_attempts import TRAIN, clear, is_ours, trajectories
+
+#: Seconds for which reports that are of no use any more wait for others to go with them.
+_TOGETHER_S = 0.5
 
 
 class Needs(Protocol):
@@ -28,6 +30,20 @@ class Leftovers:
         self._taken: tuple[dict[str, Any], set[str]] | None = None
         self._clearing: asyncio.Task[None] | None = None
         self._dropped = set[str]()  # told before, and still there
+        self._obsolete: list[str] = []
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def reports(self, obsolete: list[str]) -> None:
+        """What these attempts reported is of no use any more: it goes soon, so that a sample has one entry."""
+        self._obsolete += obsolete
+        if self._obsolete and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep())
+
+    async def _sweep(self) -> None:
+        while self._obsolete:
+            await asyncio.sleep(_TOGETHER_S)
+            gone, self._obsolete = self._obsolete, []
+            await clear({SESSIONS: gone}, None)
 
     def dropped(self, needs: Needs, listing: dict[str, Any], taken: set[str]) -> list[str]:
         """Keys of what is finished and whole, and neither in this batch nor, any more, of use for a later one; once.
@@ -41,7 +57,7 @@ class Leftovers:
         found = [
             key
             for name, keys in trajectories(stored).items()
-            if name not in taken and _is_ours(name) and not needs.needs_trajectories(name)
+            if name not in taken and is_ours(name) and not needs.needs_trajectories(name)
             for key in keys
             if not stored[key].get("is_padding")  # verl's, of parts that are being trained
         ]
@@ -75,7 +91,7 @@ class Leftovers:
             if partition == PROMPTS:
                 return needs.needs_prompt(key)
             name = key.rpartition("_")[0] if partition == TRAIN else key
-            if not _is_ours(name):
+            if not is_ours(name):
                 return False
             return needs.needs_trajectories(name) if partition == TRAIN else needs.needs_turns(name)
 
@@ -84,12 +100,3 @@ class Leftovers:
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
         self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
-
-
-def _is_ours(name: str) -> bool:
-    """Whether this is the name of an attempt; of another trainer mode's it is not."""
-    try:
-        Attempt.named(name)
-    except ValueError:
-        return False
-    return True

@@ -59,7 +59,7 @@ class Setting:
 
     Attributes:
         rules: The scheduler's.
-        filters: Drop groups whose trajectories all have one score.
+        filters: The metric by which groups are dropped whose trajectories all have one score; ``None``: none are.
         limit: Samples that the engines are given at a time.
         lot: How many are started together at least; fewer where the engines are given fewer.
         slots: Q of the bubble ratio.
@@ -74,7 +74,7 @@ class Setting:
     """
 
     rules: Rules
-    filters: bool
+    filters: str | None
     limit: int
     lot: int
     slots: int

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import transfer_queue as tq
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.workers.room import Room
 from verl_rhyme.workers.session import SESSIONS
+from verl_rhyme.workers.stored_attempts import TRAIN
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +32,20 @@ class Reports:
     """In one message where several end at about the same time, as they do at an abort.
 
     What an attempt left is in TransferQueue before the coordinator is told: one that is started anew finds it there.
+    Reports that leave nothing do not wait for those that do: the queue may be full until these are trained.
+
+    Attributes:
+        room: Waits where the queue is full.
     """
 
     def __init__(self) -> None:
-        self._coordinator: Any = None
-        self._rows: list[tuple[Ended, dict[str, Any] | None]] = []
-        self._sending: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self.room = Room()
+        self._leaving, self._telling = _Lane(self.room), _Lane(self.room)
 
     def attach(self, coordinator: Any) -> None:
         """``coordinator`` is told from now on."""
-        self._coordinator = coordinator
+        self.room.attach(coordinator)
+        self._leaving.coordinator = self._telling.coordinator = coordinator
 
     async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:
         """Returns when both have it; of one attempt nothing may be sent again before.
@@ -51,6 +57,20 @@ class Reports:
         Raises:
             NotReported: One of them does not take it.
         """
+        await (self._telling if left is None else self._leaving).send(ended, left)
+
+
+class _Lane:
+    """Reports that go one message at a time."""
+
+    def __init__(self, room: Room) -> None:
+        self.coordinator: Any = None
+        self._room = room
+        self._rows: list[tuple[Ended, dict[str, Any] | None]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    async def send(self, ended: Ended, left: dict[str, Any] | None) -> None:
         self._rows.append((ended, left))
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
@@ -70,28 +90,29 @@ class Reports:
                 "tags": [_tag(ended) for ended, _ in stored],
                 "fields": list_of_dict_to_tensordict([left for _, left in stored]),
             }
-            await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored))
+            await self._insist(
+                lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **report), "TransferQueue", len(stored)
+            )
         if scored := [ended for ended, _ in rows if ended.scores]:
-            tags = {"keys": [ended.name for ended in scored], "tags": [_tag(ended) for ended in scored]}
-            await _insist(lambda: tq.async_kv_batch_put(partition_id=SESSIONS, **tags), "TransferQueue", len(scored))
+            scores = {"keys": [f"{of.name}_0" for of in scored], "tags": [{"scores": of.scores} for of in scored]}
+            await self._insist(
+                lambda: tq.async_kv_batch_put(partition_id=TRAIN, **scores), "TransferQueue", len(scored)
+            )
         reports = [ended for ended, _ in rows]
-        await _insist(lambda: self._coordinator.ended.remote(reports), "the coordinator", len(reports))
+        await self._insist(lambda: self.coordinator.ended.remote(reports), "the coordinator", len(reports))
+
+    async def _insist(self, send: Callable[[], Awaitable[Any]], whom: str, count: int) -> None:
+        for retry_s in (*_RETRIES_S, None):
+            try:
+                await self._room.wait(lambda: asyncio.wait_for(send(), _TIMEOUT_S))
+                return
+            except Exception as error:
+                if retry_s is None:
+                    raise NotReported(f"{whom} does not take reports: {error!r}") from error
+                logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
+                await asyncio.sleep(retry_s)
 
 
 def _tag(ended: Ended) -> dict[str, Any]:
     """``status``: what the entry holds; whether trajectories are stored as well, they show themselves."""
-    status = "generated" if ended.status == "finished" else ended.status
-    tag = {"status": status, "tokens": ended.tokens, "first_version": ended.first_version}
-    return {**tag, "scores": ended.scores} if ended.scores else tag
-
-
-async def _insist(send: Any, whom: str, count: int) -> None:
-    for retry_s in (*_RETRIES_S, None):
-        try:
-            await asyncio.wait_for(send(), _TIMEOUT_S)
-            return
-        except Exception as error:
-            if retry_s is None:
-                raise NotReported(f"{whom} does not take reports: {error!r}") from error
-            logger.warning("%d reports did not reach %s (%r): trying again", count, whom, error)
-            await asyncio.sleep(retry_s)
+    return {"status": ended.status, "tokens": ended.tokens, "first_version": ended.first_version}

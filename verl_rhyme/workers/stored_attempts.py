@@ -9,14 +9,25 @@ from typing import Any
 
 import transfer_queue as tq
 
+from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.recovery import Evidence
-from verl_rhyme.scheduling.remembered import Record
 from verl_rhyme.workers.session import SESSIONS
 
 logger = logging.getLogger(__name__)
 
 #: verl's partition of trajectories that are to be trained.
 TRAIN = "train"
+#: Of the ``extra_fields`` of a sample's first trajectory: its attempt's report, but for its turns.
+REPORT = "rhyme_report"
+
+
+def is_ours(name: str) -> bool:
+    """Whether this is the name of an attempt; of another trainer mode's it is not."""
+    try:
+        Attempt.named(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -> None:
@@ -33,37 +44,41 @@ async def clear(gone: dict[str, list[str]], before: asyncio.Task[None] | None) -
 
 async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> dict[str, Evidence]:
     """By name, what is known of all attempts: as the queue has it, and those that are ``running``."""
-    tags = listing.get(SESSIONS, {})
-    reported = {name: tag for name, tag in tags.items() if tag.get("status") in ("interrupted", "generated")}
-    stored = trajectories(listing.get(TRAIN, {}))
-    records = await _records(list(reported))
-    return {
-        name: Evidence(
-            status=reported.get(name, {}).get("status"),
-            tokens=reported.get(name, {}).get("tokens", 0),
-            first_version=reported.get(name, {}).get("first_version"),
+    sessions, train = listing.get(SESSIONS, {}), listing.get(TRAIN, {})
+    reported = {name: tag for name, tag in sessions.items() if tag.get("status") in ("interrupted", "generated")}
+    records = await _column(list(reported), SESSIONS, "records")
+    stored = {name: keys[0] for name, keys in trajectories(train).items() if is_ours(name)}
+    extras = await _column([key for name, key in stored.items() if name not in reported], TRAIN, "extra_fields")
+    finished = {name: told for name, key in stored.items() if (told := (extras.get(key) or {}).get(REPORT))}
+    found = {}
+    for name in {*reported, *finished, *running}:
+        report = reported.get(name) or {"status": "generated" if name in finished else None, **finished.get(name, {})}
+        found[name] = Evidence(
+            status=report["status"],
+            tokens=report.get("tokens", 0),
+            first_version=report.get("first_version"),
             running=name in running,
             stored=name in stored,
-            records=records.get(name, []),
-            scores=reported.get(name, {}).get("scores", []),
+            reported=name in reported,
+            records=list(records.get(name) or report.get("records", [])),
+            scores=train[stored[name]].get("scores", []) if name in stored else [],
         )
-        for name in {*reported, *running}
-    }
+    return found
 
 
-async def _records(names: list[str]) -> dict[str, list[Record]]:
-    """Of those whose data are there; one that is not, because it is being cleared, takes no other's along."""
-    if not names:
+async def _column(keys: list[str], partition: str, field: str) -> dict[str, Any]:
+    """By key, where the data are there; one whose data are being cleared takes no other's along."""
+    if not keys:
         return {}
     try:
-        data = await tq.async_kv_batch_get(keys=names, partition_id=SESSIONS, select_fields=["records"])
-        rows = [list(getattr(row, "data", row)) for row in data["records"]]
-        return dict(zip(names, rows, strict=True))  # what is not there is left out of the answer
+        data = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=[field])
+        rows = [getattr(row, "data", row) for row in data[field]]
+        return dict(zip(keys, rows, strict=True))  # what is not there is left out of the answer
     except Exception:
-        if len(names) == 1:
+        if len(keys) == 1:
             return {}
-        half = len(names) // 2
-        return {**await _records(names[:half]), **await _records(names[half:])}
+        half = len(keys) // 2
+        return {**await _column(keys[:half], partition, field), **await _column(keys[half:], partition, field)}
 
 
 def trajectories(tags: dict[str, dict[str, Any]]) -> dict[str, list[str]]:

@@ -57,6 +57,13 @@ def test_step_line_leaves_out_what_is_missing() -> None:
     assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
 
 
+def test_a_step_line_says_what_was_dropped_and_why() -> None:
+    dropped = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
+    assert step_line(3, dropped) == "step 3 | 40 groups dropped: one score each (mean 0.25), 3 prompts failed"
+    assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: one score each"  # verl's own modes
+    assert step_line(3, {m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}) == "step 3"
+
+
 def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))  # a second at each look
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))

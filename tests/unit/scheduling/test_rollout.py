@@ -13,7 +13,7 @@ from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import named
 
 
-def rollout(mode="on_policy", prompts=(("a", 2),), filters=False, start=True, **rules):
+def rollout(mode="on_policy", prompts=(("a", 2),), filters=None, start=True, **rules):
     made = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), filters)
     made.publish(0, None)
     made.hand(prompts)
@@ -175,7 +175,7 @@ def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
 
 
 def test_a_group_with_one_score_is_replaced_and_counted():
-    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True, group_batches=2)
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc", group_batches=2)
     for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
         tell(made, generated(session), finished(session, score))
     assert [prompt.uid for prompt in made.scheduler.ledger] == ["b"]
@@ -184,6 +184,60 @@ def test_a_group_with_one_score_is_replaced_and_counted():
     assert batch.filtered == {0.0: 1}
     assert len(batch.wasted) == 2
     assert made.scheduler.step.wasted_tokens == 0
+
+
+def test_a_finished_sample_has_one_entry_in_the_queue():
+    """Its trajectory, from which a regenerated response is drafted, too; what was reported before goes."""
+    made = rollout(mode="on_policy", prompts=[("a", 2), ("b", 2)], group_batches=2)
+    tell(made, generated("a_0"))
+    assert made.needs_turns("a_0"), "its worker may be lost before the reward is there"
+    assert made.take_obsolete() == []
+    tell(made, finished("a_0"))
+    assert (made.needs_turns("a_0"), made.needs_trajectories("a_0")) == (False, True)
+    assert made.take_obsolete() == ["a_0"]
+    made.publish(1, None)  # it is regenerated
+    again = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
+    assert (again.predecessor, again.stored) == ("a_0", True)
+    assert made.needs_trajectories("a_0")
+    assert not made.may_train("a_0")
+    tell(made, interrupted(again.name, version=1))
+    assert not made.needs_trajectories("a_0"), "another draft is there"
+    assert made.needs_turns(again.name)
+    made.publish(2, None)
+    third = next(start for start in made.fill() if sample_of(start.name) == ("a", 0))
+    assert (third.predecessor, third.stored) == (again.name, False)
+    tell(made, generated(third.name, version=2))
+    assert made.take_obsolete() == ["a_0", again.name]
+
+
+def score_groups(made, groups, scores):
+    """Groups come and finish, one after another, each with these scores of its two samples."""
+    for _ in range(groups):
+        uid = f"g{made.scheduler.ledger.loaded}"
+        made.hand([(uid, 2)])
+        made.fill()
+        for session, score in zip((f"{uid}_0", f"{uid}_1"), scores, strict=True):
+            tell(made, generated(session), finished(session, score))
+
+
+@pytest.mark.parametrize(("batch_prompts", "groups"), [(1, 128), (64, 128), (100, 200)])
+def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scored(batch_prompts, groups):
+    made = Rollout(named("on_policy", batch_prompts=batch_prompts, batch_samples=2 * batch_prompts), "acc")
+    made.publish(0, None)
+    score_groups(made, groups - 28, (0.0, 0.0))
+    score_groups(made, 27, (1.0, 1.0))
+    words = rf"all {groups} groups .* filter_groups \(metric acc\).*scores were 0.0 in {groups - 28}, 1.0 in 28.*reward"
+    with pytest.raises(Hopeless, match=words):
+        score_groups(made, 28, (1.0, 1.0))
+
+
+def test_a_group_that_is_kept_begins_the_count_anew():
+    made = Rollout(named("on_policy", batch_prompts=8, batch_samples=16), "acc")
+    made.publish(0, None)
+    for _ in range(3):
+        score_groups(made, 127, (0.0, 0.0))
+        score_groups(made, 1, (0.0, 1.0))
+    assert made.filtered == {0.0: 3 * 127}
 
 
 def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
@@ -352,7 +406,7 @@ def test_a_state_of_an_earlier_version_is_read(named_):
 
 
 def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
-    made = rollout(prompts=[("a", 2), ("b", 2)], filters=True)
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc")
     tell(made, generated("a_0"), finished("a_0", 0.0))
     state = json.loads(json.dumps(made.state_dict()))
 
@@ -361,7 +415,7 @@ def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
 
     evidence = {"a_0": known("a_0", 0.0), "a_1": known("a_1", 0.0), "b_0": known("b_0", 1.0)}
     evidence["b_1"] = known("b_1", running=True)  # about to tell its score
-    again = Rollout(made.rules, filters=True)
+    again = Rollout(made.rules, filters="acc")
     again.restore(state, 0, 9, evidence, {"a", "b"})
     assert [prompt.uid for prompt in again.scheduler.ledger] == ["b"]
     assert states(again, "b") == ["finished", "generated"]
@@ -370,10 +424,10 @@ def test_scores_are_taken_up_so_that_groups_are_filtered_by_all_of_them():
 
 
 def test_a_group_is_not_filtered_by_the_scores_of_some():
-    made = rollout(filters=True)
+    made = rollout(filters="acc")
     tell(made, generated("a_0"), finished("a_0", 0.0), generated("a_1"))
     state = {**made.state_dict(), "reports": []}
-    again = Rollout(made.rules, filters=True)
+    again = Rollout(made.rules, filters="acc")
     again.restore(state, 0, 9, {"a_1": Evidence("generated", 5, 0, running=True)}, {"a"})
     tell(again, finished("a_1", 0.0))
     assert states(again) == ["finished", "finished"]
@@ -395,7 +449,7 @@ def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
 
 def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_before_it():
     """What was filtered is filtered again by its scores; those in its place are there already."""
-    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2), filters=True)
+    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2), filters="acc")
     made.publish(0, 10)
     handed, evidence, state = [], {}, made.state_dict()
 
@@ -413,7 +467,7 @@ def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_befo
             evidence[start.name] = Evidence("generated", 5, 0, stored=True, scores=[1.0])
     assert len(fill()) == 6
     assert (len(made.scheduler.ledger), made.wanted()) == (8, 0)
-    again = Rollout(made.rules, filters=True, generation=1)
+    again = Rollout(made.rules, filters="acc", generation=1)
     assert again.restore(state, 0, 10, evidence, {uid for uid, _ in handed}, handed) == []
     assert (len(again.scheduler.ledger), again.wanted()) == (8, 0)
 

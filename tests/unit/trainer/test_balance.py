@@ -19,7 +19,7 @@ RULES = named("stream", batch_prompts=8, batch_samples=64, max_staleness=1, thro
 
 def setting():
     cost = ReplicaCost(StepCost(base=1e-3, row=1e-3), slots=64)
-    return Setting(rules=RULES, filters=False, limit=128, lot=1, slots=128, lost_after=60.0, cost=cost)
+    return Setting(rules=RULES, filters=None, limit=128, lot=1, slots=128, lost_after=60.0, cost=cost)
 
 
 def reply(ahead, tokens=400):

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from verl_rhyme.workers.session import PROMPTS
+
 _PROCESS = contextvars.ContextVar("process", default=None)
 _HANDLES: dict[int, "Handle"] = {}
 
@@ -245,6 +247,13 @@ class Queue:
 
     def __init__(self, cluster):
         self.cluster, self.partitions, self.written = cluster, {}, {}
+        self.capacity = None  # entries with data that it takes
+        self.refused = self.most = 0  # puts that it has refused, and entries that it has had
+
+    @property
+    def entries(self):
+        """Those with data."""
+        return sum(entry[1] is not None for keys in self.partitions.values() for entry in keys.values())
 
     def _pause(self):
         return asyncio.sleep(self.cluster.latency())
@@ -258,13 +267,21 @@ class Queue:
             self.written[partition_id, key] = self.cluster.clock.time()
         await self._pause()
         fields, tags = pickle.loads(data)
+        new = 0
+        if fields is not None and partition_id != PROMPTS:  # the trainer's own are not refused here
+            new = sum(keep.get(key, (None, None))[1] is None for key in keys)
+        if self.capacity is not None and new and self.entries + new > self.capacity:
+            self.refused += 1
+            told = f"Storage capacity exceeded: {self.entries} existing + {new} new > {self.capacity}"
+            raise RuntimeError(f"Failed to put data to storage unit 0: {told}")
         for number, key in enumerate(keys):
             entry = keep.setdefault(key, [{}, None])
             self.written[partition_id, key] = self.cluster.clock.time()
             if tags is not None:
-                entry[0] = tags[number]
+                entry[0] = {**entry[0], **tags[number]}
             if fields is not None:
                 entry[1] = {**(entry[1] or {}), **fields[number]}
+        self.most = max(self.most, self.entries)
 
     async def list(self, partition_id=None):
         await self._pause()

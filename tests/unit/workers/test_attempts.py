@@ -8,10 +8,12 @@ import torch
 from tensordict import TensorDict
 
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
-from verl_rhyme.workers import agent_loop
+from verl_rhyme.workers import agent_loop, room
 from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
 from verl_rhyme.workers.reports import NotReported
+from verl_rhyme.workers.room import Room
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
+from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 
@@ -24,7 +26,7 @@ class Worker(_Worker):
         self._coupled, self._seed, self._filter_metric = False, 0, None
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
-        self._reports = self  # type: ignore[assignment]
+        self._reports, self.room = self, Room()  # type: ignore[assignment]
 
     async def send(self, ended, left=None):
         if self.broken:
@@ -257,8 +259,51 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     await worker.start(first(0))
     assert (worker.told[0].status, worker.told[0].tokens, worker.told[0].first_version) == ("generated", 0, None)
     versions = [output.extra_fields for output in (stored[0] if several else stored)]
+    assert versions[0].pop(REPORT) == {"tokens": 0, "first_version": None, "records": []}
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
+
+
+async def test_where_the_queue_is_full_a_finished_response_waits_and_has_not_failed(monkeypatch):
+    tries = []
+
+    async def store(self, output, validate, **kwargs):
+        tries.append(output)
+        if len(tries) < 3:
+            raise RuntimeError("Failed to put data to storage unit: Storage capacity exceeded: 9 existing + 1 new > 9")
+
+    async def run(worker, params, session_id, prompt):
+        await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=session_id, **prompt)
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(room, "RETRY_S", 0.001)
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert [told.status for told in worker.told] == ["generated", "finished"]
+    assert len(tries) == 3
+
+
+async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_trajectory(monkeypatch, queue):
+    """Its tokens of each turn, without what tools answered; one that is gone takes no other's along."""
+    stored = {"a_0_0": ([5, 6, 9, 9, 7], [1, 1, 0, 0, 1]), "a_1_0": ([8], [1])}
+
+    async def fetch(keys, partition_id, select_fields=None):
+        if partition_id == PROMPTS:
+            return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
+        assert partition_id == TRAIN
+        rows = [tuple(map(torch.tensor, stored[key])) for key in keys if key in stored]
+        return dict(zip(select_fields, zip(*rows, strict=True), strict=True))
+
+    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", fetch)
+    met = {}
+
+    async def run(worker, params, session_id, prompt):
+        met[session_id] = [list(turn.tokens) for turn in current().kept]
+        raise Interrupted
+
+    again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, 0, stored=True) for n in range(3)]
+    await Worker(run).start(*again)
+    assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 
 
 async def test_a_failure_is_reported_with_the_end_of_its_text():

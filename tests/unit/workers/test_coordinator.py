@@ -8,7 +8,7 @@ import os
 import zlib
 
 import pytest
-from training_world import MODES, simulate
+from training_world import BATCH, MODES, simulate
 
 SLOW = os.environ.get("RHYME_SLOW") == "1"
 SCHEDULES = 1000 if SLOW else 4
@@ -35,6 +35,19 @@ def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
     assert (world.parts > 0) == world.streams, "no part came before its batch"
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("on_policy colocated", 2), ("rolling separate", 0), ("stream async", 0)])
+def test_where_the_queue_is_full_finished_responses_wait_and_none_is_lost(mode, seed, monkeypatch):
+    need = simulate(mode, seed, 0, monkeypatch).queue.most
+    world = simulate(mode, seed, 0, monkeypatch, capacity=need - 2)
+    assert world.queue.refused, "it was never full"
+
+
+def test_a_queue_that_stays_full_ends_the_run_and_is_named(monkeypatch):
+    words = r"TransferQueue is full.*total_storage_size=null.*or to \d+ or more.*Storage capacity exceeded"
+    with pytest.raises(Exception, match=words):
+        simulate("on_policy colocated", 3, 0, monkeypatch, capacity=BATCH + 5)
 
 
 def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):

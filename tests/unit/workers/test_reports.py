@@ -1,11 +1,14 @@
 """Reports of samples that end together go together, first to the queue, then to the coordinator."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from transfer_queue.storage.simple_storage import StorageUnitData
 
 from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.workers import reports as module
+from verl_rhyme.workers import room as room_module
 from verl_rhyme.workers.reports import Reports
 
 
@@ -64,7 +67,7 @@ async def test_what_ends_together_is_one_message(reports, queue):
 async def test_what_leaves_nothing_is_told_only(reports, queue):
     await asyncio.gather(send(reports, "a_0", "finished"), send(reports, "a_1", "failed"), send(reports, "a_2"))
     assert queue.stored == [{"a_2": "interrupted"}]
-    assert queue.told == [{"a_0": "finished", "a_1": "failed", "a_2": "interrupted"}]
+    assert queue.told == [{"a_0": "finished", "a_1": "failed"}, {"a_2": "interrupted"}]
 
 
 async def test_one_after_the_other_keeps_its_order(reports, queue):
@@ -100,6 +103,40 @@ async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
     queue.hang = True
     with pytest.raises(module.NotReported, match=r"TransferQueue.*TimeoutError"):
         await send(reports, "a_0")
+
+
+async def test_a_full_queue_keeps_nobody_waiting_who_needs_no_room(queue, monkeypatch, caplog):
+    """What is finished goes on to be trained, which makes room; what waits is not given up."""
+    monkeypatch.setattr(room_module, "RETRY_S", 0.001)
+    reports, errors, full = Reports(), [], True
+    queue.full = SimpleNamespace(remote=errors.append)
+    reports.attach(queue)
+
+    async def put(keys, partition_id, fields=None, tags=None):
+        if full:
+            raise RuntimeError("Failed to put data: Storage capacity exceeded: 9 existing + 1 new > 9")
+        await queue.put(keys, partition_id, fields, tags)
+
+    monkeypatch.setattr(module.tq, "async_kv_batch_put", put)
+    waits = [asyncio.create_task(send(reports, f"a_{n}", "generated")) for n in range(2)]
+    await asyncio.sleep(0.03)
+    await asyncio.wait_for(send(reports, "b_0", "finished"), 1)
+    assert queue.told.count({"b_0": "finished"}) == 1
+    assert not any(task.done() for task in waits)
+    assert "9 existing + 1 new > 9" in errors[0]
+    full = False
+    await asyncio.gather(*waits)
+    assert queue.stored == [{"a_0": "generated", "a_1": "generated"}]
+    assert len([record for record in caplog.records if "is full" in record.message]) == 1
+
+
+def test_a_storage_unit_says_that_it_is_full_as_we_know_it():
+    unit = StorageUnitData(storage_size=1)
+    unit.put_data({"index": [0]}, [0])
+    with pytest.raises(ValueError, match=room_module.FULL):
+        unit.put_data({"index": [1]}, [1])
+    unit.put_data({"more": [0]}, [0])  # of an entry that is there
+    StorageUnitData(None).put_data({"index": range(9)}, list(range(9)))  # as our presets have it
 
 
 async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue):

@@ -35,7 +35,7 @@ from verl_rhyme.workers.deaths import ReplicaDied
 from verl_rhyme.workers.messages import Handed, Setting
 from verl_rhyme.workers.replicas import Spares
 from verl_rhyme.workers.router import PlacementRouter
-from verl_rhyme.workers.session import PROMPTS, STARTS, current
+from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, current
 from verl_rhyme.workers.stored_attempts import TRAIN
 from verl_rhyme.workers.vllm.gate import Gate
 from verl_rhyme.workers.weights import manager
@@ -146,7 +146,9 @@ class World:
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
             self.placement = ("makespan", {"gain": 0.001, "sibling_gain": random.Random(seed).choice([0.0, 0.1])})
-        self.setting = Setting(self.rules, self.filters, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0)
+        self.setting = Setting(
+            self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
+        )
         self.streams = rules == "stream" or (self.separate and seed % 2 == 0)
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         if seed % 3 == 2:  # few slots: samples wait
@@ -402,8 +404,10 @@ class World:
 
     def finish(self):
         state = self.driver.state()
+        self.twice = {key.rpartition("_")[0] for key in self.queue.partitions[TRAIN]}
         assert set(state["lengths"]["prompt_tokens"].values()) == {PROMPT_TOKENS}, "others are taken for them"
         self.cluster.sleep(400.0)  # whoever is about something ends it
+        self.twice &= self.queue.partitions.get(SESSIONS, {}).keys()
         for worker in self.workers:
             if worker.alive:
                 assert worker.process.object._attempts == {}, "an attempt that nobody ends"
@@ -752,7 +756,7 @@ class Worker(_Worker):
             await asyncio.sleep(tool_s)
         if world.bad(index) and world.about("where", index).random() < 0.5:
             raise RuntimeError("a bad prompt")
-        output = SimpleNamespace(extra_fields=dict(output.extra_fields), turns=turns)
+        output = SimpleNamespace(extra_fields=dict(output.extra_fields), turns=turns, reward_score=None)
         await self._agent_loop_postprocess(output, False, uid=uid, session_id=session_id, index=index, **prompt)
 
 
@@ -760,12 +764,16 @@ async def store(self, output, validate, **kwargs):
     """verl's postprocessing, made up: reward and trajectory."""
     world, uid, number = self.world, kwargs["uid"], sample_of(f"{kwargs['uid']}_{kwargs['session_id']}")[1]
     row = kwargs["index"]
-    await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
-    if world.bad(row):
-        raise RuntimeError("no reward")
-    output.reward_score = world.score(row, number)
+    if output.reward_score is None:
+        await asyncio.sleep(world.about("judge", row, number).choice([0.0, 0.1, 5.0]))
+        if world.bad(row):
+            raise RuntimeError("no reward")
+        output.reward_score = world.score(row, number)
     key = f"{uid}_{kwargs['session_id']}_0"
-    await world.queue.put([key], TRAIN, fields=[{"turns": output.turns}], tags=[{"status": "success"}])
+    said = [([*turn, 10**8], [1] * len(turn) + [0]) for turn in output.turns]  # a tool's answer after each
+    tokens, mask = (torch.tensor([value for column in of for value in column]) for of in zip(*said, strict=True))
+    fields = {"turns": output.turns, "extra_fields": output.extra_fields, "responses": tokens, "response_mask": mask}
+    await world.queue.put([key], TRAIN, fields=[fields], tags=[{"status": "success"}])
 
 
 def install(world, monkeypatch):
@@ -812,9 +820,10 @@ def install(world, monkeypatch):
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
 
 
-def simulate(mode, seed, kills, monkeypatch):
-    """Returns the world after the run."""
+def simulate(mode, seed, kills, monkeypatch, capacity=None):
+    """Returns the world after the run, in which TransferQueue has room for ``capacity`` entries (``None``: for all)."""
     world = World(mode, seed, kills)
+    world.queue.capacity = capacity
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)
@@ -822,6 +831,9 @@ def simulate(mode, seed, kills, monkeypatch):
         try:
             world.train()
             assert world.steps == STEPS
+            if not kills:
+                assert not world.twice, "reports of finished samples have entries of their own"
+                assert world.queue.most <= world.rules.queue_entries
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
             error.add_note(f"mode {mode!r}, seed {seed}, kills {kills}: {world.deaths}, {world.rules}")

@@ -123,7 +123,8 @@ class RhymeHttpServer(vLLMHttpServer):
         elif self._rhyme.sampling.coupled:
             raise RuntimeError(f"{CONFIG_PATH}.sampling.coupled needs our sampler, but {'; '.join(refused)}")
         else:
-            logger.warning("vLLM's own rejection sampler verifies the drafts: %s", "; ".join(refused))
+            uncoupled = ", and regenerated responses are not coupled" if self._rhyme.coupled else ""
+            logger.warning("vLLM's own rejection sampler verifies the drafts%s: %s", uncoupled, "; ".join(refused))
 
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any

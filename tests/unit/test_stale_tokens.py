@@ -1,0 +1,105 @@
+"""Which importance sampling corrects tokens of earlier policies, by preset and override, and what start-up reports."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import verl
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+from verl_rhyme import config_tree, stale_tokens
+from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.preflight.compose import compose
+
+IS = "algorithm.rollout_correction.rollout_is"
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+
+
+CORRECTION = Path(verl.__file__).parent / "trainer/config/algorithm/rollout_correction.yaml"
+PRESETS = Path(stale_tokens.__file__).parent / "conf/rhyme"
+_ORDER = ["histospec", "sorted", "histopipe", "stream"]
+CHAIN = {"full": ["histospec", "sorted", "full"], "off": []}  # each builds on the one before, as their defaults say
+CHAIN |= {name: _ORDER[: n + 1] for n, name in enumerate(_ORDER)}
+
+
+def config(preset, *overrides):
+    """What of a run's config matters here; composed by hydra it takes a second."""
+    stale_tokens.register()
+    found = OmegaConf.create({"algorithm": {"rollout_correction": OmegaConf.load(CORRECTION)}})
+    found.trainer = {"v1": {"trainer_mode": "sync"}}
+    for name in CHAIN[preset]:
+        found.merge_with(OmegaConf.load(PRESETS / f"{name}.yaml"))
+    for key, _, value in (override.partition("=") for override in overrides):
+        OmegaConf.update(found, key, OmegaConf.create(f"value: {value}").value, force_add=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "level"),
+    [
+        ("stream", [], "token"),
+        ("full", [], "token"),
+        ("histopipe", [SEPARATE], "token"),
+        ("sorted", [f"{CONFIG_PATH}.sorting.mode=partial"], "token"),
+        ("sorted", [SEPARATE, f"{CONFIG_PATH}.sorting.mode=partial"], "token"),
+        # on-policy: verl's default
+        ("sorted", [], None),
+        ("histopipe", [], None),
+        ("stream", [f"{CONFIG_PATH}.sorting.max_staleness=0"], None),
+        ("histospec", [], None),
+        ("histospec", ["trainer.v1.trainer_mode=colocate_async"], None),  # nothing but drafts
+        ("off", [], None),
+        ("stream", [f"{CONFIG_PATH}.enable=false"], None),  # stock verl
+        # an override has the last word
+        ("stream", [f"{IS}=sequence"], "sequence"),
+        ("full", [f"{IS}=null"], None),
+        ("sorted", [f"{IS}=token"], "token"),
+    ],
+)
+def test_stale_tokens_have_token_level_importance_weights_unless_an_override_says_otherwise(preset, overrides, level):
+    found = config(preset, *overrides)
+    assert OmegaConf.select(found, IS) == level
+    assert found.algorithm.rollout_correction.rollout_is_threshold == 2.0, "verl's"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "corrected"),
+    [
+        ([], ["token-level truncated importance sampling", "threshold 2.0", "at most 1 version"], True),
+        ([f"{IS}=sequence"], ["sequence-level truncated importance sampling"], True),
+        ([f"{IS}_threshold='0.5_5.0'", f"{IS}=token"], ["token-level IcePop", "0.5_5.0"], True),
+        (["algorithm.rollout_correction.bypass_mode=true"], ["bypass_mode=true", "ratio"], True),
+        (
+            [f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"],
+            ["rollout_rs=token_k1", "no importance weights"],
+            True,
+        ),
+        ([f"{IS}=null"], ["no importance weights", f"{IS}=null"], False),
+    ],
+)
+def test_what_is_in_force_is_reported(overrides, words, corrected):
+    found = config("stream", *overrides)
+    told = stale_tokens.correction(found, config_tree.from_verl(found))
+    assert told.corrected == corrected
+    assert all(word in told.detail for word in words), told.detail
+    assert corrected or "rollout_is=token" in told.remedy
+
+
+@pytest.mark.parametrize("preset", ["sorted", "histospec"])
+def test_on_policy_nothing_is_reported(preset):
+    found = config(preset)
+    assert stale_tokens.correction(found, config_tree.from_verl(found)) is None
+
+
+def test_the_weight_of_a_token_is_what_the_current_policy_gives_it_over_what_its_own_policy_gave_it():
+    """verl's own code on the preset's config: two versions in one response, each token by its own policy."""
+    correction = compose(["+rhyme=full", "actor_rollout_ref.rollout.name=vllm"]).algorithm.rollout_correction
+    made = torch.log(torch.tensor([[0.5, 0.5, 0.1, 0.2]]))
+    now = torch.log(torch.tensor([[0.5, 0.25, 0.9, 0.2]]))
+    mask = torch.tensor([[1, 1, 1, 0]])
+    batch = DataProto.from_dict({"old_log_probs": now, "rollout_log_probs": made, "response_mask": mask})
+    batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
+    weights = batch.batch["rollout_is_weights"]
+    assert weights[0].tolist() == pytest.approx([1.0, 0.5, 2.0, 0.0]), "9 is truncated to 2, padding has none"
