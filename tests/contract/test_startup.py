@@ -74,6 +74,18 @@ def test_a_group_that_was_not_found(tmp_path):
     assert "not installed beside verl" in error(tree)
 
 
+@pytest.mark.parametrize("custom", [{"rhyme": {}}, {"rhyme": {"enable": False}}, {}])
+@pytest.mark.parametrize("place", ["", "custom", "actor_rollout_ref", "actor_rollout_ref.rollout"])
+def test_an_option_in_a_wrong_place(tmp_path, place, custom):
+    """``validate_config`` is patched: verl calls it before Ray starts."""
+    from verl.utils.config import validate_config
+
+    tree = config(tmp_path, custom=custom)
+    OmegaConf.update(tree, f"{place}.rhyme.enable".lstrip("."), False, force_add=True)
+    with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.rollout\.custom\.rhyme\.enable\?"):
+        validate_config(tree, use_reference_policy=False, use_critic=False)
+
+
 def test_no_shared_memory(tmp_path, monkeypatch):
     def missing(path):
         raise FileNotFoundError(2, "No such file or directory", path)

@@ -478,15 +478,28 @@ def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
         ("sampling.coupled=true", "sampling.coupled"),
         ("rhyme.sorting.mode=partial", "sorting.mode"),
         ("actor_rollout_ref.rollout.custom.drafting.floor=0.1", "drafting.floor"),
+        ("actor_rollout_ref.rollout.drafting.floor=0.1", "drafting.floor"),
+        ("rhyme.enable=false", "enable"),
+        ("rhyme.enabel=false", "enabel"),
+        ("custom.rhyme.drafting.max_tokens=4", "drafting.max_tokens"),
+        ("actor_rollout_ref.rhyme.drafting.max_tokens=4", "drafting.max_tokens"),
+        ("actor_rollout_ref.rollout.rhyme.enable=false", "enable"),
+        ("actor_rollout_ref.rollout.rhyme=false", "enable"),
+        ("trainer.rhyme.poll_interval=1", "poll_interval"),
     ],
 )
 def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):
-    told = [check.detail for check in preflight(world[1:], "+rhyme=sorted", f"+{key}").checks if check.name == "rhyme"]
-    assert told == [f"{key.partition('=')[0]} is read by nobody: did you mean {R}.custom.rhyme.{wanted}?"]
+    refused = [f"{key.partition('=')[0]} is read by nobody: did you mean {R}.custom.rhyme.{wanted}?"]
+    for group in (["+rhyme=sorted"], [] if "rhyme" in key.replace("rollout.custom", "") else ["+rhyme=histospec"]):
+        told = [check.detail for check in preflight(world[1:], *group, f"+{key}").checks if check.name == "rhyme"]
+        assert told == refused
 
 
 def test_what_is_somebody_elses_is_left_alone(world):
-    found = preflight(world[1:], "+rhyme=histospec", "+weights.mine=1", "+events=x", "+history={}")
+    mine = ["+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"]
+    found = preflight(world[1:], "+rhyme=histospec", *mine, "+trainer.rhyme.scheme=abab")
+    assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
+    found = preflight(world[1:], "+history.dir=/mine")
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
 
 
@@ -550,7 +563,17 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
             r"placment\.policy=x: there is no such key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
         (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
+        (
+            ["rhyme.enable=false"],
+            rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
+        ),
+        (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
+        ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
+        (
+            ["trainer.default_local_dir=A b=c/ckpt"],
+            "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",
+        ),
         (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),
         (["--config-path", "/nowhere", "--config-name", "x"], "--config-path /nowhere: no such folder"),
