@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme import startup
 from verl_rhyme.config import ConfigError
+from verl_rhyme.preflight import config_checks
 
 
 def config(tmp_path, **rollout):
@@ -180,10 +181,13 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_managers", raising=False)
     tree = build(tmp_path, agent={"agent_loop_manager_class": name and f"own_managers.{name}"})
+    found = [check.detail for check in config_checks.agent_loops(tree)]
     if told is None:
         startup.check(tree)
+        assert not found
     else:
         assert told in error(tree)
+        assert name is None or told in found[0]  # else the table's
 
 
 def test_data_parallel_rollout_is_refused_only_where_it_hides_something(tmp_path):

@@ -49,7 +49,8 @@ def world(tmp_path):
     """A folder with a dataset, a model and a reward function, and the arguments of a run on them."""
     pq.write_table(pa.table({"prompt": ["a"], "data_source": ["x"]}), tmp_path / "train.parquet")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / file).write_text(json.dumps(MODEL))
     (tmp_path / "reward.py").write_text("def compute_score(): ...\n")
     return [
         "+rhyme=histospec",
@@ -175,6 +176,10 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
         ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "nothing is relayed"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
+        (["trainer.v1.trainer_mode=colocate_asnyc"], "trainer mode", "did you mean colocate_async?"),
+        ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
+        ([f"{A}.optim.lr=fast"], "types", f"{A}.optim.lr must be a number, not 'fast'"),
+        ([MEGATRON, f"{A}.megatron.param_offload=some"], "types", "param_offload must be true or false, not 'some'"),
         ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
         ([f"{R}.enable_chunked_prefill=false"], "rollout", "chunked prefill"),
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
@@ -325,6 +330,53 @@ def test_a_broken_or_empty_dataset(world, tmp_path):
     assert "no readable parquet" in complaints(preflight(world))["data.train_files", "fail"]
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "train.parquet")
     assert "0 prompts" in complaints(preflight(world))["data.train_files", "fail"]
+
+
+def test_only_what_verl_reads_is_data(world, tmp_path):
+    (tmp_path / "train.sh").write_text("echo\n")
+    shell = f"data.train_files={tmp_path}/train.sh"
+    assert "verl reads .parquet, .json and .jsonl" in complaints(preflight(world, shell))["data.train_files", "fail"]
+    assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://mine"))
+    lines = tmp_path / "train.jsonl"
+    for text, told in (
+        ('{"prompt": []}\n', None),
+        ("echo\n", "holds no JSON object"),
+        ("", "holds no JSON object"),
+        ('{"question": ""}\n{}', "has no column 'prompt', only question"),
+    ):
+        lines.write_text(text)
+        found = complaints(preflight(world, f"data.train_files={lines}"))
+        assert told is None if not found else told in found["data.train_files", "fail"]
+
+
+def test_a_model_folder_that_is_not_whole(world, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer (tokenizer.json, " in complaints(preflight(world))["model", "fail"]
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").touch()
+    own = f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"
+    assert not complaints(preflight(world, own))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    assert not complaints(preflight(world, own)), "without an index nobody knows of more"
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "1 of 2 weight files is missing, such as model-00002" in complaints(preflight(world, own))["model", "fail"]
+    for file in folder.glob("model*"):
+        file.unlink()
+    found = complaints(preflight(world, own))["model", "fail"]
+    assert "no weights (*.safetensors or *.bin)" in found
+    assert ("model", "warn") in complaints(preflight(world, own, dry_run=True))
+    megatron = [MEGATRON, f"{A}.megatron.use_dist_checkpointing=true", f"{A}.megatron.dist_checkpointing_path=/x"]
+    assert not complaints(preflight(world, own, *megatron))
+
+
+def test_a_trainer_mode_of_ones_own_is_known_to_its_module(world, monkeypatch):
+    mode = "trainer.v1.trainer_mode=my_async"
+    assert ("trainer mode", "fail") in complaints(preflight(world, mode))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_rhyme.plugin,mine")
+    found = complaints(preflight(world, mode))
+    assert "a module of VERL_USE_EXTERNAL_MODULES has to register it" in found["trainer mode", "warn"]
 
 
 def test_little_memory_and_disk(world, monkeypatch):

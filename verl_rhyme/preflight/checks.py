@@ -88,6 +88,10 @@ def examine(
             for part in (checks, there)
         )
     checks += config_checks.rhyme(config)
+    checks += config_checks.types(config)
+    checks += config_checks.trainer_mode(config)
+    if with_doctor and not dry_run:
+        checks += config_checks.agent_loops(config)
     checks += config_checks.loss(config)
     checks += config_checks.placement(config, plan)
     checks += config_checks.weights(config)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra._internal.hydra import Hydra
@@ -90,6 +92,15 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     finally:
         state[0].hydra = previous
         HydraConfig.instance().cfg = state[1]
+
+
+@functools.cache
+def defaults(strategy: str) -> dict[str, Any]:
+    """verl's own values of all keys, not resolved, for an ``actor.strategy``: the file that verl generates of them."""
+    folder = _verl() / "trainer" / _CONFIG_PATH
+    own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
+    found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
+    return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
 
 
 def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
