@@ -379,6 +379,53 @@ def test_a_trainer_mode_of_ones_own_is_known_to_its_module(world, monkeypatch):
     assert "a module of VERL_USE_EXTERNAL_MODULES has to register it" in found["trainer mode", "warn"]
 
 
+def test_findings_come_first(world):
+    found = preflight(world, f"{A}.ppo_micro_batch_size_per_gpu=3", "data.prompt_key=question")
+    assert [check.status for check in found.checks if check.status != "ok"] == ["fail", "fail", "warn"]
+    statuses = [check.status for check in found.checks]
+    assert statuses == sorted(statuses, key=["fail", "warn", "ok"].index)
+    printed = CliRunner().invoke(app, ["preflight", "--dry-run", "--", *world, f"{A}.ppo_mini_batch_size=48"]).stdout
+    places = [printed.index(words) for words in ("# fail: batches", "# model: ", "# ok: rhyme")]
+    assert places == sorted(places)
+
+
+def test_engines_on_training_gpus_that_nobody_needs(world):
+    """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the GPUs that train, too."""
+    crowded = [*APART, f"{R}.gpu_memory_utilization=0.9"]
+    crowded[crowded.index("actor_rollout_ref.hybrid_engine=false")] = "actor_rollout_ref.hybrid_engine=true"
+    found = preflight(world[1:], *crowded)
+    assert "set actor_rollout_ref.hybrid_engine=false" in complaints(found)["GPU memory", "warn"]
+    mended = preflight(world[1:], *crowded, "actor_rollout_ref.hybrid_engine=false")
+    assert found.estimate.peak[0] == "rollout"
+    assert "rollout" not in mended.estimate.phases
+
+
+def test_room_is_counted_in_requests_of_this_run(world):
+    found = preflight(world)
+    [cache] = [check.detail for check in found.checks if check.name == "KV cache"]
+    tokens = found.estimate.serving.tokens
+    assert cache == f"{tokens} tokens a replica, {tokens / 1536:.1f} requests of 1536 tokens at once"
+    assert found.plan.rollout.max_model_len == 32768, "of the model: vLLM starts only where one such request fits"
+    long = complaints(preflight(world, f"{R}.max_model_len=8000000"))
+    assert "do not hold one request of 8000000" in long["KV cache", "fail"]
+
+
+def test_each_conflict_is_told_once(world):
+    for mode in ("sync", "colocate_async"):
+        found = preflight(world[1:], "+rhyme=stream", f"trainer.v1.trainer_mode={mode}")
+        assert len([check for check in found.checks if check.status == "fail" and check.name == "rhyme"]) == 1
+
+
+def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
+    monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+    nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
+    told = complaints(preflight(world, *nowhere, dry_run=True))
+    assert told["history folder", "warn"] == (
+        "/proc/nope: cannot be made or written set history.dir to a folder that can be written"
+    )
+    assert not [name for name, _ in told if name == "history store"]
+
+
 def test_little_memory_and_disk(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "look", lambda: small)
@@ -387,6 +434,7 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
     assert "history.max_bytes" in found["history store", "warn"]
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
+    assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
     assert not dry.failed, "what only this machine lacks"
 

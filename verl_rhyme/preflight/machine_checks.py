@@ -21,7 +21,7 @@ from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.estimate import Estimate, count, gib
-from verl_rhyme.preflight.machine import Machine, free_disk
+from verl_rhyme.preflight.machine import Machine, can_write, free_disk
 from verl_rhyme.preflight.plan import Plan
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.workers.ranker_service import lacking
@@ -235,7 +235,8 @@ def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
 
 
 def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]:
-    """The fullest phase against a GPU; vLLM's share against its weights and one full-length request."""
+    """The fullest phase against a GPU; vLLM's share against its weights and one request of ``max_model_len``, without
+    room for which vLLM does not start."""
     name, cpu = "GPU memory", plan.device == "cpu"
     phase, peak = found.peak
     if cpu:
@@ -244,18 +245,19 @@ def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]
     if share > TIGHT:
         status = FAIL if share > 1 else WARN
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
-    yield Check(name, status, detail, "" if status == OK else _lighter(phase))
+    yield Check(name, status, detail, "" if status == OK else _lighter(phase, plan))
     serving = found.serving
     if serving.cache <= 0:
         detail = (
             f"{gib(serving.share)} do not hold weights and activations ({gib(serving.weights + serving.activations)})"
         )
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
-    elif serving.sequences < 1:
+    elif serving.tokens < plan.rollout.max_model_len:
         detail = f"{serving.tokens} tokens do not hold one request of {plan.rollout.max_model_len}"
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or lower {_R}.max_model_len")
     else:
-        detail = f"{serving.tokens} tokens a replica, {serving.sequences:.1f} full-length requests at once"
+        requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
+        detail = f"{serving.tokens} tokens a replica, {requests}"
         yield Check("KV cache", OK, detail)
 
 
@@ -270,7 +272,12 @@ def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
     return f"{phase} beside the rollout pool", peak * plan.gpus_per_node + beside.total * plan.rollout_gpus
 
 
-def _lighter(phase: str) -> str:
+def _lighter(phase: str, plan: Plan) -> str:
+    if phase == "rollout" and plan.standalone:
+        return (
+            "set actor_rollout_ref.hybrid_engine=false: rollout has GPUs of its own, and those that train then hold no "
+            "engine"
+        )
     if phase.startswith("rollout"):
         return f"lower {_R}.gpu_memory_utilization, or offload the actor (param_offload, optimizer_offload)"
     return (
@@ -286,7 +293,9 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
     ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
     needed = sum(found.host.values()) + ray
     ok = needed <= machine.host_free
-    detail = f"{gib(needed)} of {gib(machine.host_free)} free: offloading, loading and Ray's store ({gib(ray)})"
+    detail = (
+        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloading, loading and Ray's object store ({gib(ray)})"
+    )
     remedy = "" if ok else "offload less, lower +ray_kwargs.ray_init.object_store_memory, or use a larger node"
     # the object store is filled as needed only
     yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
@@ -348,6 +357,14 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
         detail,
         "" if fits == 2 else f"{remedy}{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
     )
+
+
+def history_folder(config: Any) -> Iterator[Check]:
+    """It can be made and written; where the doctor looks, it tries."""
+    wanted = history_dir(config)
+    if wanted is not None and not can_write(Path(wanted)):
+        remedy = "set history.dir to a folder that can be written"
+        yield Check("history folder", FAIL, f"{wanted}: cannot be made or written", remedy)
 
 
 def history_dir(config: Any) -> str | None:
