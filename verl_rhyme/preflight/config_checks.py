@@ -172,12 +172,13 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         )
     if batch > mini and batches > 1 and found.harvest == "shortest":
         times = batch // mini
-        remedy = f"for updates of one optimizer step set data.train_batch_size={mini}"
+        remedy = f"set data.train_batch_size={mini}"
         if found.load != "rolling":
-            remedy += f", and {CONFIG_PATH}.sorting.group_batches={times * batches} for a load as large as now"
-        elif found.max_staleness:
-            remedy += f"; {CONFIG_PATH}.sorting.max_staleness says how many of these are here at a time, less one"
-        remedy += f"; a step is then 1/{times}: save_freq, test_freq, total_training_steps and warm-up steps x {times}"
+            remedy += f" and {CONFIG_PATH}.sorting.group_batches={times * batches}"
+        remedy += (
+            f" for updates of one optimizer step from as many prompts as now; steps are then {times} times as many: "
+            "multiply save_freq, test_freq, total_training_steps and warm-up steps"
+        )
         yield Check("load", WARN, told, remedy)
     else:
         yield Check("load", OK, told)
