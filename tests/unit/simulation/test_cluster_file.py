@@ -320,7 +320,7 @@ def test_a_profile_of_ones_own(tmp_path):
     cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
     loaded = load(cluster, SMALL)
     assert loaded.sources == ["measured here"]
-    assert loaded.scenario.slots == 32 * 4
+    assert [cost.slots for cost in loaded.scenario.replicas] == [4] * 32
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: -1}\n")
     with pytest.raises(ClusterError, match=r"mine.yaml: step.base must be seconds"):
         load(cluster)
