@@ -14,9 +14,11 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
         from omegaconf import OmegaConf
 
+        from verl_rhyme import config_tree
         from verl_rhyme.config import CONFIG_PATH
 
-        if OmegaConf.select(config, CONFIG_PATH) is not None:
+        ours = OmegaConf.select(config, CONFIG_PATH) is not None
+        if ours or any(config_tree.misplaced(config, sections=False)):
             from verl_rhyme.startup import check
 
             check(config)

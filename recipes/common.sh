@@ -43,6 +43,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/recipes/settings.sh"
 # shellcheck disable=SC2034  # read by settings.sh
 NAME=$RECIPE
+check_names
 RHYME=${RHYME:-histospec}
 ENGINE=${ENGINE:-megatron}
 MODE=${MODE:-$(default_mode)}
@@ -57,7 +58,7 @@ _run=$_arm-$ENGINE-$MODE
 if [ "$SMOKE" = 1 ]; then
   NNODES=1 GPUS_PER_NODE=1 TP=1 PP=1 SP=1 ROLLOUT_TP=1 ROLLOUT_NNODES=1 ROLLOUT_GPUS_PER_NODE=1
   RUN_DIR=${RUN_DIR:-$ROOT/runs/$RECIPE/smoke-$_run}
-  MODEL_PATH=$RUN_DIR/model REWARD=examples/tiny_world/reward.py
+  MODEL=$RUN_DIR/model REWARD=examples/tiny_world/reward.py
   DATA_DIR=$RUN_DIR/data TRAIN_FILE=$RUN_DIR/data/train.parquet VAL_FILE=$RUN_DIR/data/test.parquet
   RHYME_EXTRA=${RHYME_EXTRA:-cpu}
 fi
@@ -74,15 +75,15 @@ VAL_FILE=$(_absolute "${VAL_FILE:-$(_files "$VAL_NAME")}")
 RUN_DIR=$(_absolute "${RUN_DIR:-$ROOT/runs/$RECIPE/$_run}")
 CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
 LOGGER=${LOGGER:-console,file}
-[ "$SMOKE" = 1 ] || [ -d "$MODEL_PATH" ] && MODEL_PATH=$(_absolute "$MODEL_PATH")
+[ "$SMOKE" = 1 ] || [ -d "$MODEL" ] && MODEL=$(_absolute "$MODEL")
 plain_path ROOT "the checkout's folder"
-for _path in RUN_DIR CKPT DATA_DIR TRAIN_FILE VAL_FILE MODEL_PATH; do
+for _path in RUN_DIR CKPT DATA_DIR TRAIN_FILE VAL_FILE MODEL; do
   [[ "$_path=${!_path}" == *_FILE=\[* ]] || plain_path "$_path" # a list is hydra's own syntax
 done
 
 _args=(
   --config-path "$ROOT/recipes/config" --config-name "$RECIPE" "backend=$ENGINE"
-  "actor_rollout_ref.model.path=$MODEL_PATH" "data.train_files=$TRAIN_FILE" "data.val_files=$VAL_FILE"
+  "actor_rollout_ref.model.path=$MODEL" "data.train_files=$TRAIN_FILE" "data.val_files=$VAL_FILE"
   "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
   "actor_rollout_ref.rollout.tensor_model_parallel_size=$ROLLOUT_TP"
   "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE"
@@ -161,7 +162,7 @@ launch() { # launch [hydra overrides]
     (
       cd "$ROOT" || exit # for examples.*
       [ -e "$TRAIN_FILE" ] || python -m examples.tiny_world.data --out "$DATA_DIR" --train 64 --test 8 --seed "$SEED"
-      [ -e "$MODEL_PATH" ] || python -m examples.tiny_world.untie "examples/tiny_world/models/$SMOKE_MODEL" "$MODEL_PATH"
+      [ -e "$MODEL" ] || python -m examples.tiny_world.untie "examples/tiny_world/models/$SMOKE_MODEL" "$MODEL"
     )
   fi
   if [ "$SKIP_PREFLIGHT" != 1 ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # REINFORCE++ on LLaMA-3.1-8B-Instruct with Knights and Knaves (SortedRL's logic setting); one node of 8 GPUs.
-#   MODEL_PATH=meta-llama/Llama-3.1-8B-Instruct   a name on the hub or a folder
+#   MODEL=meta-llama/Llama-3.1-8B-Instruct   a name on the hub or a folder
 #   NNODES=1   GPUS_PER_NODE=8   TP=2   PP=1   SP=1 (FSDP only)   ROLLOUT_TP=1
 #   TRAIN_FILE=$DATA_DIR/kk-train.parquet   VAL_FILE=$DATA_DIR/kk-test.parquet
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
@@ -9,7 +9,7 @@
 set -euo pipefail
 
 RECIPE=llama8b_logic
-MODEL_PATH=${MODEL_PATH:-meta-llama/Llama-3.1-8B-Instruct}
+MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 TRAIN_NAME=kk-train.parquet
 VAL_NAME=kk-test.parquet
 REWARD=examples/data/logic_reward.py

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO on Qwen2.5-32B with DAPO-Math-17k, validated on five sets of the papers; 16 nodes of 8 GPUs.
-#   MODEL_PATH=Qwen/Qwen2.5-32B   a name on the hub or a folder
+#   MODEL=Qwen/Qwen2.5-32B   a name on the hub or a folder
 #   NNODES=16   GPUS_PER_NODE=8   TP=8   PP=1   SP=8 (FSDP only)   ROLLOUT_TP=4
 #   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
@@ -9,7 +9,7 @@
 set -euo pipefail
 
 RECIPE=qwen32b_dapo
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B}
+MODEL=${MODEL:-Qwen/Qwen2.5-32B}
 TRAIN_NAME=dapo-math-17k.parquet
 VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench}.parquet)
 REWARD=examples/data/math_reward.py # of DAPO's rows it asks verl's own

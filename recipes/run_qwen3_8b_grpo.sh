@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-8B with DAPO-Math-17k, validated on five sets of the papers; one node of 8 GPUs.
-#   MODEL_PATH=Qwen/Qwen3-8B   a name on the hub or a folder
+#   MODEL=Qwen/Qwen3-8B   a name on the hub or a folder
 #   NNODES=1   GPUS_PER_NODE=8   TP=2   PP=1   SP=1 (FSDP only)   ROLLOUT_TP=1
 #   TRAIN_FILE=$DATA_DIR/dapo-math-17k.parquet   VAL_FILE: files of $DATA_DIR/eval
 #   RHYME ENGINE MODE DATA_DIR RUN_DIR CKPT LOGGER SEED DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP: see recipes/common.sh
@@ -9,7 +9,7 @@
 set -euo pipefail
 
 RECIPE=qwen3_8b_grpo
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+MODEL=${MODEL:-Qwen/Qwen3-8B}
 TRAIN_NAME=dapo-math-17k.parquet
 VAL_NAME=$(echo eval/{aime-2024,amc-2023,math-500,minerva,olympiad-bench}.parquet)
 REWARD=examples/data/math_reward.py

@@ -36,6 +36,7 @@ BATCH=16
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
 NAME=run_tiny_cpu
+check_names
 MODE=${MODE:-$(default_mode)}
 for override in "$@"; do
   case "$override" in

@@ -26,6 +26,10 @@ number() { # number VARIABLE LEAST [WHAT THE LEAST IS]
   [ "$((10#${!1}))" -ge "$2" ] || refuse "$1=${!1} is below $2${3:+, $3}"
 }
 
+check_names() { # of variables; an earlier one would go unseen
+  [ -z "${MODEL_PATH:-}" ] || refuse "MODEL_PATH is now called MODEL: set MODEL=$MODEL_PATH"
+}
+
 plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no other character without quotes
   local LC_ALL=C plain='A-Za-z0-9 _./+@%:$*?|-' other # in C a letter is one of A to Z
   other=${!1//[$plain]/}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -133,17 +134,14 @@ def preflight(
         if dry_run:
             report["config"] = OmegaConf.to_container(config)
         print(json.dumps(report, indent=2))
-    elif dry_run:
-        print(OmegaConf.to_yaml(config), end="")
-        for line in estimated:
-            print(f"# {line}")
-        for check in found.checks:
-            remedy = f" -> {check.remedy}" if check.remedy else ""
-            print(f"# {check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " "))
     else:
-        for line in estimated:
-            print(line)
-        _print(found.checks)
+        amiss = sum(check.status != "ok" for check in found.checks)  # they stand first
+        findings: list[Check | str] = [*found.checks[:amiss], *estimated, *found.checks[amiss:]]
+        if dry_run:
+            print(OmegaConf.to_yaml(config), end="")
+            print("\n".join(f"# {_line(finding)}" for finding in findings))
+        else:
+            _print(findings)
     if found.failed:
         if dry_run and not as_json:
             print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(found.checks)), file=sys.stderr)
@@ -214,7 +212,26 @@ def _pairs(notes: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _print(checks: list[Check]) -> None:
+def _line(finding: Check | str) -> str:
+    if isinstance(finding, str):
+        return finding
+    remedy = f" -> {finding.remedy}" if finding.remedy else ""
+    return f"{finding.status}: {finding.name}: {finding.detail}{remedy}".replace("\n", " ")
+
+
+def _print(findings: Sequence[Check | str]) -> None:
+    """Findings in a table; text between them stands there as it is."""
+    for is_text, part in itertools.groupby(findings, lambda finding: isinstance(finding, str)):
+        if is_text:
+            print("\n".join(map(str, part)))
+        else:
+            _print_table(part)  # type: ignore[arg-type]
+    checks = [finding for finding in findings if not isinstance(finding, str)]
+    counts = {status: sum(check.status == status for check in checks) for status in ("warn", "fail")}
+    print(f"{len(checks)} checks, {counts['warn']} warnings, {counts['fail']} failures")
+
+
+def _print_table(checks: Iterable[Check]) -> None:
     table = Table("", "check", box=None, pad_edge=False)
     table.add_column("finding", overflow="fold")
     for check in checks:
@@ -222,8 +239,6 @@ def _print(checks: list[Check]) -> None:
         finding = escape(check.detail) + (f"\n[{colour}]-> {escape(check.remedy)}[/]" if check.remedy else "")
         table.add_row(f"[{colour}]{check.status}[/]", escape(check.name), finding)
     Console().print(table)
-    counts = {status: sum(check.status == status for check in checks) for status in ("warn", "fail")}
-    print(f"{len(checks)} checks, {counts['warn']} warnings, {counts['fail']} failures")
 
 
 @contextlib.contextmanager

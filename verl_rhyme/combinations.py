@@ -144,7 +144,7 @@ TABLE = (
     ),
     Combination(
         (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: sorting is not None and trainer not in TOPOLOGIES,
+        lambda trainer, sorting: sorting not in (None, "stream") and trainer not in TOPOLOGIES,
         f"sorting works in {' or '.join(TOPOLOGIES)} only (sync saves nothing of the samples in flight)",
         f"drop the override of {_MODE} (+rhyme=sorted and +rhyme=histopipe set rhyme_sorted), or set "
         f"{CONFIG_PATH}.sorting.mode=null",
@@ -183,7 +183,8 @@ TABLE = (
     Combination(
         (_MODE, "rhyme.streaming.enable", "rhyme.sorting.mode"),
         lambda trainer, streaming, sorting: (
-            streaming and (TOPOLOGIES.get(str(trainer)) != "separate" or sorting is None)
+            # of stream, and of a mode that sorting does not work in, the rows above say it
+            streaming and (sorting is None or (sorting != "stream" and TOPOLOGIES.get(str(trainer)) == "colocated"))
         ),
         "a part is worked on while engines of their own go on, and a sorted rollout's scheduler says what is in it",
         f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode, as +rhyme=stream does, or drop streaming.enable",

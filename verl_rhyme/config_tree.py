@@ -11,7 +11,7 @@ import difflib
 import functools
 import logging
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
@@ -44,6 +44,8 @@ _SECTIONS: dict[str, set[str]] = {
     for name, kind in typing.get_type_hints(RhymeConfig).items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
+#: What the tree's root may have.
+_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)}
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
@@ -97,16 +99,62 @@ def from_verl(config: Any) -> RhymeConfig | None:
     """Read verl's whole config (a ``DictConfig``); see :func:`parse`.
 
     Raises:
-        ConfigError: What :func:`parse` refuses, or one of our sections stands where nothing reads it.
+        ConfigError: What :func:`parse` refuses, or an option of ours stands where nothing reads it (:func:`misplaced`).
     """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.select(config, CONFIG_PATH)
     found = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
-    if found is not None:
-        for where in ("", "rhyme", CONFIG_PATH.rpartition(".")[0]):
-            _check_astray(OmegaConf.select(config, where) if where else config, where)
+    for wrong, right in misplaced(config, sections=found is not None):
+        raise ConfigError(f"{wrong} is read by nobody: did you mean {right}?")
     return found
+
+
+def misplaced(config: Any, sections: bool = True) -> Iterator[tuple[str, str]]:
+    """Options of ours that stand where nothing reads them, and where they belong.
+
+    Args:
+        config: verl's whole config (a ``DictConfig``).
+        sections: Look for sections of the tree (``drafting.floor``) that lack ``rhyme``, too. Without rhyme they may be
+            somebody else's.
+    """
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(plain.get("rhyme"), str):  # else a group that was not found: combinations.py
+        yield from _misplaced(plain, (), sections)
+
+
+#: Of the path to the tree, what stands before ``rhyme``.
+_PARENTS = tuple(CONFIG_PATH.split(".")[:-1])
+
+
+def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -> Iterator[tuple[str, str]]:
+    near = set(path) <= set(_PARENTS)  # elsewhere it is ours only by all that is in it
+    for key, value in node.items():
+        here = (*path, str(key))
+        if here == (*_PARENTS, "rhyme"):
+            continue
+        if key == "rhyme" and (near or _has_only(value, _OPTIONS)):
+            option = _first(value)
+            yield ".".join((*here, *option)), ".".join((CONFIG_PATH, *(option or ("enable",))))
+        elif near and sections and _has_only(value, _SECTIONS.get(key, set())):
+            option = _first(value)
+            yield ".".join((*here, *option)), ".".join((CONFIG_PATH, key, *option))
+        elif isinstance(value, Mapping):
+            yield from _misplaced(value, here, sections)
+
+
+def _has_only(node: Any, known: set[str]) -> bool:
+    return isinstance(node, Mapping) and bool(node) and set(node) <= known
+
+
+def _first(node: Any) -> tuple[str, ...]:
+    """The path to the first value below a node; empty for a plain value."""
+    if not isinstance(node, Mapping) or not node:
+        return ()
+    key, value = next(iter(node.items()))
+    return (str(key), *_first(value))
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:
@@ -117,16 +165,6 @@ def from_rollout(rollout_config: Any) -> RhymeConfig | None:
     if OmegaConf.is_config(tree):
         tree = OmegaConf.to_container(tree, resolve=True)
     return parse(tree)
-
-
-def _check_astray(beside: Any, where: str) -> None:
-    """Options that were appended to another place, where nobody reads them. What has keys of its own is not ours."""
-    for section, known in _SECTIONS.items() if isinstance(beside, Mapping) else ():
-        found = beside.get(section)
-        if isinstance(found, Mapping) and found and set(found) <= known:
-            key = f"{section}.{next(iter(found))}"
-            wrong = f"{where}.{key}" if where else key
-            raise ConfigError(f"{wrong} is read by nobody: did you mean {CONFIG_PATH}.{key}?")
 
 
 def _build(cls: type[Any], tree: Any, where: str) -> Any:

@@ -38,20 +38,19 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     sorting, several = rhyme.sorting, int(mini_batch) < int(batch)
     chosen = _chosen_by_length(rhyme, str(config.trainer.v1.trainer_mode))
     horizon = f"{_ACTOR}.loss_scale_factor={config.data.max_response_length}"
-    by_horizon = f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm with {horizon} (tokens weigh the same everywhere)"
-    by_response = "seq-mean-token-mean (responses do)"
+    remedy = f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same"
     if average == "token-mean" and chosen:
         yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.harvest=shortest: each update is divided by "
-            "its own tokens, and an update has what is finished first: a token of a short response weighs more than in "
-            "a batch as it was loaded",
-            f"leave it (verl's default), or set {by_horizon}, {by_response}, or {CONFIG_PATH}.sorting.harvest=loaded",
+            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.harvest=shortest: tokens of short responses "
+            "weigh more, since updates of short ones are divided by fewer tokens",
+            remedy,
         )
     if average == "token-mean" and several and sorting.order:
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.order={sorting.order:g} and mini-batches of "
-            f"{mini_batch} of {batch} prompts: each of them is divided by its own tokens, and they differ in length",
-            f"drop sorting.order, set {_ACTOR}.ppo_mini_batch_size={batch}, {by_horizon} or {by_response}",
+            f"{mini_batch} of {batch} prompts: tokens of short responses weigh more, since their mini-batches are "
+            "divided by fewer tokens",
+            remedy,
         )
     fixed = OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is not None
     if average == "seq-mean-token-sum-norm" and not fixed and (chosen or sorting.order):

@@ -47,7 +47,7 @@ def check(config: Any) -> None:
     if (room := queue_room.refusal(config, rhyme)) is not None:
         raise ConfigError(str(room))
     router_file.check(rhyme.placement)
-    _check_agent_loops(config, rhyme)
+    check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
     for told in loss_normalisation.contradictions(config, rhyme):
@@ -81,8 +81,12 @@ def _check_plugin() -> None:
         raise ConfigError(f"verl-rhyme could not be set up (see `verl-rhyme doctor`):\n  {listed}")
 
 
-def _check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
-    """A manager of somebody's own is one of ours with something added; its class is imported to see that."""
+def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
+    """A manager of somebody's own is one of ours with something added; its class is imported to see that.
+
+    Raises:
+        ConfigError: It is not, or cannot be imported.
+    """
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.preflight import memory
+from verl_rhyme.preflight import config_checks, memory
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.compose import compose
 from verl_rhyme.preflight.machine_checks import reward_function
@@ -36,6 +36,13 @@ def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     theirs = found.stdout[found.stdout.index("model_engine:") :]
     assert OmegaConf.to_yaml(compose(arguments)).strip() == theirs.strip()
+
+
+def test_trainer_modes_are_those_that_are_registered():
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    own = {mode for mode, kind in TRAINER_REGISTRY.items() if not kind.__module__.startswith(("verl.", "verl_rhyme."))}
+    assert set(TRAINER_REGISTRY) - own == set(config_checks.TRAINER_MODES)  # own: of other tests
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (16, "float32")])

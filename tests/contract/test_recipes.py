@@ -223,7 +223,7 @@ def start(recipe, *arguments, verl_rhyme="exit 0", training="echo trained", **va
                 "PATH": f"{folder}:/usr/bin:/bin",
                 "SKIP_BOOTSTRAP": "1",
                 "RUN_DIR": f"{folder}/run",
-                "MODEL_PATH": str(MODEL),
+                "MODEL": str(MODEL),
                 **variables,
             },
             capture_output=True,
@@ -722,7 +722,13 @@ class TestScript:
         assert "SEED=x is no whole number" in result.stderr
         assert calls == []
 
-    @pytest.mark.parametrize("variable", ["RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL_PATH"])
+    def test_the_models_earlier_name(self, recipe):
+        result, calls = start(recipe, DRY_RUN="1", MODEL_PATH="some/model")
+        assert result.returncode == 2
+        assert result.stderr == f"{recipe}: MODEL_PATH is now called MODEL: set MODEL=some/model\n"
+        assert calls == []
+
+    @pytest.mark.parametrize("variable", ["RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL"])
     def test_a_path_that_hydra_cannot_read(self, recipe, variable, tmp_path):
         path = tmp_path / "a=(b)"
         path.mkdir()
@@ -793,7 +799,7 @@ class TestScript:
             TP="4",
             PP="2",
             ROLLOUT_TP="2",
-            MODEL_PATH="some/model",
+            MODEL="some/model",
             DATA_DIR=str(tmp_path),
             VAL_FILE="[a.parquet,b.parquet]",
             RUN_DIR=str(tmp_path / "a run"),

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme import startup
 from verl_rhyme.config import ConfigError
+from verl_rhyme.preflight import config_checks
 
 
 def config(tmp_path, **rollout):
@@ -72,6 +73,18 @@ def test_a_group_that_was_not_found(tmp_path):
     tree = config(tmp_path)
     tree.rhyme = "histospec"
     assert "not installed beside verl" in error(tree)
+
+
+@pytest.mark.parametrize("custom", [{"rhyme": {}}, {"rhyme": {"enable": False}}, {}])
+@pytest.mark.parametrize("place", ["", "custom", "actor_rollout_ref", "actor_rollout_ref.rollout"])
+def test_an_option_in_a_wrong_place(tmp_path, place, custom):
+    """``validate_config`` is patched: verl calls it before Ray starts."""
+    from verl.utils.config import validate_config
+
+    tree = config(tmp_path, custom=custom)
+    OmegaConf.update(tree, f"{place}.rhyme.enable".lstrip("."), False, force_add=True)
+    with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.rollout\.custom\.rhyme\.enable\?"):
+        validate_config(tree, use_reference_policy=False, use_critic=False)
 
 
 def test_no_shared_memory(tmp_path, monkeypatch):
@@ -168,10 +181,13 @@ def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, t
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_managers", raising=False)
     tree = build(tmp_path, agent={"agent_loop_manager_class": name and f"own_managers.{name}"})
+    found = [check.detail for check in config_checks.agent_loops(tree)]
     if told is None:
         startup.check(tree)
+        assert not found
     else:
         assert told in error(tree)
+        assert name is None or told in found[0]  # else the table's
 
 
 def test_data_parallel_rollout_is_refused_only_where_it_hides_something(tmp_path):

@@ -65,12 +65,13 @@ def test_trains_drafts_and_reports(trained):
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
     assert set(first) == {
-        *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
+        *("epoch", "partial", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_max"),
         *("bubble_ratio_sampled", "bubble_ratio_sampled_unknown"),
         *("discarded_tokens", "reverified_tokens", "waiting_max", "migrated", "length_rank_correlation"),
         *("similarity", "similarity_by_chance"),
     }
+    assert first["partial"] == second["partial"] == []
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1

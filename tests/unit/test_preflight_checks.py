@@ -49,7 +49,8 @@ def world(tmp_path):
     """A folder with a dataset, a model and a reward function, and the arguments of a run on them."""
     pq.write_table(pa.table({"prompt": ["a"], "data_source": ["x"]}), tmp_path / "train.parquet")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / file).write_text(json.dumps(MODEL))
     (tmp_path / "reward.py").write_text("def compute_score(): ...\n")
     return [
         "+rhyme=histospec",
@@ -175,6 +176,10 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
         ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "nothing is relayed"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
+        (["trainer.v1.trainer_mode=colocate_asnyc"], "trainer mode", "did you mean colocate_async?"),
+        ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
+        ([f"{A}.optim.lr=fast"], "types", f"{A}.optim.lr must be a number, not 'fast'"),
+        ([MEGATRON, f"{A}.megatron.param_offload=some"], "types", "param_offload must be true or false, not 'some'"),
         ([f"{R}.max_model_len=1000"], "rollout", "prompt + response = 1536"),
         ([f"{R}.enable_chunked_prefill=false"], "rollout", "chunked prefill"),
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
@@ -327,6 +332,100 @@ def test_a_broken_or_empty_dataset(world, tmp_path):
     assert "0 prompts" in complaints(preflight(world))["data.train_files", "fail"]
 
 
+def test_only_what_verl_reads_is_data(world, tmp_path):
+    (tmp_path / "train.sh").write_text("echo\n")
+    shell = f"data.train_files={tmp_path}/train.sh"
+    assert "verl reads .parquet, .json and .jsonl" in complaints(preflight(world, shell))["data.train_files", "fail"]
+    assert not complaints(preflight(world, shell, "data.custom_cls.path=pkg://mine"))
+    lines = tmp_path / "train.jsonl"
+    for text, told in (
+        ('{"prompt": []}\n', None),
+        ("echo\n", "holds no JSON object"),
+        ("", "holds no JSON object"),
+        ('{"question": ""}\n{}', "has no column 'prompt', only question"),
+    ):
+        lines.write_text(text)
+        found = complaints(preflight(world, f"data.train_files={lines}"))
+        assert told is None if not found else told in found["data.train_files", "fail"]
+
+
+def test_a_model_folder_that_is_not_whole(world, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer (tokenizer.json, " in complaints(preflight(world))["model", "fail"]
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").touch()
+    own = f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer"
+    assert not complaints(preflight(world, own))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    assert not complaints(preflight(world, own)), "without an index nobody knows of more"
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "1 of 2 weight files is missing, such as model-00002" in complaints(preflight(world, own))["model", "fail"]
+    for file in folder.glob("model*"):
+        file.unlink()
+    found = complaints(preflight(world, own))["model", "fail"]
+    assert "no weights (*.safetensors or *.bin)" in found
+    assert ("model", "warn") in complaints(preflight(world, own, dry_run=True))
+    megatron = [MEGATRON, f"{A}.megatron.use_dist_checkpointing=true", f"{A}.megatron.dist_checkpointing_path=/x"]
+    assert not complaints(preflight(world, own, *megatron))
+
+
+def test_a_trainer_mode_of_ones_own_is_known_to_its_module(world, monkeypatch):
+    mode = "trainer.v1.trainer_mode=my_async"
+    assert ("trainer mode", "fail") in complaints(preflight(world, mode))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_rhyme.plugin,mine")
+    found = complaints(preflight(world, mode))
+    assert "a module of VERL_USE_EXTERNAL_MODULES has to register it" in found["trainer mode", "warn"]
+
+
+def test_findings_come_first(world):
+    found = preflight(world, f"{A}.ppo_micro_batch_size_per_gpu=3", "data.prompt_key=question")
+    assert [check.status for check in found.checks if check.status != "ok"] == ["fail", "fail", "warn"]
+    statuses = [check.status for check in found.checks]
+    assert statuses == sorted(statuses, key=["fail", "warn", "ok"].index)
+    printed = CliRunner().invoke(app, ["preflight", "--dry-run", "--", *world, f"{A}.ppo_mini_batch_size=48"]).stdout
+    places = [printed.index(words) for words in ("# fail: batches", "# model: ", "# ok: rhyme")]
+    assert places == sorted(places)
+
+
+def test_engines_on_training_gpus_that_nobody_needs(world):
+    """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the GPUs that train, too."""
+    crowded = [*APART, f"{R}.gpu_memory_utilization=0.9"]
+    crowded[crowded.index("actor_rollout_ref.hybrid_engine=false")] = "actor_rollout_ref.hybrid_engine=true"
+    found = preflight(world[1:], *crowded)
+    assert "set actor_rollout_ref.hybrid_engine=false" in complaints(found)["GPU memory", "warn"]
+    mended = preflight(world[1:], *crowded, "actor_rollout_ref.hybrid_engine=false")
+    assert found.estimate.peak[0] == "rollout"
+    assert "rollout" not in mended.estimate.phases
+
+
+def test_room_is_counted_in_requests_of_this_run(world):
+    found = preflight(world)
+    [cache] = [check.detail for check in found.checks if check.name == "KV cache"]
+    tokens = found.estimate.serving.tokens
+    assert cache == f"{tokens} tokens a replica, {tokens / 1536:.1f} requests of 1536 tokens at once"
+    assert found.plan.rollout.max_model_len == 32768, "of the model: vLLM starts only where one such request fits"
+    long = complaints(preflight(world, f"{R}.max_model_len=8000000"))
+    assert "do not hold one request of 8000000" in long["KV cache", "fail"]
+
+
+def test_each_conflict_is_told_once(world):
+    for mode in ("sync", "colocate_async"):
+        found = preflight(world[1:], "+rhyme=stream", f"trainer.v1.trainer_mode={mode}")
+        assert len([check for check in found.checks if check.status == "fail" and check.name == "rhyme"]) == 1
+
+
+def test_a_history_folder_that_cannot_be_written(world, monkeypatch):
+    monkeypatch.setattr(machine_checks, "free_disk", machine.free_disk)
+    nowhere = [f"{R}.custom.rhyme.history.dir=/proc/nope", "trainer.save_freq=-1"]
+    told = complaints(preflight(world, *nowhere, dry_run=True))
+    assert told["history folder", "warn"] == (
+        "/proc/nope: cannot be made or written set history.dir to a folder that can be written"
+    )
+    assert not [name for name, _ in told if name == "history store"]
+
+
 def test_little_memory_and_disk(world, monkeypatch):
     small = Machine(gpus=8, gpu_bytes=6 << 30, gpu_source="assumed", host_bytes=8 << 30, host_free=1 << 30)
     monkeypatch.setattr(checks, "look", lambda: small)
@@ -335,6 +434,7 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert {("GPU memory", "fail"), ("host memory", "fail"), ("checkpoints", "fail")} <= found.keys()
     assert "history.max_bytes" in found["history store", "warn"]
     assert "GPU_MEMORY_GB" in found["GPU memory", "warn"]
+    assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
     assert not dry.failed, "what only this machine lacks"
 
@@ -463,8 +563,8 @@ def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_ba
         "4 updates of 64 prompts x 8 are loaded together: 2048 samples for 256 request slots;"
     )
     assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
-    assert "set data.train_batch_size=32, and" in load.remedy
-    assert "sorting.group_batches=8 for a load as large as now; a step is then 1/2: save_freq," in load.remedy
+    assert load.remedy.startswith(f"set data.train_batch_size=32 and {R}.custom.rhyme.sorting.group_batches=8 for ")
+    assert "steps are then 2 times as many: multiply save_freq, test_freq, " in load.remedy
     mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=8"]
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *mended).checks if check.name == "load"]
     assert (load.status, load.remedy) == ("ok", "")
@@ -474,8 +574,7 @@ def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_ba
     (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
     rolling = [*partial[1:], f"{R}.custom.rhyme.sorting.load=rolling"]
     (large,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
-    assert "set data.train_batch_size=32; " in large.remedy
-    assert "sorting.max_staleness says how many" in large.remedy
+    assert large.remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
     (whole,) = [
         check
         for check in preflight(world[1:], "+rhyme=sorted", *rolling, "data.train_batch_size=32").checks
@@ -503,15 +602,28 @@ def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
         ("sampling.coupled=true", "sampling.coupled"),
         ("rhyme.sorting.mode=partial", "sorting.mode"),
         ("actor_rollout_ref.rollout.custom.drafting.floor=0.1", "drafting.floor"),
+        ("actor_rollout_ref.rollout.drafting.floor=0.1", "drafting.floor"),
+        ("rhyme.enable=false", "enable"),
+        ("rhyme.enabel=false", "enabel"),
+        ("custom.rhyme.drafting.max_tokens=4", "drafting.max_tokens"),
+        ("actor_rollout_ref.rhyme.drafting.max_tokens=4", "drafting.max_tokens"),
+        ("actor_rollout_ref.rollout.rhyme.enable=false", "enable"),
+        ("actor_rollout_ref.rollout.rhyme=false", "enable"),
+        ("trainer.rhyme.poll_interval=1", "poll_interval"),
     ],
 )
 def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):
-    told = [check.detail for check in preflight(world[1:], "+rhyme=sorted", f"+{key}").checks if check.name == "rhyme"]
-    assert told == [f"{key.partition('=')[0]} is read by nobody: did you mean {R}.custom.rhyme.{wanted}?"]
+    refused = [f"{key.partition('=')[0]} is read by nobody: did you mean {R}.custom.rhyme.{wanted}?"]
+    for group in (["+rhyme=sorted"], [] if "rhyme" in key.replace("rollout.custom", "") else ["+rhyme=histospec"]):
+        told = [check.detail for check in preflight(world[1:], *group, f"+{key}").checks if check.name == "rhyme"]
+        assert told == refused
 
 
 def test_what_is_somebody_elses_is_left_alone(world):
-    found = preflight(world[1:], "+rhyme=histospec", "+weights.mine=1", "+events=x", "+history={}")
+    mine = ["+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"]
+    found = preflight(world[1:], "+rhyme=histospec", *mine, "+trainer.rhyme.scheme=abab")
+    assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
+    found = preflight(world[1:], "+history.dir=/mine")
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
 
 
@@ -576,7 +688,17 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
             r"placment\.policy=x: there is no such key; did you mean .*\.rhyme\.placement\.policy\?$",
         ),
         (["trainr.v1.trainer_mode=sync"], r"did you mean trainer\.v1\.trainer_mode\?$"),
+        (
+            ["rhyme.enable=false"],
+            rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
+        ),
+        (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
+        ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
+        (
+            ["trainer.default_local_dir=A b=c/ckpt"],
+            "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",
+        ),
         (["--config-name", "absent"], "absent"),
         (["--config-dir", "/nowhere"], "/nowhere"),
         (["--config-path", "/nowhere", "--config-name", "x"], "--config-path /nowhere: no such folder"),
@@ -701,7 +823,7 @@ def documented():
 
 @pytest.mark.parametrize("arguments", documented())
 def test_nothing_of_a_documented_command_is_refused(world, arguments):
-    found = complaints(preflight(world[1:], f"{R}.calculate_log_probs=true", *arguments))
+    found = complaints(preflight(world[1:], *arguments))
     assert ("rhyme", "fail") not in found, found["rhyme", "fail"]
 
 

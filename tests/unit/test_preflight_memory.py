@@ -161,7 +161,7 @@ def test_cache_bytes_per_token(model, rollout, size):
 
 
 def test_the_cache_is_what_weights_and_the_profile_run_leave():
-    rollout = Rollout(tp=4, utilization=0.8, max_model_len=22528)
+    rollout = Rollout(tp=4, utilization=0.8, max_model_len=32768, longest=22528)
     serving = memory.serve(QWEN_32B, rollout, 80 << 30)
     assert serving.share == serving.weights + serving.activations + serving.cache
     assert serving.weights == 2 * QWEN_32B.rank_parameters(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,8 @@ class Inspection:
 
 
 def find(path: Path) -> Iterator[Path]:
-    """Environments below a history folder, a checkpoint or a snapshot; damaged ones set aside are left out.
+    """Environments below a history folder, a checkpoint or a snapshot, by the numbers in their names; damaged ones set
+    aside are left out.
 
     Raises:
         FileNotFoundError: There is none.
@@ -57,7 +59,8 @@ def find(path: Path) -> Iterator[Path]:
     if current is not None:
         yield current
         return
-    found = sorted(file.parent for file in path.rglob(environment.DATA_FILE) if "corrupt-" not in str(file.parent))
+    found = [file.parent for file in path.rglob(environment.DATA_FILE) if "corrupt-" not in str(file.parent)]
+    found.sort(key=lambda folder: re.sub("[0-9]+", lambda number: number[0].zfill(20), str(folder)))
     if not found:
         raise FileNotFoundError(f"{path} holds no history; give a history folder, or a checkpoint's global_step_N")
     yield from found

@@ -97,10 +97,10 @@ class Occupancy:
         self._room += passed * self._slots
         self._now, self._running = now, running
 
-    def more(self, now: float, slots: int) -> None:
-        """There are so many slots more (below 0: less) from now on."""
+    def resize(self, now: float, slots: int) -> None:
+        """There are so many slots from now on."""
         self.at(now, self._running)
-        self._slots += slots
+        self._slots = slots
 
     def take(self) -> float:
         """The ratio from the last call until the latest :meth:`at`."""

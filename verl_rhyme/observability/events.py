@@ -231,17 +231,21 @@ def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
+    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, :func:`read_info`, and the steps of which
+    there are files, readable or not."""
 
     folder: Path
     requests: pa.Table
     stages: pa.Table
     info: dict[str, Any]
+    steps: frozenset[int] = frozenset()
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
     """All that the report needs."""
-    return Log(Path(folder), read_requests(folder), read_stages(folder), read_info(folder))
+    path = Path(folder)
+    numbers = {step for kind, step, *_ in _files(path) if kind != "validation"} if path.is_dir() else ()
+    return Log(path, read_requests(path), read_stages(path), read_info(path), frozenset(numbers))
 
 
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:

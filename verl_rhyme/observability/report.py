@@ -23,6 +23,7 @@ from rich.table import Table
 from . import plot, trace
 from .page import document
 from .page.run import Run
+from .page.words import PARTIAL
 from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
 
 SUMMARY_FILE = "summary.json"
@@ -163,6 +164,8 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
         table = _table(arms, list("AB"))
     console.print(table)
+    if any(row["partial"] for arm in arms for row in arm["epochs"]):
+        console.print(PARTIAL, highlight=False, markup=False)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
 
@@ -189,16 +192,19 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    def marked(name: str, form: str) -> str:
+        return cell(row[name], form) + "*" * (name in row["partial"])
+
     bubble, sampled = cell(row["bubble_ratio"], ".0%"), row["bubble_ratio_sampled"]
     if bubble == "-" and sampled is not None:
         bubble = f"~{sampled:.0%}"  # from outside
     return [
-        cell(row["reward_mean"], ".3f"),
+        marked("reward_mean", ".3f"),
         cell(row["rollout_s"], ".1f"),
         cell(row["tokens"], ",").replace(",", " "),
         cell(tokens_per_s(row), ".0f"),
-        cell(row["accept_length"], ".2f"),
-        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
+        marked("accept_length", ".2f"),
+        *(marked(name, ".0%") for name in ("accept_rate", "history_hit_rate")),
         bubble,
     ]
 

@@ -58,7 +58,8 @@ def summarize(
         ``{"arm", "epochs", "bubble_slots", "engine", "versions"}``. ``bubble_slots`` are those that bubble ratios are
         shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The arm of a
         run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An epoch has
-        ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens trained),
+        ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a file is
+        damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens trained),
         ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate`` (accepted/drafted),
         ``history_hit_rate`` (share of requests whose prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``,
         ``bubble_ratio_sampled`` (the same from outside the run, of the steps that were seen) and
@@ -230,8 +231,16 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     bubble, sampled = (
         _mean(rows, name, weight=weight) for name in (metrics.BUBBLE_RATIO, metrics.BUBBLE_RATIO_SAMPLED)
     )
+    sources = {
+        "reward_mean": rewards,
+        "accept_length": (metrics.SPEC_VERIFY_STEPS, metrics.SPEC_ACCEPT_LENGTH),
+        "accept_rate": (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPT_RATE),
+        "history_hit_rate": (metrics.HISTORY_HIT_RATE,),
+        "staleness_max": (metrics.STALENESS_MAX, steps.EVENT_STALENESS),
+    }
     return {
         "epoch": number,
+        "partial": [name for name, names in sources.items() if 0 < _known(rows, *names) < len(rows)],
         "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
         "rollout_s": rollout_s,
         "tokens": None if total is None else int(total),
@@ -251,6 +260,10 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
         "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
     }
+
+
+def _known(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
+    return sum(_first(row, *names) is not None for row in rows)
 
 
 def _last(by_step: steps.Steps, name: str) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_rhyme import doctor
-from verl_rhyme.doctor import FAIL, WARN, Check
+from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import config_checks, history_room, machine_checks, run_folder
 from verl_rhyme.preflight.estimate import Estimate, estimate
 from verl_rhyme.preflight.machine import Machine, look
@@ -24,7 +24,7 @@ class Preflight:
     """All that was found.
 
     Attributes:
-        checks: In the order of what would stop a run first.
+        checks: What fails, then what warns, then what is fine; each in the order of what would stop a run first.
         plan: What verl will do with the config.
         estimate: ``None`` where the model or the strategy is not known; a check says why.
         machine: What is here.
@@ -77,6 +77,8 @@ def examine(
     there += machine_checks.weights(config, plan, found)
     there += machine_checks.ranker(config)
     there += history_room.check(config)
+    if dry_run or not with_doctor:
+        there += machine_checks.history_folder(config)
     checks: list[Check] = []
     if dry_run:
         checks = doctor.versions()
@@ -88,6 +90,10 @@ def examine(
             for part in (checks, there)
         )
     checks += config_checks.rhyme(config)
+    checks += config_checks.types(config)
+    checks += config_checks.trainer_mode(config)
+    if with_doctor and not dry_run:
+        checks += config_checks.agent_loops(config)
     checks += config_checks.loss(config)
     checks += config_checks.placement(config, plan)
     checks += config_checks.weights(config)
@@ -100,4 +106,5 @@ def examine(
     if not found and model:
         known = ", ".join(ENGINES)
         checks.append(Check("memory", WARN, f"strategy {plan.strategy}: not estimated (known: {known})", "none needed"))
+    checks.sort(key=lambda check: (FAIL, WARN, OK).index(check.status))
     return Preflight(checks, plan, found, machine)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra._internal.hydra import Hydra
@@ -22,12 +24,13 @@ from hydra._internal.utils import compute_search_path_dir, create_config_search_
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_rhyme.config import ConfigError
+from verl_rhyme.config import CONFIG_PATH, ConfigError
 
 _ABSENT = object()
 #: The file of verl's ``@hydra.main``, and what that names.
@@ -91,9 +94,20 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         HydraConfig.instance().cfg = state[1]
 
 
+@functools.cache
+def defaults(strategy: str) -> dict[str, Any]:
+    """verl's own values of all keys, not resolved, for an ``actor.strategy``: the file that verl generates of them."""
+    folder = _verl() / "trainer" / _CONFIG_PATH
+    own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
+    found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
+    return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
+
+
 def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
     """The error in one line; of an unknown key, the nearest that there is."""
     text = _one_line(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override, text)
     if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path takes the place of verl's own folder
         search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
         return f"{text}; add `{search}` to {name}.yaml, or give its folder as --config-dir"
@@ -101,6 +115,9 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
     wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
     if not (key and wrong):
         return text
+    place, ours, option = wrong[0].partition("rhyme.")
+    if ours and f"{place}rhyme" != CONFIG_PATH and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")}:
+        return f"{wrong[0]}: there is no such key; did you mean {CONFIG_PATH}.{option.partition('=')[0]}?"
     parent, _, leaf = str(key).rpartition(".")
     try:
         rest = [override for override in overrides if override not in wrong]
@@ -113,6 +130,17 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
     except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
         return text
     return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
+
+
+def _unreadable(override: str, text: str) -> str:
+    """Of an override that hydra's grammar does not take, which it is, and the same with its value in quotes."""
+    key, equals, value = override.partition("=")
+    quoted = f'{key}="{value}"'
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        return f"{override}: {text}"
+    return f"{override}: {text}" + (f"; quote the value: '{quoted}'" if equals else "")
 
 
 def _one_line(error: BaseException) -> str:

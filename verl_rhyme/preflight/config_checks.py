@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, startup
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
+from verl_rhyme.preflight import compose
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
 from verl_rhyme.scheduling.rules import Rules, of_options
@@ -93,6 +95,55 @@ def _rules(tree: RhymeConfig | None, config: Any) -> Rules | None:
     )
 
 
+def types(config: Any) -> Iterator[Check]:
+    """A value where verl's default is a switch or a number is one, too; verl looks when a Ray worker takes it."""
+    mine = OmegaConf.to_container(config, resolve=False)
+    for detail in _mistyped(mine, compose.defaults(str(config.actor_rollout_ref.actor.strategy)), ""):
+        yield Check("types", FAIL, detail, "mend the value")
+
+
+def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
+    for key, default in theirs.items():
+        value, where = mine.get(key), f"{path}{key}"
+        if isinstance(default, dict) and isinstance(value, dict):
+            yield from _mistyped(value, default, f"{where}.")
+        elif isinstance(value, str) and isinstance(default, bool):
+            yield f"{where} must be true or false, not {value!r}"
+        elif isinstance(value, str) and isinstance(default, int | float):
+            try:
+                float(value)
+            except ValueError:
+                yield f"{where} must be a number, not {value!r}"
+
+
+#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``), and ours.
+TRAINER_MODES = ("sync", "colocate_async", "separate_async", "rhyme_sorted")
+
+
+def trainer_mode(config: Any) -> Iterator[Check]:
+    """Somebody registers it; verl asks once Ray and its task runner have started."""
+    mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
+    if mode in TRAINER_MODES:
+        return
+    detail = f"{key}={mode} is none of {', '.join(TRAINER_MODES)}{_near(mode, TRAINER_MODES)}"
+    if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
+        remedy = f"a module of VERL_USE_EXTERNAL_MODULES has to register it ({', '.join(own)})"
+        yield Check("trainer mode", WARN, detail, remedy)
+    else:
+        remedy = "set one of them; one of your own is registered by a module of VERL_USE_EXTERNAL_MODULES"
+        yield Check("trainer mode", FAIL, detail, remedy)
+
+
+def agent_loops(config: Any) -> Iterator[Check]:
+    """An agent loop manager of somebody's own is one of ours; imports it, and with it verl."""
+    try:
+        tree = config_tree.from_verl(config)
+        if tree is not None:
+            startup.check_agent_loops(config, tree)
+    except ConfigError as error:
+        yield Check("agent loops", FAIL, str(error), "mend what the message names")
+
+
 def load(config: Any, plan: Plan) -> Iterator[Check]:
     """What is loaded together, in figures, and whether an update is one optimizer step of it."""
     try:
@@ -123,12 +174,13 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
         )
     if batch > mini and batches > 1 and found.harvest == "shortest":
         times = batch // mini
-        remedy = f"for updates of one optimizer step set data.train_batch_size={mini}"
+        remedy = f"set data.train_batch_size={mini}"
         if found.load != "rolling":
-            remedy += f", and {CONFIG_PATH}.sorting.group_batches={times * batches} for a load as large as now"
-        elif found.max_staleness:
-            remedy += f"; {CONFIG_PATH}.sorting.max_staleness says how many of these are here at a time, less one"
-        remedy += f"; a step is then 1/{times}: save_freq, test_freq, total_training_steps and warm-up steps x {times}"
+            remedy += f" and {CONFIG_PATH}.sorting.group_batches={times * batches}"
+        remedy += (
+            f" for updates of one optimizer step from as many prompts as now; steps are then {times} times as many: "
+            "multiply save_freq, test_freq, total_training_steps and warm-up steps"
+        )
         yield Check("load", WARN, told, remedy)
     else:
         yield Check("load", OK, told)

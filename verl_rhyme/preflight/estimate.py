@@ -102,7 +102,7 @@ def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
         f"vLLM: {plan.replicas} replicas of {plan.replica_gpus} GPUs; {gib(serving.share)} a GPU: weights "
         f"{gib(serving.weights)}, activations {gib(serving.activations)}, KV cache {gib(max(0, serving.cache))}",
         f"KV cache: {serving.bytes_per_token} bytes a token on each GPU, {serving.tokens} tokens a replica, "
-        f"{serving.sequences:.1f} sequences of {plan.rollout.max_model_len} tokens at once",
+        f"{serving.sequences:.1f} sequences of {plan.rollout.longest} tokens at once",
         "host, each node: " + ", ".join(f"{part} {gib(size)}" for part, size in found.host.items() if size),
         f"checkpoint: {gib(found.checkpoint)}",
     ]

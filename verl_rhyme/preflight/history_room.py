@@ -20,6 +20,7 @@ from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.history.share import available_memory
 from verl_rhyme.preflight import machine_checks
 from verl_rhyme.preflight.estimate import gib
+from verl_rhyme.preflight.machine import can_write
 
 #: Bytes of a stored token and, beside them, of a response; ``history/record.py`` is the format. A token: 18 bits for
 #: one of 262,143 ids, 20 for a place among a million tokens, 8 for its probability.
@@ -88,7 +89,10 @@ def check(config: Any) -> Iterator[Check]:
     if tree is None:
         return
     name = "history store"
-    folder, free = machine_checks.free_disk(Path(machine_checks.history_dir(config) or tempfile.gettempdir()))
+    wanted = machine_checks.history_dir(config) or tempfile.gettempdir()
+    if not can_write(Path(wanted)):  # a finding of its own
+        return
+    folder, free = machine_checks.free_disk(Path(wanted))
     bound = tree.history.bound(free, available_memory())
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def free_disk(folder: Path) -> tuple[Path, int]:
     """The nearest existing parent of a folder that may not exist yet, and the bytes free there."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     return existing, shutil.disk_usage(existing).free
+
+
+def can_write(folder: Path) -> bool:
+    """A folder that may not exist yet can be made and written."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # root has permission where nothing can be made
+    except OSError:
+        return False
+    return True
 
 
 def _nvidia_smi() -> list[int]:

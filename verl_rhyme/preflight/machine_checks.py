@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import model_folder
 from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.estimate import Estimate, count, gib
-from verl_rhyme.preflight.machine import Machine, free_disk
+from verl_rhyme.preflight.machine import Machine, can_write, free_disk
 from verl_rhyme.preflight.plan import Plan
 from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.workers.ranker_service import lacking
@@ -39,6 +40,9 @@ PREPARED = {
     r"kk-.+": "kk",
 }
 
+#: Characters of a JSON file that are read.
+_LOOKED_AT = 1 << 16
+
 #: A share of a GPU's memory above which an estimate within 15 % may not fit after all.
 TIGHT = 0.87
 
@@ -46,15 +50,16 @@ _R = "actor_rollout_ref.rollout"
 
 
 def datasets(config: Any) -> Iterator[Check]:
-    """Each file of ``data.train_files`` and ``data.val_files`` is parquet with the prompt's column."""
+    """Each file of ``data.train_files`` and ``data.val_files`` is one that verl reads, with the prompt's column."""
     column = config.data.get("prompt_key") or "prompt"
+    own = OmegaConf.select(config, "data.custom_cls.path")  # a dataset class of the user's own reads what it likes
     for option in ("train_files", "val_files"):
         listed = config.data.get(option) or []
         for file in listed if isinstance(listed, list | tuple | ListConfig) else [listed]:
-            yield _dataset(f"data.{option}", str(file), column)
+            yield _dataset(f"data.{option}", str(file), column, own)
 
 
-def _dataset(name: str, file: str, column: str) -> Check:
+def _dataset(name: str, file: str, column: str, own: str | None) -> Check:
     import pyarrow
     import pyarrow.parquet as pq
 
@@ -63,17 +68,41 @@ def _dataset(name: str, file: str, column: str) -> Check:
     path = Path(file).expanduser()
     if not path.is_file():
         return Check(name, FAIL, f"no file {path}", _prepare(path))
+    if own:
+        return Check(name, OK, f"{path}: read by data.custom_cls.path={own}, not looked into")
+    if path.suffix in (".json", ".jsonl"):
+        return _json_dataset(name, path, column)
     if path.suffix != ".parquet":
-        return Check(name, OK, f"{path}: no parquet, not looked into")
+        remedy = "convert it, or set data.custom_cls to a dataset class of your own that reads it"
+        return Check(name, FAIL, f"{path}: verl reads .parquet, .json and .jsonl only", remedy)
     try:
         footer = pq.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
         return Check(name, FAIL, f"{path} is no readable parquet file: {error}", f"delete it; {_prepare(path)}")
     if column not in footer.schema_arrow.names:
-        detail = f"{path} has no column {column!r}, only {', '.join(footer.schema_arrow.names)}"
-        return Check(name, FAIL, detail, "set data.prompt_key, or convert the file")
+        return _no_column(name, path, column, footer.schema_arrow.names)
     rows = footer.metadata.num_rows
     return Check(name, OK if rows else FAIL, f"{path}: {rows} prompts", "" if rows else _prepare(path))
+
+
+def _json_dataset(name: str, path: Path, column: str) -> Check:
+    """By its first object; a file may be one list of them, which is not read to its end."""
+    with path.open(errors="replace") as file:
+        begin = file.read(_LOOKED_AT).lstrip()
+    try:
+        first, _ = json.JSONDecoder().raw_decode(begin.lstrip("[ \n"))
+    except ValueError:
+        if begin.startswith(("{", "[")) and len(begin) > _LOOKED_AT // 2:  # its first object is a long one
+            return Check(name, OK, f"{path}: JSON")
+        first = None
+    if not isinstance(first, dict):
+        return Check(name, FAIL, f"{path} holds no JSON object, one a line or in a list", _prepare(path))
+    return Check(name, OK, f"{path}: JSON") if column in first else _no_column(name, path, column, list(first))
+
+
+def _no_column(name: str, path: Path, column: str, there: list[str]) -> Check:
+    detail = f"{path} has no column {column!r}, only {', '.join(there)}"
+    return Check(name, FAIL, detail, "set data.prompt_key, or convert the file")
 
 
 def _prepare(path: Path) -> str:
@@ -106,11 +135,30 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         fields = model_folder.read(file)
     except ValueError as error:
         return [Check(name, FAIL, f"{file}: {error}", "download the model again")], {}, None
+    lacks = [] if model_folder.is_hub_id(path) else list(_incomplete(config, file.parent))
     try:
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
-        return [Check(name, WARN, f"{path}: {error}", "none needed: verl may know it all the same")], fields, None
-    return [Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
+        return (
+            [*lacks, Check(name, WARN, f"{path}: {error}", "none needed: verl may know it all the same")],
+            fields,
+            None,
+        )
+    return [*lacks, Check(name, OK, f"{path}: {shape.name}, {count(shape.parameters)} parameters")], fields, shape
+
+
+def _incomplete(config: Any, folder: Path) -> Iterator[Check]:
+    """What verl reads of a model's folder, and is not there."""
+    elsewhere = config.actor_rollout_ref.model.get("tokenizer_path")
+    tokenizer = Path(str(elsewhere)).expanduser() if elsewhere else folder
+    if tokenizer.is_dir() and not model_folder.has_tokenizer(tokenizer):  # else it is a hub id
+        detail = f"{tokenizer}: no tokenizer ({', '.join(model_folder.TOKENIZERS)})"
+        remedy = "copy the tokenizer's files there, or set actor_rollout_ref.model.tokenizer_path"
+        yield Check("model", FAIL, detail, remedy)
+    if OmegaConf.select(config, "actor_rollout_ref.actor.megatron.use_dist_checkpointing"):
+        return  # weights come from there
+    if lacking := model_folder.lacking_weights(folder):
+        yield Check("model", FAIL, f"{folder}: {lacking}", "download the model again, or mend the path")
 
 
 def reward_function(config: Any, load: bool) -> Iterator[Check]:
@@ -187,7 +235,8 @@ def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
 
 
 def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]:
-    """The fullest phase against a GPU; vLLM's share against its weights and one full-length request."""
+    """The fullest phase against a GPU; vLLM's share against its weights and one request of ``max_model_len``, without
+    room for which vLLM does not start."""
     name, cpu = "GPU memory", plan.device == "cpu"
     phase, peak = found.peak
     if cpu:
@@ -196,18 +245,19 @@ def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]
     if share > TIGHT:
         status = FAIL if share > 1 else WARN
     detail = f"{phase}: {gib(peak)} of {gib(found.gpu_bytes)} ({share:.0%}), estimated"
-    yield Check(name, status, detail, "" if status == OK else _lighter(phase))
+    yield Check(name, status, detail, "" if status == OK else _lighter(phase, plan))
     serving = found.serving
     if serving.cache <= 0:
         detail = (
             f"{gib(serving.share)} do not hold weights and activations ({gib(serving.weights + serving.activations)})"
         )
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or tensor_model_parallel_size")
-    elif serving.sequences < 1:
+    elif serving.tokens < plan.rollout.max_model_len:
         detail = f"{serving.tokens} tokens do not hold one request of {plan.rollout.max_model_len}"
         yield Check("KV cache", FAIL, detail, f"raise {_R}.gpu_memory_utilization or lower {_R}.max_model_len")
     else:
-        detail = f"{serving.tokens} tokens a replica, {serving.sequences:.1f} full-length requests at once"
+        requests = f"{serving.sequences:.1f} requests of {plan.rollout.longest} tokens at once"
+        detail = f"{serving.tokens} tokens a replica, {requests}"
         yield Check("KV cache", OK, detail)
 
 
@@ -222,7 +272,12 @@ def _on_one_host(found: Estimate, plan: Plan) -> tuple[str, int]:
     return f"{phase} beside the rollout pool", peak * plan.gpus_per_node + beside.total * plan.rollout_gpus
 
 
-def _lighter(phase: str) -> str:
+def _lighter(phase: str, plan: Plan) -> str:
+    if phase == "rollout" and plan.standalone:
+        return (
+            "set actor_rollout_ref.hybrid_engine=false: rollout has GPUs of its own, and those that train then hold no "
+            "engine"
+        )
     if phase.startswith("rollout"):
         return f"lower {_R}.gpu_memory_utilization, or offload the actor (param_offload, optimizer_offload)"
     return (
@@ -238,7 +293,9 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
     ray = int(store) if store else min(int(0.3 * machine.host_bytes), 200_000_000_000)
     needed = sum(found.host.values()) + ray
     ok = needed <= machine.host_free
-    detail = f"{gib(needed)} of {gib(machine.host_free)} free: offloading, loading and Ray's store ({gib(ray)})"
+    detail = (
+        f"{gib(needed)} needed, {gib(machine.host_free)} free: offloading, loading and Ray's object store ({gib(ray)})"
+    )
     remedy = "" if ok else "offload less, lower +ray_kwargs.ray_init.object_store_memory, or use a larger node"
     # the object store is filled as needed only
     yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
@@ -300,6 +357,14 @@ def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:
         detail,
         "" if fits == 2 else f"{remedy}{_R}.checkpoint_engine.engine_kwargs.{RELAY}.folder",
     )
+
+
+def history_folder(config: Any) -> Iterator[Check]:
+    """It can be made and written; where the doctor looks, it tries."""
+    wanted = history_dir(config)
+    if wanted is not None and not can_write(Path(wanted)):
+        remedy = "set history.dir to a folder that can be written"
+        yield Check("history folder", FAIL, f"{wanted}: cannot be made or written", remedy)
 
 
 def history_dir(config: Any) -> str | None:

@@ -87,6 +87,7 @@ class Rollout:
         tp, pp: Its parallel sizes.
         utilization: ``gpu_memory_utilization``, a share of the whole GPU.
         max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's, in tokens and rows.
+        longest: Tokens of the run's longest request, prompt and response.
         weight_bytes, cache_bytes: Of an element of a weight and of the KV cache.
         draft_bytes: What the logits of draft tokens may take, on top of what vLLM profiles.
     """
@@ -95,6 +96,7 @@ class Rollout:
     pp: int = 1
     utilization: float = 0.5
     max_model_len: int = 0
+    longest: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     weight_bytes: int = 2
@@ -298,8 +300,8 @@ class Serving:
         share: ``utilization`` of the GPU, bytes.
         weights, activations: Bytes of it that are not KV cache; ``activations`` is the peak of its profile run.
         cache: Bytes left for the KV cache, below 0 where nothing is.
-        bytes_per_token, tokens, sequences: KV cache of a token, tokens that fit on one replica, and how many requests
-            of ``max_model_len`` tokens that is.
+        bytes_per_token, tokens, sequences: KV cache of a token, tokens that fit on one replica, and how many of the
+            run's longest requests that is.
     """
 
     share: int
@@ -324,7 +326,7 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
     per_token = cache_bytes_per_token(model, rollout)
     cache = share - weights - max(forward, sampler)
     tokens = max(0, cache) // per_token
-    sequences = tokens / rollout.max_model_len if rollout.max_model_len else 0.0
+    sequences = tokens / rollout.longest if rollout.longest else 0.0
     return Serving(share, weights, max(forward, sampler), cache, per_token, tokens, sequences)
 
 

@@ -39,6 +39,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Files of which a tokenizer has at least one.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -60,6 +63,23 @@ def find(path: str) -> Path | None:
         return None
     cached = try_to_load_from_cache(path, "config.json")
     return Path(cached) if isinstance(cached, str) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    own = (*folder.glob("*.tiktoken"), *folder.glob("tokenization_*.py"))
+    return bool(own) or any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def lacking_weights(folder: Path) -> str:
+    """What is missing of a model's weights, in words; empty where nothing is."""
+    indices = [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]
+    shards = {shard for index in indices for shard in read(index).get("weight_map", {}).values()}
+    if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{len(missing)} of {len(shards)} weight files {verb} missing, such as {missing[0]}"
+    if not shards and not any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        return "no weights (*.safetensors or *.bin)"
+    return ""
 
 
 def read(file: Path) -> dict[str, Any]:

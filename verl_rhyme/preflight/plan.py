@@ -264,6 +264,7 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
         pp=int(rollout.pipeline_model_parallel_size),
         utilization=float(rollout.gpu_memory_utilization),
         max_model_len=int(rollout.max_model_len or max_positions or sequence_tokens(config)),
+        longest=sequence_tokens(config),
         max_num_seqs=int(rollout.max_num_seqs),
         max_num_batched_tokens=int(rollout.max_num_batched_tokens),
         weight_bytes=weight,

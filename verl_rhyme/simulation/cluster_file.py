@@ -119,7 +119,7 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
     sources, rooms = [], []
     for kind in config.replicas:
-        cost, source = profile(kind.profile, path)
+        cost, source, *_ = profile(kind.profile, path)
         slots = cost.slots if kind.slots is None else kind.slots
         room = cost.room if kind.room is None else kind.room
         costs += [ReplicaCost(cost.step, cost.prefill, slots, room, cost.gpus)] * kind.count

@@ -20,11 +20,16 @@ from verl_rhyme.simulation.scenario import Step
 def add(simulation: Simulation, name: str, cost: ReplicaCost) -> None:
     """A replica more, with the newest weights."""
     simulation._versions[name] = simulation._version
-    simulation._occupancy.more(simulation.cluster.now, cost.slots)
     simulation.cluster.add(name, Engine(cost))
+    _resize(simulation)
     simulation.placement.add(name, cost)
     if math.isfinite(cost.room):
         simulation.placement.report(name, int(cost.room))
+
+
+def _resize(simulation: Simulation) -> None:
+    costs = (engine.cost for engine in simulation.cluster.engines.values())
+    simulation._occupancy.resize(simulation.cluster.now, simulation.scenario.fillable(costs))
 
 
 def remove(simulation: Simulation, name: str) -> int:
@@ -40,13 +45,13 @@ def remove(simulation: Simulation, name: str) -> int:
         raise ValueError(f"placement {simulation.scenario.placement} plans: what it placed cannot be taken elsewhere")
     if len(simulation.cluster.engines) < 2:
         raise ValueError("the last replica cannot go")
-    now, engines = simulation.cluster.now, simulation.cluster.engines
+    now = simulation.cluster.now
     waiting = simulation._gates.pop(name, {})
-    taken = engines[name].withdraw_all(now)
+    taken = simulation.cluster.engines[name].withdraw_all(now)
     taken += [(request, request.emitted) for _, request in waiting.values()]
-    simulation._occupancy.more(now, -engines[name].cost.slots)
     simulation.placement.remove(name)
     simulation.cluster.remove(name)
+    _resize(simulation)
     del simulation._versions[name]
     for request, had in taken:
         sample = simulation._under_way[str(request.name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from scipy.special import ndtri
 from verl_rhyme.scheduling.allocation.planner import Objective, Problem
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
 from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work
-from verl_rhyme.scheduling.cost import ReplicaCost
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import LengthsFile
-from verl_rhyme.simulation.profile import profile
+from verl_rhyme.simulation.profile import Profile, profile, shipped
 from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths
 
 #: Quantiles that stand for a distribution of lengths.
 _QUANTILES = 4096
+#: Models whose parameters differ by less are taken for one another: 7.6e9 for 8.2e9.
+_ALIKE = 1.1
 
 
 @dataclass
@@ -157,10 +158,12 @@ def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan
     measured = _measured(profiles, kinds, path)
     sources: dict[str, str] = {}
     costs = {}
-    for name, kind in kinds.items():
-        given = {**_profiles(kind.profiles, path), **measured.get(name, {})}
-        costs[name] = {tp: cost for tp, (cost, _) in given.items()}
-        sources |= {f"{name}, tensor parallel size {tp}": source for tp, (_, source) in sorted(given.items())}
+    for i, (name, kind) in enumerate(kinds.items()):
+        own = {tp: of for tp, of in _profiles(kind.profiles, path).items() if tp not in measured.get(name, {})}
+        _check_model(config.model.parameters, own.values(), name, f"kinds.{i}", path)
+        given = {**own, **measured.get(name, {})}
+        costs[name] = {tp: of.cost for tp, of in given.items()}
+        sources |= {f"{name}, tensor parallel size {tp}": of.source for tp, of in sorted(given.items())}
     pools, seen = [], set[tuple[str, str]]()
     for i, site in enumerate(config.sites):
         if site.kind not in kinds:
@@ -236,25 +239,50 @@ def _by_name(kinds: list[KindFile], path: Path) -> dict[str, KindFile]:
     return named
 
 
-def _profiles(names: Sequence[str], beside: Path | None) -> dict[int, tuple[ReplicaCost, str]]:
+def _check_model(parameters: float, profiles: Iterable[Profile], kind: str, where: str, path: Path) -> None:
+    """Profiles are of the model that is planned for.
+
+    Raises:
+        ClusterError: One says that it is of another.
+    """
+    for found in profiles:
+        if found.parameters is None or _alike(parameters, found.parameters):
+            continue
+        known = [name for name, has in shipped().items() if has and kind in name and _alike(parameters, has)]
+        there = f" (there are {', '.join(known)})" if known else ""
+        raise ClusterError(
+            f"{path}: {where}: profile {found.name} is of a model of {_short(found.parameters)} parameters, and "
+            f"model.parameters={_short(parameters)}: name one of this model in {where}.profiles{there}, or measure one "
+            f"(verl-rhyme profile); {where}.training.token is a model's, too"
+        )
+
+
+def _alike(one: float, other: float) -> bool:
+    return 1 / _ALIKE < one / other < _ALIKE
+
+
+def _short(parameters: float) -> str:
+    return f"{parameters / 1e9:g}e9"
+
+
+def _profiles(named: Sequence[str], beside: Path | None) -> dict[int, Profile]:
     """By tensor parallel size, one each."""
-    found: dict[int, tuple[ReplicaCost, str]] = {}
-    for name in names:
-        cost, source = profile(name, beside)
+    found: dict[int, Profile] = {}
+    for name in named:
+        each = profile(name, beside)
+        cost = each.cost
         if cost.gpus in found:
             raise ClusterError(
                 ("" if beside is None else f"{beside}: ")
-                + f"profiles {', '.join(names)}: two are of tensor parallel size {cost.gpus} (their gpus): drop one"
+                + f"profiles {', '.join(named)}: two are of tensor parallel size {cost.gpus} (their gpus): drop one"
             )
-        found[cost.gpus] = cost, source
+        found[cost.gpus] = each
     return found
 
 
-def _measured(
-    given: Sequence[str], kinds: Mapping[str, KindFile], path: Path
-) -> dict[str, dict[int, tuple[ReplicaCost, str]]]:
+def _measured(given: Sequence[str], kinds: Mapping[str, KindFile], path: Path) -> dict[str, dict[int, Profile]]:
     """Profiles of the command line, by kind; their paths count from where we are."""
-    found: dict[str, dict[int, tuple[ReplicaCost, str]]] = {}
+    found: dict[str, dict[int, Profile]] = {}
     for each in given:
         name, equals, file = each.partition("=")
         if not equals:

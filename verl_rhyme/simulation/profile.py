@@ -6,6 +6,7 @@ import difflib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import MISSING
 
@@ -39,9 +40,11 @@ class FitFile:
 
 @dataclass
 class ProfileFile:
-    """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, and where its figures are from."""
+    """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, where its figures are from, and of a model
+    of how many parameters, where that is known."""
 
     source: str = MISSING
+    parameters: float | None = None
     fit: FitFile | None = None
     step: StepFile = field(default_factory=StepFile)
     prefill: float = 0.0
@@ -50,8 +53,23 @@ class ProfileFile:
     gpus: int = 1
 
 
-def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
-    """A kind of replica, and where its figures are from.
+class Profile(NamedTuple):
+    """A kind of replica, where its figures are from, of how many parameters its model is (``None``: not known), and
+    what it was named as."""
+
+    cost: ReplicaCost
+    source: str
+    parameters: float | None
+    name: str
+
+
+def shipped() -> dict[str, float | None]:
+    """Profiles in :data:`PROFILES`, with the parameters of their models."""
+    return {file.stem: read(ProfileFile, file).parameters for file in sorted(PROFILES.glob("*.yaml"))}
+
+
+def profile(name: str, beside: Path | None = None) -> Profile:
+    """A kind of replica.
 
     Args:
         name: Of a file in :data:`PROFILES` without its ending, or a path.
@@ -76,6 +94,7 @@ def profile(name: str, beside: Path | None = None) -> tuple[ReplicaCost, str]:
     found: ProfileFile = read(ProfileFile, path)
     try:
         step = StepCost(**vars(found.step))
-        return ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus), found.source
+        cost = ReplicaCost(step, found.prefill, found.slots, found.room, found.gpus)
+        return Profile(cost, found.source, found.parameters, name)
     except ValueError as error:
         raise ClusterError(f"{path}: {error}") from error

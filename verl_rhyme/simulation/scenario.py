@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
@@ -88,7 +90,12 @@ class Scenario:
     @property
     def slots(self) -> int:
         """Q of the bubble ratio."""
-        return sum(cost.slots for cost in self.replicas)
+        return self.fillable(self.replicas)
+
+    def fillable(self, replicas: Iterable[ReplicaCost]) -> int:
+        """Q of the bubble ratio with these replicas: slots that samples can fill, as in training."""
+        samples = self.rules.load_batches(None) * self.rules.batch_samples
+        return fillable_slots(sum(cost.slots for cost in replicas), samples)
 
     @property
     def rests(self) -> bool:

@@ -63,7 +63,8 @@ def _hook(method: Callable) -> Callable:
 
 
 class RhymeTrainerMixin(PPOTrainer):
-    """Put it before one of verl's trainers: ``class Mine(RhymeTrainerMixin, PPOTrainerSync)``.
+    """Put it before one of verl's asynchronous trainers: ``class Mine(RhymeTrainerMixin, PPOTrainerColocateAsync)``.
+    verl gives every trainer mode but its own ``sync`` asynchronous semantics.
 
     With a config that has no rhyme tree, or one with ``enable=false``, every method of this class is the one behind it
     in the bases: ``Mine`` is what it would be without the mixin.

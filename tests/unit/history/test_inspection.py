@@ -1,6 +1,7 @@
 """What ``verl-rhyme history`` tells of a store and of a snapshot."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -55,6 +56,14 @@ def test_command_line(store, tmp_path):
     assert missing.exit_code == 1
     assert "holds no history" in missing.output
     assert missing.output.count(str(tmp_path / "nothing")) == 1
+
+
+def test_checkpoints_come_in_the_order_of_their_steps(store, tmp_path):
+    for step in (4, 8, 12, 100):
+        store.snapshot(tmp_path / "run" / f"global_step_{step}" / "history")
+    told = CliRunner().invoke(app, ["history", str(tmp_path / "run")])
+    steps = [int(step) for step in re.findall(r"global_step_(\d+)", told.output)]
+    assert steps == [4, 8, 12, 100]
 
 
 def test_a_damaged_snapshot_is_an_error_that_names_it(store, tmp_path):

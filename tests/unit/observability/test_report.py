@@ -22,6 +22,7 @@ from verl_rhyme.observability.summary import ReportError, compare, summarize
 
 EPOCH_KEYS = {
     "epoch",
+    "partial",
     "reward_mean",
     "rollout_s",
     "tokens",
@@ -126,6 +127,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     first = summary["epochs"][0]
     assert first == {
         "epoch": 1,
+        "partial": [],
         "reward_mean": pytest.approx(0.15),
         "rollout_s": 8.0,
         "tokens": 1600,
@@ -373,6 +375,24 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
     assert (status, len(lines)) == (0, 1)
     assert f"{last} is unreadable" in lines[0]
     assert "Replicas over time" in (on / "report.html").read_text()
+
+
+def test_figures_of_part_of_an_epoch_are_marked(on: Path, capfd) -> None:
+    """Two steps an epoch; the event log alone, of which files are damaged."""
+    (on / "metrics.jsonl").unlink()
+    files = {kind: sorted((on / "checkpoints" / "events").glob(f"{kind}-*")) for kind in ("requests", "stages")}
+    for torn in (files["requests"][2], files["requests"][7], files["stages"][7]):
+        torn.write_bytes(b"torn")
+    assert report.main([str(on)]) == 0
+    shown, lines = (text.splitlines() for text in capfd.readouterr())
+    epochs = json.loads((on / "summary.json").read_text())["epochs"]
+    partial = {"reward_mean", "accept_length", "accept_rate", "history_hit_rate", "staleness_max"}
+    assert [set(row["partial"]) & partial for row in epochs] == [set(), partial, set(), partial]
+    assert epochs[1]["tokens"] is None
+    assert sum("is unreadable" in line for line in lines) == 3
+    assert [line.count("*") for line in shown if "*" in line] == [4, 4, 1]
+    page = (on / "report.html").read_text()
+    assert page.count("*</td>") == 2 * 4, "reward, acceptance, history, staleness of two epochs"
 
 
 @pytest.mark.parametrize(

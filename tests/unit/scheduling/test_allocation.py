@@ -379,16 +379,20 @@ def test_prices_are_needed_for_costs_alone():
 
 
 def test_it_is_compared_with_half_each_and_with_turns():
-    found = plan(problem())
+    uneven = problem(pool(training=Training(token=3e-3, update=2.0, copy_gpus=2, reserve=10e9)))
+    found = plan(uneven)
     told = [other.what for other in found.others]
     assert told == sorted(told, key=lambda what: next(o.step for o in found.others if o.what == what))
     assert {"half each of here/h800", "in turns on here/h800"} <= set(told)
     half = next(other for other in found.others if other.what.startswith("half"))
     assert half.train_gpus == half.rollout_gpus == 16
     assert found.best.step <= half.step * 1.01
-    turns = colocated(problem(), found.best.train, 32, 2)
+    turns = colocated(uneven, found.best.train, 32, 2)
     assert turns.gpus == 32
     assert turns.step == pytest.approx(turns.generated + turns.trained + 1.0)
+    even = plan(problem())
+    assert even.best.train_gpus == even.best.rollout_gpus == 16, "half each is the best: it does not stand there twice"
+    assert not [other for other in even.others if other.what.startswith("half")]
 
 
 def test_gpus_that_gain_nothing_are_left():

@@ -31,7 +31,8 @@ def test_every_profile_can_be_read_and_says_where_it_is_from():
     names = [path.stem for path in PROFILES.glob("*.yaml")]
     assert names
     for name in names:
-        cost, source = profile(name, EXAMPLE)
+        cost, source, parameters, _ = profile(name, EXAMPLE)
+        assert parameters
         assert source
         assert cost.step.base > 0
         assert cost.room > cost.slots
@@ -70,7 +71,7 @@ def test_every_key_stands_in_the_document():
 
     missing = [key for key in keys(ClusterFile, "") if key not in table]
     assert not missing
-    assert all(f"`{name}`" in document for name in ("source", "step", *get_type_hints(StepFile)))
+    assert all(f"`{name}`" in document for name in ("source", "parameters", "step", *get_type_hints(StepFile)))
 
 
 def test_where_replicas_keep_running_each_takes_weights_by_itself():
@@ -286,6 +287,7 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
         ("a: [", "no YAML mapping"),
         ("- 1", "is no YAML mapping of keys"),
         ("3", "is no YAML mapping"),
+        ("just a string", "is no YAML mapping of keys"),
         ("", "missing"),
         ("x: 1", "x"),
         ("replicas: {count: 1}", r"replicas must be a list such as \[{count: 4, profile: NAME}\], not {'count': 1}"),
@@ -320,7 +322,7 @@ def test_a_profile_of_ones_own(tmp_path):
     cluster.write_text(EXAMPLE.read_text().replace("qwen2.5-32b-h800-tp4", "mine.yaml"))
     loaded = load(cluster, SMALL)
     assert loaded.sources == ["measured here"]
-    assert loaded.scenario.slots == 32 * 4
+    assert [cost.slots for cost in loaded.scenario.replicas] == [4] * 32
     (tmp_path / "mine.yaml").write_text("source: measured here\nstep: {base: -1}\n")
     with pytest.raises(ClusterError, match=r"mine.yaml: step.base must be seconds"):
         load(cluster)

@@ -122,7 +122,7 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     assert status == 0
     assert "of a request in it" in output
     assert "tokens a decoding step by visits of a prompt: 1.00, 1.99" in output
-    cost, source = profile("profile.yaml", run / "cluster.yaml")
+    cost, source, *_ = profile("profile.yaml", run / "cluster.yaml")
     assert (cost.slots, cost.room, cost.gpus) == (8, 4096, 2)
     assert source.startswith("measured: run, virtual, 2027-01-15")
     cluster = run / "cluster.yaml"

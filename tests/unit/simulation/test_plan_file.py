@@ -149,6 +149,12 @@ def test_a_measured_profile_takes_the_place_of_a_kinds_own(tmp_path, monkeypatch
         ("kinds.0.training.copy_gpus=0", "kinds.0.training.copy_gpus must be at least 1"),
         ("kinds.0.training.reserve=nan", "kinds.0.training.reserve must be at least 0"),
         ("kinds.0.training.token=0", "kinds.0.training.token must be above 0"),
+        (
+            "model.parameters=8e9",
+            "kinds.0: profile qwen2.5-32b-h800-tp4 is of a model of 32.8e9 parameters, and model.parameters=8e9: "
+            "name one of this model in kinds.0.profiles (there are qwen2.5-7b-h800-tp1), or measure one "
+            "(verl-rhyme profile); kinds.0.training.token is a model's, too",
+        ),
         ("model.parameters=0", "model.parameters must be above 0"),
         ("model.parameters=inf", "model.parameters must be above 0 and finite, not inf"),
         ("batch.prompts=0", "batch.prompts must be at least 1"),
@@ -184,10 +190,31 @@ def test_what_does_not_fit_is_refused_with_each_reason():
     assert "GB on each" in result.stderr
     result = run("sites.0.gpus=16")
     assert "generation on here/h800 with tensor parallel size 4: its 16 GPUs do not do for both" in result.stderr
+    for copy, words, enough in (
+        (4, "its 4 GPUs do not do for both, 8 would", 8),
+        (8, "is made of copies over 8; 16 GPUs would do for both", 16),
+    ):
+        needs = [
+            "kinds.0.memory=200e9",
+            "kinds.0.profiles=[qwen2.5-32b-h800-tp4]",
+            f"kinds.0.training.copy_gpus={copy}",
+        ]
+        assert words in run("sites.0.gpus=4", *needs).stderr
+        assert run(f"sites.0.gpus={enough}", *needs).exit_code == 0
+        assert run(f"sites.0.gpus={enough - (1 if enough <= 8 else 8)}", *needs).exit_code == 1
+    assert "would do" not in run("kinds.0.memory=10e9").stderr, "no number does"
     result = run("slowest=1", file=TWO)
     assert re.search(r"no step takes 1 s or less, the fastest \d+ s: allow more, or add GPUs", result.stderr)
     result = run("sites.0.gpus=8", "kinds.0.training.copy_gpus=16")
     assert "no share of its 8 GPUs, 8 in a node, is made of copies over 16" in result.stderr
+
+
+def test_no_split_stands_there_twice():
+    """Half each is the best one here."""
+    small = ["kinds.0.training.copy_gpus=4", "kinds.0.memory=400e9", "sites.0.gpus=8"]
+    found = json.loads(run(*small, "--json").stdout)
+    rows = [json.dumps({**row, "what": ""}) for row in (found["best"], *found["compared"])]
+    assert len(rows) == len(set(rows))
 
 
 def test_kinds_and_sites_stand_there_once(tmp_path):

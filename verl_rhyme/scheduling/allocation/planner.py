@@ -11,8 +11,8 @@ one tensor parallel size; memory and links bound what may be; and what is least 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -26,6 +26,8 @@ Objective = Literal["time", "cost"]
 WORTH = 0.01
 #: Points at which generation's seconds are looked at beside training of another length.
 _BETWEEN = 24
+#: Where it is asked how many GPUs would do.
+_MOST_NODES = 128
 
 
 class NoSplit(ValueError):
@@ -83,6 +85,12 @@ class Split:
     hourly: float | None
     cost: float | None
     colocated: bool = False
+
+    @property
+    def arrangement(self) -> tuple[object, ...]:
+        """The same for splits that use the same GPUs in the same way."""
+        rollout = tuple((pool.name, gpus) for pool, gpus in self.rollout)
+        return self.train.name, self.train_gpus, rollout, self.tp, self.colocated
 
     @property
     def rollout_gpus(self) -> int:
@@ -144,7 +152,7 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
         looked_at, fastest, least = looked_at + count, min(fastest, seconds), min(least, value)
         found += [] if best is None else [best]
         if not count:
-            refused.append(_why_none(*arrangement[:4]))
+            refused.append(_why_none(problem, *arrangement[:4]))
     if not found:
         if looked_at:
             refused.insert(
@@ -157,7 +165,9 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
         key=lambda split: (split.gpus, _value(split, objective)),
     )
     others = [split for split in found if split is not best]
-    others = sorted([*others, *_baselines(problem, best)], key=lambda split: _value(split, objective))
+    seen = {split.arrangement for split in found}
+    others += [split for split in _baselines(problem, best) if split.arrangement not in seen]
+    others.sort(key=lambda split: _value(split, objective))
     return Plan(best, others, list(dict.fromkeys(refused)), looked_at)
 
 
@@ -234,7 +244,11 @@ def _arrangements(problem: Problem, refused: list[str]) -> Iterator[_Arrangement
             continue
         sizes = train.shares(train.training.copy_gpus)
         if why := train.why_no_training(problem.model, max(sizes, default=0)):
-            refused.append(why)
+            elsewhere = any(pool is not train for pools in able.values() for pool in pools)
+            enough = _enough(problem, train, () if elsewhere else train.replicas)
+            refused.append(
+                why + ("" if enough is None else f"; {enough} GPUs would do" + " for both" * (not elsewhere))
+            )
             continue
         for tp, pools in able.items():
             for share in pools:
@@ -259,12 +273,26 @@ def _why_apart(one: Pool, other: Pool) -> str:
     return f"generation on {names} together: their nodes differ, and verl has one number of GPUs in a node"
 
 
-def _why_none(train: Pool, share: Pool, whole: tuple[Pool, ...], tp: int) -> str:
+def _enough(problem: Problem, pool: Pool, tps: Collection[int]) -> int | None:
+    """The fewest GPUs of a pool that train, and beside that generate with one of these tensor parallel sizes, if any
+    are given; ``None`` where none of :data:`_MOST_NODES` nodes do."""
+    assert pool.training is not None
+    for gpus in (*range(1, pool.node), *range(pool.node, pool.node * (_MOST_NODES + 1), pool.node)):
+        larger = replace(pool, gpus=gpus)
+        trains = [y for y in larger.shares(pool.training.copy_gpus) if not larger.why_no_training(problem.model, y)]
+        least = [larger.shares(tp)[:1] for tp in tps if not larger.why_no_replica(problem.model, problem.work, tp)]
+        if trains and (not tps or any(larger.fits(x, trains[0]) for xs in least for x in xs)):
+            return gpus
+    return None
+
+
+def _why_none(problem: Problem, train: Pool, share: Pool, whole: tuple[Pool, ...], tp: int) -> str:
     """Why an arrangement has no split."""
     names = ", ".join(pool.name for pool in (share, *whole))
     what = f"training on {train.name}, generation on {names} with tensor parallel size {tp}"
     if share is train:
-        return f"{what}: its {train.gpus} GPUs do not do for both"
+        enough = _enough(problem, train, (tp,))
+        return f"{what}: its {train.gpus} GPUs do not do for both" + ("" if enough is None else f", {enough} would")
     return f"{what}: {share.name} has no whole node for it"
 
 
