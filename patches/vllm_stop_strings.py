@@ -14,7 +14,7 @@ def _one_token_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # As an engine without speculation gives them: at the token that ends the stop string the request leaves
         # `request_states`, and the original ignores what comes for it after that.
-        single = []
+        single: list[Any] = []
         for output in engine_core_outputs:
             state = self.request_states.get(output.request_id)
             stops = getattr(getattr(state, "detokenizer", None), "stop", None)

@@ -30,6 +30,7 @@ from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.workers.client import move, where
+from verl_rhyme.workers.deadline import Deadline
 from verl_rhyme.workers.reports import NotReported, Reports
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
 
@@ -51,14 +52,30 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
     """Says the sample's number. A Ray actor class, as verl's is."""
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        enter(Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory)))
-        return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        session = Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory))
+        rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
+        assert rhyme is not None, "verl's own worker runs without rhyme"
+        with _at_work(session, rhyme.sorting.tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
 
 def _group(config: Any, trajectory: dict[str, Any]) -> int:
     """Samples of a prompt, where it does not say how many."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
+
+
+def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
+    """To be entered around an agent loop and its reward, whose task then works on ``session``.
+
+    Args:
+        timeout: ``sorting.tool_timeout``.
+        prompt: Its columns.
+    """
+    where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
+    session.deadline = Deadline(timeout, where)
+    enter(session)
+    return session.deadline
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
@@ -82,6 +99,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._coupled = rhyme.sampling.coupled
+        self._tool_timeout = rhyme.sorting.tool_timeout
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
@@ -199,16 +217,19 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     async def _run_session(
         self, session: Session, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
-        enter(session)
         try:
-            await self._run_agent_loop(
-                sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
-            )
-        except Interrupted:
-            await self._tell(session, "interrupted")
-        except NotReported:
+            with _at_work(session, self._tool_timeout, prompt):
+                await self._run_agent_loop(
+                    sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
+                )
+        except (asyncio.CancelledError, NotReported):
             raise
-        except Exception as error:
+        except BaseException as error:  # agent loops may pack an interruption into others (ExceptionGroup)
+            if session.interrupted or isinstance(error, Interrupted):
+                await self._tell(session, "interrupted")
+                return
+            if not isinstance(error, Exception):
+                raise
             logger.exception("%s failed; its prompt is replaced", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
@@ -217,15 +238,19 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             await self._reports.send(report)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if trajectory["validate"]:
-            enter(Session(sample=int(kwargs["session_id"]), group=_group(self.config, trajectory)))
-        return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        if not trajectory["validate"]:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        session = Session(sample=int(kwargs["session_id"]), group=_group(self.config, trajectory))
+        with _at_work(session, self._tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = current()
         if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
+        if session.interrupted:  # and the agent loop has made something of what it had
+            raise Interrupted
         if not output:
             raise ValueError("the agent loop returned no trajectory")
         outputs = output if isinstance(output, list) else [output]

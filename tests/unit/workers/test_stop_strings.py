@@ -15,6 +15,9 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
 from verl_rhyme import patches
+from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.workers.request import RequestMeta
+from verl_rhyme.workers.vllm import earlier_text
 
 KINDS = list(RequestOutputKind)
 PROMPT = [0, 1]
@@ -51,6 +54,7 @@ class Front:
 
     def __init__(self, kind=RequestOutputKind.CUMULATIVE, n=1, stream_interval=1, prompt=PROMPT, **options):
         self.processor = OutputProcessor(TOKENIZER, log_stats=True, stream_interval=stream_interval)
+        earlier_text.install(self.processor)
         params = SamplingParams(max_tokens=99, logprobs=0, output_kind=kind, n=n, **options)
         self.request = EngineCoreRequest("r-0", list(prompt), None, params, None, 0.0, None, None, None,
                                          external_req_id="r")  # fmt: skip
@@ -92,7 +96,8 @@ class Front:
         last = self.outputs[-1]
         parts = self.outputs if self.request.sampling_params.output_kind is RequestOutputKind.DELTA else [last]
         ids = [id for part in parts for id in part.token_ids]
-        log_probs = [lines[id].logprob for part in parts for id, lines in zip(part.token_ids, part.logprobs, strict=True)]
+        pairs = [pair for part in parts for pair in zip(part.token_ids, part.logprobs, strict=True)]
+        log_probs = [lines[id].logprob for id, lines in pairs]
         text = "".join(part.text for part in parts)
         return ids, log_probs, text, last.cumulative_logprob, last.finish_reason, last.stop_reason
 
@@ -112,7 +117,7 @@ def test_what_a_tool_said_after_a_stop_string_is_not_the_models():
     assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine is still at it"
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(
     text=st.text("ab<é", min_size=1, max_size=24),
     sizes=st.lists(st.integers(1, 9), max_size=12),
@@ -157,3 +162,33 @@ def test_without_stop_strings_a_step_is_one_output():
     front = Front()
     front.step(ids_of("<y>z"))
     assert len(front.outputs) == 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=st.text("ab<é", min_size=2, max_size=40),
+    cuts=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    stop=st.lists(st.text("ab<é", min_size=1, max_size=9), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+    slow=st.booleans(),
+)
+def test_a_response_that_goes_on_ends_where_it_would_uncut(text, cuts, stop, min_tokens, slow):
+    """Also at the first token after the cut, and with the stop string over several cuts."""
+    tokens, options = ids_of(text), {"stop": stop, "min_tokens": min_tokens}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.detokenizer.USE_FAST_DETOKENIZER", not slow)
+        whole = Front(**options).run(tokens, [])
+        expected = list(whole.outputs[-1].token_ids)
+        made, ended = [], False
+        for size in (*cuts, len(tokens)):
+            params = continued(options, len(made), noise_by_position=True)
+            front = Front(prompt=[*PROMPT, *made], **RequestMeta(made=len(made)).put(params))
+            front.run(tokens[len(made) :][:size], [])
+            made += front.outputs[-1].token_ids if front.outputs else []
+            ended = bool(front.outputs) and front.outputs[-1].finish_reason == "stop"
+            if ended or len(made) == len(tokens):
+                break
+    assert made == expected
+    assert ended == (whole.outputs[-1].finish_reason == "stop")
+    if ended:
+        assert front.outputs[-1].stop_reason == whole.outputs[-1].stop_reason
