@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
         harvest: The samples.
-        attempts: Name of each one's attempt: its trajectories' keys begin with it.
+        attempts: Name of each one's attempt: its trajectories' keys begin with it. Those without any are left out.
         version: The policy version it trains.
         trained: Request records of these samples, with ``uid`` and ``sample``.
         ran: Those of the attempts that ended since the last batch.
@@ -51,6 +51,7 @@ class Remembered:
     attempt: dict[Name, int] = field(default_factory=dict)  # which one ended last and has left its turns
     records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
     scores: dict[Name, list[float]] = field(default_factory=dict)
+    empty: set[Name] = field(default_factory=set)  # finished without a trajectory
 
     def ended(self, attempt: Attempt, records: Iterable[Record]) -> list[Record]:
         """It has left its turns, and these records of its requests: the same, with ``uid`` and ``sample``."""
@@ -62,6 +63,7 @@ class Remembered:
         """Its records."""
         self.attempt.pop(sample, None)
         self.scores.pop(sample, None)
+        self.empty.discard(sample)
         return self.records.pop(sample, [])
 
 

@@ -234,8 +234,10 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            report = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
-            await self._reports.send(report)
+            tokens, scores, empty = session.tokens, session.scores, session.empty
+            await self._reports.send(
+                Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
+            )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if not trajectory["validate"]:
@@ -251,9 +253,11 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             return
         if session.interrupted:  # and the agent loop has made something of what it had
             raise Interrupted
-        if not output:
-            raise ValueError("the agent loop returned no trajectory")
+        if output is None:
+            raise ValueError("the agent loop returned None: it is to return a trajectory, or a list of them")
         outputs = output if isinstance(output, list) else [output]
+        if not outputs:  # its text is nobody's
+            session.turns.clear()
         for trajectory in outputs:
             # verl wants to know the versions also of one in which the policy said nothing.
             for name in ("min_global_steps", "max_global_steps"):
@@ -263,6 +267,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         # Before the reward is computed: the engine need not run on for that.
         await self._tell(session, "generated")
         await super()._agent_loop_postprocess(output, validate, **kwargs)
+        session.empty = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 

@@ -118,6 +118,7 @@ class Session:
         call: Where its latest request is; the client's.
         conversations: By request id.
         scores: At the end, for each trajectory what groups are filtered by; empty where none are.
+        empty: At the end, the agent loop gave no trajectory.
         interrupted: Its attempt has ended, whatever the agent loop makes of that.
         deadline: Of its tools and its reward; ``None`` without one.
     """
@@ -140,6 +141,7 @@ class Session:
     call: Any = None
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    empty: bool = False
     interrupted: bool = False
     deadline: Deadline | None = None
 

@@ -278,6 +278,22 @@ async def test_a_failure_is_reported_with_the_end_of_its_text():
     assert len(told.error) <= 1000
 
 
+async def test_an_agent_loop_without_a_trajectory_costs_its_sample_only():
+    """verl's own worker stores nothing then."""
+
+    async def run(worker, params, session_id, prompt):
+        turn, _ = current().begin("p")
+        turn.tokens.extend([7, 8])
+        await worker._agent_loop_postprocess([], False, session_id=session_id, **prompt)
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert [(told.status, told.tokens, told.empty) for told in worker.told] == [
+        ("generated", 0, False),
+        ("finished", 0, True),
+    ]
+
+
 async def interrupt(session_id):
     """As the client, in a call of the agent loop."""
     with current().generation():
