@@ -45,6 +45,7 @@ def check(config: Any) -> None:
     if rhyme is None:
         return
     router_file.check(rhyme.placement)
+    router_file.check_own(config)
     _check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
