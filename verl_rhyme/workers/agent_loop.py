@@ -49,13 +49,17 @@ _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Says the sample's number. A Ray actor class, as verl's is."""
+    """Says the sample's number, and ends one that gets no answer. A Ray actor class, as verl's is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
+        assert rhyme is not None, "verl's own worker runs without rhyme"
+        self._tool_timeout = rhyme.sorting.tool_timeout
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         session = Session(sample=int(kwargs.get("session_id", -1)), group=_group(self.config, trajectory))
-        rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
-        assert rhyme is not None, "verl's own worker runs without rhyme"
-        with _at_work(session, rhyme.sorting.tool_timeout, kwargs):
+        with _at_work(session, self._tool_timeout, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
 

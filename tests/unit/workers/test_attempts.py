@@ -383,8 +383,8 @@ async def test_in_verls_own_modes_too(monkeypatch):
 
     monkeypatch.setattr(agent_loop._AgentLoopWorker, "_run_agent_loop", hang)
     worker = object.__new__(RhymeAgentLoopWorker.__ray_metadata__.modified_class)
-    rhyme = {"sorting": {"tool_timeout": 0.05}}
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2, "custom": {"rhyme": rhyme}}}})
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
+    worker._tool_timeout = 0.05
     work = worker._run_agent_loop({}, {"validate": False}, session_id=1, uid="u", agent_name="search")
     with pytest.raises(NoAnswer, match="agent loop search, prompt u, sample 1: no answer"):
         await asyncio.wait_for(work, 5)
