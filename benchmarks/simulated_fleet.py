@@ -82,7 +82,7 @@ class SimulatedWorker(SessionAgentLoopWorker.__ray_metadata__.modified_class):  
         rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True, "n": SAMPLES}
         self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
         self.background_tasks: set[Any] = set()
-        self._coupled, self._seed, self._filter_metric = False, 0, None
+        self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 3600.0
         self.distillation_enabled, self.processor, self.reward_loop_worker_handles = False, None, None
         self.wire = count_wire()
         gc.freeze()

@@ -47,6 +47,7 @@ def check(config: Any) -> None:
     if (room := queue_room.refusal(config, rhyme)) is not None:
         raise ConfigError(str(room))
     router_file.check(rhyme.placement)
+    router_file.check_own(config)
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()

@@ -150,6 +150,7 @@ def behave() -> dict[str, Any]:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
+        import vllm.v1.engine.output_processor
         import vllm.v1.worker.gpu_model_runner  # noqa: F401 - as vLLM's workers do
     result = {
         "expand": {name: expand(name) for name in ("float32", "int32", "int64")},

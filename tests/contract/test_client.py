@@ -163,7 +163,7 @@ class Ours(RhymeAgentLoopWorker.__ray_metadata__.modified_class):  # type: ignor
     """The worker of verl's own modes, from the prompt on."""
 
     def __init__(self, client: Any) -> None:
-        self.config, self.llm_client, self.stored = config(), client, {}
+        self.config, self.llm_client, self.stored, self._tool_timeout = config(), client, {}, 60.0
         self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = self.tools = None
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:

@@ -209,3 +209,32 @@ def test_vllm_still_answers_with_its_first_engine_only():
             return engine
 
     assert asyncio.run(DPLBAsyncMPClient.call_utility_async(Engines(), "collective_rpc")) == "first"
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (None, "no file"),
+        ("policy: mine", "names no router_class"),
+        ("router_class: own_routers.Missing", "cannot be imported"),
+        ("router_class: own_routers.Half", "own_routers.Half lacks add_servers, "),
+        ("router_class: own_routers.Mine", None),
+    ],
+)
+def test_a_router_of_ones_own(tmp_path, monkeypatch, written, told):
+    """It serves as with verl; what would fail when all engines stand is told before they start."""
+    (tmp_path / "own_routers.py").write_text(
+        "from verl.workers.rollout.router import GlobalRequestLoadBalancer\n"
+        "class Mine(GlobalRequestLoadBalancer): pass\n"
+        "class Half:\n    def acquire_server(self, request_id): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_routers", raising=False)
+    file = tmp_path / "router.yaml"
+    if written:
+        file.write_text(written)
+    tree = config(tmp_path, router_config_path=str(file))
+    if told is None:
+        startup.check(tree)
+    else:
+        assert told in error(tree)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from exact_distribution import LENGTH, PROMPT, history_of
+from exact_distribution import LENGTH, PROMPT, VOCABULARY, history_of
 from scipy import stats
 
 from verl_rhyme.sampling.noise import key_of
@@ -90,6 +90,36 @@ def test_drafts_change_nothing(drafting, plain, name):
             for token in one:
                 assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
                 assert one[token].rank == other[token].rank
+
+
+def letters():
+    """A tokenizer of this vocabulary, a letter each."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(ord("a") + token): token for token in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 6])
+def test_a_response_ends_at_its_stop_string(drafting, plain, monkeypatch, min_tokens):
+    """Of one letter, or of two tokens; a draft goes on after it."""
+    for engine in (drafting, plain):
+        monkeypatch.setattr(engine.llm_engine.output_processor, "tokenizer", letters())
+    stops = Option({"stop": ["d", "ha", "bb"], "detokenize": True, "min_tokens": min_tokens})
+    options, keys = [stops, PLAIN] * 64, [key_of("stops", i) for i in range(128)]
+    drafted, undrafted = (generate(e, options, keys, length=24, logprobs=0) for e in (drafting, plain))
+    for ours, theirs in zip(drafted, undrafted, strict=True):
+        assert list(ours.token_ids) == list(theirs.token_ids)
+        assert len(ours.logprobs) == len(ours.token_ids)
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+    assert sum(output.finish_reason == "stop" for output in drafted[::2]) > 32
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -163,8 +163,8 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     trained = requests["trained"]
     np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
     counts = np.unique(requests["prompt_key"][trained], return_counts=True)[1]
-    # A canned answer took no request; all else is there once.
-    assert sorted(counts) == [SAMPLES - 1] * (PROMPTS // 4) + [SAMPLES] * (PROMPTS - PROMPTS // 4)
+    # A canned answer took no request, nor did a sample without a trajectory; all else is there once.
+    assert sorted(counts) == [SAMPLES - 1] * (PROMPTS // 2) + [SAMPLES] * (PROMPTS - PROMPTS // 2)
     samples = list(zip(requests["uid"][trained], requests["sample"][trained], strict=True))
     assert len(samples) == len(set(samples)), "a sample was trained twice"
     assert requests["sample"].max() < SAMPLES

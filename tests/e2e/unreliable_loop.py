@@ -1,4 +1,4 @@
-"""An agent loop as they are: slow tools, workers that die, attempts nobody hears of again, canned answers."""
+"""An agent loop as they are: slow tools, workers that die, attempts nobody hears of again, canned answers, and none."""
 
 import asyncio
 import os
@@ -21,6 +21,10 @@ def canned(index, sample):
     return index % 4 == CANNED_INDEX and sample == CANNED_SAMPLE
 
 
+def without_trajectory(index, sample):
+    return (index % 4, sample) == (0, 3)
+
+
 class UnreliableLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params, **kwargs):
         uid, sample, index = kwargs["uid"], kwargs["session_id"], int(kwargs["index"])
@@ -37,6 +41,8 @@ class UnreliableLoop(SingleTurnAgentLoop):
                 metrics={},
                 extra_fields={"turn_scores": [], "tool_rewards": []},
             )
+        if without_trajectory(index, sample):
+            return []
         died = Path(os.environ["RUN_DIR"], "died")
         if kwargs["global_steps"] == DIES_IN_STEP and not died.exists():
             died.touch()

@@ -73,6 +73,8 @@ class SortingConfig:
             the sample starts again, and the update goes on without it.
         lost_after: Seconds without an answer after which an agent loop worker or a replica is given up, and its samples
             start again elsewhere.
+        tool_timeout: Seconds that a sample may wait for a tool or its reward, at one time and not counting generation;
+            then it fails, in verl's trainer modes too.
     """
 
     mode: str | None = None
@@ -91,6 +93,7 @@ class SortingConfig:
     draft_ahead: bool = False
     stop_wait: float = 30.0
     lost_after: float = 300.0
+    tool_timeout: float = 3600.0
 
     def __post_init__(self) -> None:
         require(self.mode in (*SORTING_MODES, None), "sorting.mode", self.mode, f"null, {', '.join(SORTING_MODES)}")
@@ -135,7 +138,7 @@ class SortingConfig:
             value = getattr(self, name)
             near, allowed = nearest(str(value), filter(None, values)), ", ".join(value or "null" for value in values)
             require(value in values, f"sorting.{name}", value, f"one of {allowed}", near)
-        for name in ("stop_wait", "lost_after"):
+        for name in ("stop_wait", "lost_after", "tool_timeout"):
             seconds = getattr(self, name)
             require(seconds > 0, f"sorting.{name}", seconds, "above 0")
         require(self.order is None or 0 <= self.order <= 1, "sorting.order", self.order, "null, or from 0 to 1")

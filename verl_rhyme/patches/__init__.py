@@ -60,6 +60,7 @@ VLLM = _load(
     "vllm_cpu_recovered_tokens",
     "vllm_cpu_expand",
     "vllm_cpu_keep_weight",
+    "vllm_stop_strings",
     "vllm_undrafted_graphs",
 )
 

@@ -47,6 +47,7 @@ def rhyme(config: Any) -> Iterator[Check]:
     if tree is not None:
         try:
             router_file.check(tree.placement)
+            router_file.check_own(config)
         except ConfigError as error:
             problems.append(combinations.Refusal(str(error), "mend the key that the message names"))
     for refusal in problems:

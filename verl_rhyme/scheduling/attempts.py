@@ -88,6 +88,7 @@ class Ended(NamedTuple):
         records: What the servers said of its requests, one mapping each (``workers.request.RequestRecord``).
         scores: ``finished``: for each of its trajectories what groups are filtered by; empty where none are.
         error: ``failed``, ``lost``: why.
+        empty: ``finished``: the agent loop gave no trajectory; its group does without.
     """
 
     name: str
@@ -97,3 +98,4 @@ class Ended(NamedTuple):
     records: list[dict[str, Any]] = []  # noqa: RUF012  nobody changes it
     scores: list[float] = []  # noqa: RUF012
     error: str = ""
+    empty: bool = False

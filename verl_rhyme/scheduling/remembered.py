@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
         harvest: The samples.
-        attempts: Name of each one's attempt: its trajectories' keys begin with it.
+        attempts: Name of each one's attempt: its trajectories' keys begin with it. Those without any are left out.
         version: The policy version it trains.
         trained: Request records of these samples, with ``uid`` and ``sample``.
         ran: Those of the attempts that ended since the last batch.
@@ -52,6 +52,7 @@ class Remembered:
     stored: set[Name] = field(default_factory=set)  # of these, whose turns are in its trajectories
     records: dict[Name, list[Record]] = field(default_factory=dict)  # of that attempt, and of what it went on from
     scores: dict[Name, list[float]] = field(default_factory=dict)
+    empty: set[Name] = field(default_factory=set)  # finished without a trajectory
 
     def ended(self, attempt: Attempt, records: Iterable[Record]) -> list[Record]:
         """It has left its turns, and these records of its requests: the same, with ``uid`` and ``sample``."""
@@ -65,6 +66,7 @@ class Remembered:
         self.attempt.pop(sample, None)
         self.stored.discard(sample)
         self.scores.pop(sample, None)
+        self.empty.discard(sample)
         return self.records.pop(sample, [])
 
 

@@ -18,6 +18,7 @@ from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.samples import Prompt
 from verl_rhyme.scheduling.scheduler import Admits, Scheduler
 
 #: Numbers of attempts that each generation has for itself.
@@ -177,8 +178,11 @@ class Rollout:
         elif report.status == "finished":
             if sample.state == "generated":
                 self._remembered.scores[uid, number] = report.scores
-                self._remembered.stored.add((uid, number))
-                self._obsolete.append(report.name)
+                if report.empty:
+                    self._remembered.empty.add((uid, number))
+                else:
+                    self._remembered.stored.add((uid, number))
+                    self._obsolete.append(report.name)
                 self.scheduler.finish(uid, number)
                 self._filter(uid)
                 self._see_whole(uid)
@@ -242,8 +246,9 @@ class Rollout:
         found = self.scheduler.promise(self._whole, samples)
         for uid in found:
             del self._whole[uid]
-        prompts = [self.scheduler.ledger.prompt(uid) for uid in found]
-        return [Attempt(p.uid, n, sample.attempt).name for p in prompts for n, sample in enumerate(p.samples)]
+        prompts, empty = [self.scheduler.ledger.prompt(uid) for uid in found], self._remembered.empty
+        attempts = [Attempt(p.uid, n, sample.attempt) for p in prompts for n, sample in enumerate(p.samples)]
+        return [attempt.name for attempt in attempts if attempt.sample not in empty]
 
     def take(self) -> Batch:
         """The update batch (:meth:`Scheduler.harvest`)."""
@@ -253,6 +258,7 @@ class Rollout:
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
+        stored = [sample for sample in harvest.samples if sample not in self._remembered.empty]
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         for uid, _ in harvest.samples:
             self._whole.pop(uid, None)
@@ -261,7 +267,7 @@ class Rollout:
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             harvest=harvest,
-            attempts=[Attempt(*sample, finished[sample]).name for sample in harvest.samples],
+            attempts=[Attempt(*sample, finished[sample]).name for sample in stored],
             version=version,
             trained=trained,
             ran=self._ran,
@@ -396,14 +402,22 @@ class Rollout:
 
     def _see_whole(self, uid: str) -> None:
         if uid in self.scheduler.ledger and (prompt := self.scheduler.ledger.prompt(uid)).complete("finished"):
+            if not self._stored(prompt):
+                self._fail(uid, f"prompt {uid}: the agent loop gave no trajectory for any of its samples")
+                return
             self._whole[uid], self._news = len(prompt.samples), True
+
+    def _stored(self, prompt: Prompt) -> list[Name]:
+        """Its samples, if they are finished, but for those without a trajectory."""
+        names = [(prompt.uid, number) for number in range(len(prompt.samples))]
+        return [name for name in names if name not in self._remembered.empty]
 
     def _filter(self, uid: str) -> None:
         """A group whose samples all have one score teaches nothing; another prompt takes its place."""
         prompt = self.scheduler.ledger.prompt(uid)
         if not self._filters or not prompt.complete("finished"):
             return
-        by_sample = [self._remembered.scores.get((uid, n)) for n in range(len(prompt.samples))]
+        by_sample = [self._remembered.scores.get(name) for name in self._stored(prompt)]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
         if not (all(by_sample) and len(scores) > 1 and min(scores) == max(scores)):
             self._fruitless.clear()

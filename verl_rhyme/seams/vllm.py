@@ -258,4 +258,30 @@ SEAMS: tuple[Seam, ...] = (
         "pipeline: whether the engine knows a request",
         contains=("self.external_req_ids:",),
     ),
+    Seam(
+        "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+        "the text before a response that goes on, for its stop strings",
+        signature="(self, request, prompt, parent_req, request_index, queue)",
+        contains=("self.request_states[request_id] = req_state",),
+    ),
+    Seam(
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
+        "the same",
+        signature="(self, new_token_ids, stop_terminated)",
+        contains=(
+            "self.token_ids.append(new_token_id)",
+            "output_text=self.output_text,",
+            "stop=self.stop,",
+        ),
+    ),
+    Seam(
+        "vllm.v1.engine.detokenizer:SlowIncrementalDetokenizer",
+        "the same: which of its tokens are the request's own",
+        contains=("return self.token_ids[self.prompt_len :]", "return len(self.token_ids) - self.prompt_len"),
+    ),
+    Seam(
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.get_next_output_text",
+        "the same: its text is not given out again",
+        contains=("last_offset = self._last_output_text_offset",),
+    ),
 )

@@ -10,7 +10,8 @@ import logging
 import traceback
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ from verl_rhyme.sampling.noise import key_of
 from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
 from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.workers.client import move, where
+from verl_rhyme.workers.deadline import Deadline
 from verl_rhyme.workers.reports import NotReported, Reports
 from verl_rhyme.workers.request import FIELD
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Session, Turn, current, enter
@@ -54,15 +56,21 @@ _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Says the prompt's key and the sample's number. A Ray actor class, as verl's is."""
+    """Says the prompt's key and the sample's number; ends a sample that gets no answer. A Ray actor class, as verl's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
+        assert rhyme is not None, "verl's own worker runs without rhyme"
+        self._tool_timeout = rhyme.sorting.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
         enter(_of_prompt(self, prompt))
         await super()._run_prompt(prompt, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        enter(_of_sample(self, trajectory, int(kwargs.get("session_id", -1))))
-        return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        with _at_work(_of_sample(self, trajectory, int(kwargs.get("session_id", -1))), self._tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         _keep_records(output)
@@ -97,6 +105,19 @@ def _group(config: Any, trajectory: dict[str, Any]) -> int:
     return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
 
 
+def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
+    """To be entered around an agent loop and its reward, whose task then works on ``session``.
+
+    Args:
+        timeout: ``sorting.tool_timeout``.
+        prompt: Its columns.
+    """
+    where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
+    session.deadline = Deadline(timeout, where)
+    enter(session)
+    return session.deadline
+
+
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
     """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=...``; verl's with ``enable=false``."""
 
@@ -118,6 +139,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._coupled = rhyme.coupled
+        self._tool_timeout = rhyme.sorting.tool_timeout
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
@@ -241,27 +263,33 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     async def _run_session(
         self, session: Session, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
     ) -> None:
-        enter(session)
         try:
-            await self._run_agent_loop(
-                sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
-            )
-        except Interrupted:
-            await self._tell(session, "interrupted")
-        except NotReported:
+            with _at_work(session, self._tool_timeout, prompt):
+                await self._run_agent_loop(
+                    sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
+                )
+        except (asyncio.CancelledError, NotReported):
             raise
-        except Exception as error:
+        except BaseException as error:  # agent loops may pack an interruption into others (ExceptionGroup)
+            if session.interrupted or isinstance(error, Interrupted):
+                await self._tell(session, "interrupted")
+                return
+            if not isinstance(error, Exception):
+                raise
             logger.exception("%s failed; its prompt is replaced", session.name)
             text = "".join(traceback.format_exception_only(error)).strip()
             await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
         else:
-            report = Ended(session.name, "finished", session.tokens, session.first_version, scores=session.scores)
-            await self._reports.send(report)
+            tokens, scores, empty = session.tokens, session.scores, session.empty
+            await self._reports.send(
+                Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
+            )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if trajectory["validate"]:
-            enter(_of_sample(self, trajectory, int(kwargs["session_id"])))
-        return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        if not trajectory["validate"]:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        with _at_work(_of_sample(self, trajectory, int(kwargs["session_id"])), self._tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         _keep_records(output)
@@ -269,9 +297,13 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         if session is None or not session.dispatched:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        if not output:
-            raise ValueError("the agent loop returned no trajectory")
+        if session.interrupted:  # and the agent loop has made something of what it had
+            raise Interrupted
+        if output is None:
+            raise ValueError("the agent loop returned None: it is to return a trajectory, or a list of them")
         outputs = output if isinstance(output, list) else [output]
+        if not outputs:  # its text is nobody's
+            session.turns.clear()
         for trajectory in outputs:
             # verl wants to know the versions also of one in which the policy said nothing.
             for name in ("min_global_steps", "max_global_steps"):
@@ -279,12 +311,16 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward is computed: the engine need not run on for that.
-        await self._tell(session, "generated")
+        with session.no_deadline():
+            await self._tell(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
-        outputs[0].extra_fields[REPORT] = report
-        # Again where there was no room: verl computes no reward twice.
-        store = super()._agent_loop_postprocess
-        await self._reports.room.wait(lambda: store(output, validate, **kwargs))
+        if outputs:
+            outputs[0].extra_fields[REPORT] = report
+        store = partial(super()._agent_loop_postprocess, output, validate, **kwargs)
+        with session.no_deadline():
+            # Again where there was no room: verl computes no reward twice.
+            await self._reports.room.wait(lambda: _timed(session, store))
+        session.empty = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
 
@@ -293,6 +329,12 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+
+
+async def _timed(session: Session, store: Callable[[], Awaitable[None]]) -> None:
+    """Store trajectories; their reward, which verl computes first, has the session's deadline."""
+    with session.deadline.resumed() if session.deadline is not None else nullcontext():
+        await store()
 
 
 def _records(session: Session) -> list[dict[str, Any]]:

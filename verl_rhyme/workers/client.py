@@ -7,8 +7,10 @@ what the server said of it before.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
+from array import array
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -21,9 +23,10 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.sampling.continuation import starting_over
 from verl_rhyme.workers.deaths import is_death
 from verl_rhyme.workers.request import DIED, FIELD, PLACEMENT, RequestMeta
-from verl_rhyme.workers.session import Conversation, Interrupted, Session, current
+from verl_rhyme.workers.session import Conversation, Interrupted, Session, Turn, current
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ _MAX_STRANGERS = 4096
 _NO_SERVERS = "No available servers in load balancer"
 #: Seconds between two questions for a server where there is none.
 _SERVER_WAIT_S = 1.0
+#: Seconds before an aborted request is sent again, as verl's client waits.
+_RESUME_S = 1.0
 
 
 class _Call:
@@ -84,6 +89,7 @@ class _Requests(LLMServerClient):
             queued_at=time.time(),
             noise=session.noise,
             previous=conversation.previous[_TOKEN_BYTES * said :] if conversation.previous else b"",
+            made=said,
         )
         session.moving = False
         planned, why = session.planned, session.why
@@ -209,10 +215,13 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         session, conversation = self._known(request_id, prompt_ids)
         conversation.began, conversation.previous = len(prompt_ids), b""
         request = super().generate if self._resumes else partial(_Requests.generate, self)
-        if self._interruptible and session.dispatched:
-            output = await self._turn(session, conversation, partial(request, request_id), prompt_ids, **kwargs)
-        else:
-            output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
+        if self._resumes and starting_over(kwargs["sampling_params"]):
+            request = self._from_its_start
+        with session.generation():
+            if self._interruptible and session.dispatched:
+                output = await self._turn(session, conversation, partial(request, request_id), prompt_ids, **kwargs)
+            else:
+                output = await request(request_id, prompt_ids=prompt_ids, **kwargs)
         # Those of all turns: an agent loop keeps the extra fields of its last one.
         output.extra_fields[FIELD] = list(conversation.records)
         return output
@@ -228,7 +237,10 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         **kwargs: Any,
     ) -> TokenOutput:
         turn, conversation.previous = session.begin(prompt_key(prompt_ids).hex())
-        left = self._budget(prompt_ids, sampling_params) - len(turn.tokens)
+        budget, options = self._budget(prompt_ids, sampling_params), starting_over(sampling_params)
+        if options and not turn.complete and 0 < len(turn.tokens) < budget:
+            conversation.previous = _dropped(turn, options)
+        left = budget - len(turn.tokens)
         if left <= 0:
             turn.complete, turn.stop_reason = True, "length"
         output = TokenOutput(token_ids=[], stop_reason=turn.stop_reason)
@@ -244,9 +256,11 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             try:
                 session.extend(turn, output.token_ids, output.log_probs, version, output.stop_reason, first)
             except Interrupted:
-                left -= len(output.token_ids)
-                if turn.complete or not session.moving or left <= 0:  # else it was ended to go on elsewhere
-                    raise
+                if turn.complete or not session.moving or len(turn.tokens) >= budget:
+                    raise  # else it was ended to go on elsewhere
+                if options and turn.tokens:
+                    conversation.previous = _dropped(turn, options, conversation.previous)
+                left = budget - len(turn.tokens)
         if len(turn.tokens) > len(output.token_ids):  # some of them are from before
             output.token_ids = turn.tokens.tolist()
             output.log_probs = None if turn.log_probs is None else turn.log_probs.tolist()
@@ -257,6 +271,20 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         }
         return output
 
+    async def _from_its_start(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
+        """In the place of verl's resume loop, for a response that cannot be continued: an aborted request is sent
+        again as it was, with what it said as the draft."""
+        _, conversation = self._known(request_id, prompt_ids)
+        while True:
+            output = await _Requests.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
+            version = output.extra_fields.get("global_steps")
+            output.extra_fields |= {"min_global_steps": version, "max_global_steps": version}
+            if output.stop_reason not in ("aborted", "abort"):
+                return output
+            turn = Turn("", array("i", output.token_ids))
+            conversation.previous = _dropped(turn, starting_over(kwargs["sampling_params"]), conversation.previous)
+            await asyncio.sleep(_RESUME_S)
+
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
         """Tokens of the whole turn, by the same rule as verl's server (``vLLMHttpServer.generate``)."""
         given = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
@@ -265,6 +293,31 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
         rollout = self.config.actor_rollout_ref.rollout
         allowed = min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
         return max(1, allowed)
+
+
+def _dropped(turn: Turn, options: list[str], previous: bytes = b"") -> bytes:
+    """What a turn has said is no part of it any more: with these sampling options it cannot go on.
+
+    Args:
+        turn: It begins again.
+        options: Names, for the log.
+        previous: int32 bytes, what it was drafted from.
+
+    Returns:
+        int32 bytes, what it is to be drafted from.
+    """
+    _tell_once(tuple(options))
+    said = turn.drop()
+    return said + previous[len(said) :]
+
+
+@functools.cache
+def _tell_once(options: tuple[str, ...]) -> None:
+    logger.warning(
+        "responses that are interrupted, or move to another replica, are generated anew, with their text as the draft: "
+        "no later request can take up %s in the middle of a response",
+        " and ".join(options),
+    )
 
 
 def move(session: Session, replica: str, why: str = "") -> bool:

@@ -2,8 +2,8 @@
 
 Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The
 client makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that
-it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only,
-since vLLM copies every object in there.
+it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes, numbers and short strings
+only, since vLLM copies every object in there.
 
 Back comes a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``, which verl
 stores with the trajectory.
@@ -25,8 +25,8 @@ FIELD = "rhyme"
 DIED = "rhyme_died"
 #: What placement goes by.
 PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
-#: What proposer and sampler go by.
-ENGINE = ("id", "key", "noise", "previous")
+#: What proposer, sampler and the engine's front end go by.
+ENGINE = ("id", "key", "noise", "previous", "made")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
 DRAFT_COUNTS = {
@@ -61,6 +61,7 @@ class RequestMeta:
             the request's own.
         previous: int32 little-endian, tokens of the response that an interruption cut short and that this request
             generates anew.
+        made: Tokens at the prompt's end that are this response's own: it goes on from them.
         id: The server's name of the request, set there.
     """
 
@@ -77,6 +78,7 @@ class RequestMeta:
     queued_at: float = 0.0
     noise: str = ""
     previous: bytes = b""
+    made: int = 0
     id: str = ""
 
     @classmethod

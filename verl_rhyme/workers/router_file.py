@@ -37,6 +37,41 @@ def check(placement: PlacementConfig) -> None:
         raise ConfigError(f"{CONFIG_PATH}.placement.options={placement.options}: {error}") from error
 
 
+def check_own(config: Any) -> None:
+    """Refuse a router of the user's own that verl would fail with when all engines stand.
+
+    Args:
+        config: verl's whole config.
+
+    Raises:
+        ConfigError: Its file or its class is not there, or the class lacks methods of verl's ``RequestLoadBalancer``.
+    """
+    option = "actor_rollout_ref.rollout.router_config_path"
+    file = OmegaConf.select(config, option)
+    if not file:
+        return
+    from verl.utils.import_utils import load_class_from_fqn, resolve_config_path
+    from verl.workers.rollout.router import RequestLoadBalancer
+
+    path = Path(resolve_config_path(str(file)))
+    if not path.is_file():
+        raise ConfigError(f"{option}={file}: no file {path}; mend the path, or drop the option for verl's router")
+    name = OmegaConf.select(OmegaConf.load(path), "router_class")
+    if not name:
+        raise ConfigError(f"{option}={file} names no router_class: add router_class: module.Class")
+    try:
+        found = load_class_from_fqn(name)
+    except Exception as error:
+        raise ConfigError(f"{option}={file}: router_class {name} cannot be imported: {error}") from error
+    below = getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+    needed = [method for method in vars(RequestLoadBalancer) if not method.startswith("_")]
+    if lacks := [method for method in needed if not hasattr(below, method)]:
+        raise ConfigError(
+            f"{option}={file}: {name} lacks {', '.join(sorted(lacks))}: derive it from "
+            "verl.workers.rollout.router.GlobalRequestLoadBalancer, or add what is missing"
+        )
+
+
 def cost(placement: PlacementConfig) -> ReplicaCost:
     """What a replica's work costs (:attr:`PlacementConfig.profile`).
 

@@ -12,12 +12,14 @@ else it begins anew, and the turns of the attempt before are what its drafts are
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.workers.deadline import Deadline
 
 #: TransferQueue partition with an entry for each attempt that reported its end: how it ended, and its turns.
 SESSIONS = "rhyme_sessions"
@@ -51,6 +53,12 @@ class Turn:
     version: int | None = None
     complete: bool = False
     stop_reason: str | None = None
+
+    def drop(self) -> bytes:
+        """It begins again. Returns what it has said: int32 bytes."""
+        said = self.tokens.tobytes()
+        self.tokens, self.log_probs, self.first_version, self.version = array("i"), None, None, None
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """As it is stored, tokens and log-probs as bytes: thousands of attempts are reported at once."""
@@ -112,6 +120,9 @@ class Session:
         scores: At the end, for each trajectory what groups are filtered by; empty where none are.
         key: Of its prompt, by the prompt's data (:func:`~verl_rhyme.history.keys.data_key`); empty where these are not
             known: each conversation then has the key of its first turn's token ids.
+        empty: At the end, the agent loop gave no trajectory.
+        interrupted: Its attempt has ended, whatever the agent loop makes of that.
+        deadline: Of its tools and its reward; ``None`` without one.
     """
 
     partial: bool = False
@@ -133,6 +144,30 @@ class Session:
     conversations: dict[str, Conversation] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     key: str = ""
+    empty: bool = False
+    interrupted: bool = False
+    deadline: Deadline | None = None
+
+    def no_deadline(self) -> AbstractContextManager[None]:
+        """Around what is no answer of its tools or its reward."""
+        return self.deadline.paused() if self.deadline is not None else nullcontext()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Around each call of the agent loop for tokens.
+
+        Raises:
+            Interrupted: The attempt has ended before. ``asyncio.gather(..., return_exceptions=True)`` hands an agent
+                loop the interruption of one call as a value, with which it may go on.
+        """
+        if self.interrupted:
+            raise Interrupted
+        with self.no_deadline():
+            try:
+                yield
+            except Interrupted:
+                self.interrupted = True
+                raise
 
     @property
     def dispatched(self) -> bool:

@@ -240,6 +240,40 @@ def test_a_group_that_is_kept_begins_the_count_anew():
     assert made.filtered == {0.0: 3 * 127}
 
 
+def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
+    """The others are trained; what they score decides about the group."""
+    made = rollout(filters=True, prompts=[("a", 3), ("b", 3)])
+    tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
+    tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 0.0))
+    assert states(made) == ["finished"] * 3
+    assert made.scheduler.enough()
+    batch = made.take()
+    assert batch.attempts == ["a_0", "a_2"]
+    assert len(batch.harvest.samples) == 3
+    assert batch.failed == 0
+    made = rollout(filters=True, prompts=[("a", 3)])
+    tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
+    tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 1.0))
+    assert made._filtered == {1.0: 1}
+
+
+def test_a_group_without_any_trajectory_is_replaced():
+    made = rollout()
+    for number in range(2):
+        name = f"a_{number}"
+        tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
+    assert "a" not in made.scheduler.ledger
+    assert made._failed == 1
+
+
+def test_a_part_has_no_name_of_what_left_no_trajectory():
+    made = stream(prompts=1)
+    name = next(iter(made.attempts())).uid
+    tell(made, generated(f"{name}_0"), finished(f"{name}_0"), Ended(f"{name}_1", "generated"))
+    tell(made, Ended(f"{name}_1", "finished", empty=True))
+    assert made.part(1) == [f"{name}_0"]
+
+
 def test_prompts_are_taken_from_the_stock_once_and_as_many_as_are_loadable():
     made = rollout(prompts=[(f"p{n}", 2) for n in range(6)], start=False)
     assert made.wanted() == 0

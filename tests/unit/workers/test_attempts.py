@@ -1,15 +1,18 @@
 """What an agent loop worker runs, ends and reports."""
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
 from verl_rhyme.workers import agent_loop, room
-from verl_rhyme.workers.agent_loop import SessionAgentLoopWorker
+from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker
+from verl_rhyme.workers.deadline import NoAnswer
 from verl_rhyme.workers.reports import NotReported
 from verl_rhyme.workers.room import Room
 from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
@@ -23,7 +26,7 @@ class Worker(_Worker):
 
     def __init__(self, run):
         self.run, self.told, self.broken, self.fetched = run, [], False, []
-        self._coupled, self._seed, self._filter_metric = False, 0, None
+        self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
         self._reports, self.room = self, Room()  # type: ignore[assignment]
@@ -318,3 +321,115 @@ async def test_a_failure_is_reported_with_the_end_of_its_text():
     assert told.status == "failed"
     assert told.error.endswith("KeyError: 'answer'")
     assert len(told.error) <= 1000
+
+
+async def test_an_agent_loop_without_a_trajectory_costs_its_sample_only():
+    """verl's own worker stores nothing then."""
+
+    async def run(worker, params, session_id, prompt):
+        turn, _ = current().begin("p")
+        turn.tokens.extend([7, 8])
+        await worker._agent_loop_postprocess([], False, session_id=session_id, **prompt)
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert [(told.status, told.tokens, told.empty) for told in worker.told] == [
+        ("generated", 0, False),
+        ("finished", 0, True),
+    ]
+
+
+async def interrupt(session_id):
+    """As the client, in a call of the agent loop."""
+    with current().generation():
+        await asyncio.sleep(0)
+        raise Interrupted
+
+
+async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(monkeypatch):
+    stored = []
+
+    async def store(self, output, validate, **kwargs):
+        stored.append(output)
+
+    async def run(worker, params, session_id, prompt):
+        await asyncio.gather(interrupt(session_id), interrupt(session_id), return_exceptions=True)
+        if session_id == 1:
+            raise TypeError("'Interrupted' object is not subscriptable")
+        output = SimpleNamespace(extra_fields={})
+        await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    worker = Worker(run)
+    await worker.start(first(0), first(1))
+    assert stored == []
+    assert [told.status for told in worker.told] == ["interrupted", "interrupted"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio has no task groups")
+async def test_an_interruption_in_a_group_of_tasks_is_one():
+    async def run(worker, params, session_id, prompt):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(interrupt(session_id))
+            group.create_task(asyncio.sleep(60))
+
+    worker = Worker(run)
+    await worker.start(first(0))
+    assert worker.reports["a_0"].status == "interrupted"
+
+
+async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monkeypatch):
+    async def hang(self, output, validate, **kwargs):
+        await asyncio.Event().wait()
+
+    async def run(worker, params, session_id, prompt):
+        if session_id == 0:
+            await asyncio.Event().wait()
+        if session_id == 1:
+            output = SimpleNamespace(extra_fields={})
+            await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
+        with current().generation():
+            await asyncio.sleep(0.3)  # the queue at the engines is long
+        await asyncio.sleep(0.05)
+        raise Interrupted
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", hang)
+    worker = Worker(run)
+    worker._tool_timeout = 0.1
+    await asyncio.wait_for(worker.start(first(0), first(1), first(2)), 5)
+    assert {name: told.status for name, told in worker.reports.items()} == {
+        "a_0": "failed",
+        "a_1": "failed",
+        "a_2": "interrupted",
+    }
+    for number in range(2):
+        error = worker.reports[f"a_{number}"].error
+        assert f"prompt a, sample {number}: no answer of its tool or its reward for 0.1 s" in error
+        assert "sorting.tool_timeout" in error
+
+
+async def test_one_that_is_abandoned_while_its_tool_is_busy_has_not_failed():
+    async def run(worker, params, session_id, prompt):
+        await asyncio.Event().wait()
+
+    worker = Worker(run)
+    task = asyncio.create_task(worker.start(first(0)))
+    await asyncio.sleep(0.01)
+    await worker.abandon(["a_0"])
+    await task
+    assert worker.told == []
+
+
+async def test_in_verls_own_modes_too(monkeypatch):
+    """verl counts it as a session that failed."""
+
+    async def hang(self, sampling_params, trajectory, **kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_run_agent_loop", hang)
+    worker = object.__new__(RhymeAgentLoopWorker.__ray_metadata__.modified_class)
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
+    worker._tool_timeout = 0.05
+    work = worker._run_agent_loop({}, {"validate": False}, session_id=1, uid="u", agent_name="search")
+    with pytest.raises(NoAnswer, match="agent loop search, prompt u, sample 1: no answer"):
+        await asyncio.wait_for(work, 5)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm import SamplingParams
 
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
@@ -78,7 +79,7 @@ async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     told = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
-    assert told == {"id": "r", "key": "00ff", "noise": "ab", "previous": previous}
+    assert told == {"id": "r", "key": "00ff", "noise": "ab", "previous": previous, "made": 0}
     assert told["previous"] is previous
     assert RequestMeta.of({FIELD: told}).previous is previous
     (record,) = output.extra_fields[FIELD]
@@ -117,3 +118,21 @@ async def test_a_request_of_another_client_is_served(server):
 
 def test_every_count_has_its_column():
     assert set(DRAFT_COUNTS.values()) <= set(RequestRecord.__dataclass_fields__)
+
+
+def test_the_rest_of_a_response_is_asked_for_with_what_is_left_of_its_options(server):
+    """``min_tokens`` counts the whole response's; vLLM refuses more than are left."""
+
+    async def ask(made, **options):
+        await server.generate([5] * (1 + made), {"max_tokens": 1024 - made, **options}, "r", rhyme={"made": made})
+        given = {name: value for name, value in server.given.items() if name != "extra_args"}
+        SamplingParams(**given)
+        return given
+
+    assert asyncio.run(ask(600, min_tokens=512)) == {"max_tokens": 424, "min_tokens": 0}
+    assert asyncio.run(ask(100, min_tokens=512)) == {"max_tokens": 924, "min_tokens": 412}
+    assert asyncio.run(ask(0, seed=3))["seed"] == 3
+    seeds = [asyncio.run(ask(made, seed=3))["seed"] for made in (1, 2, 2)]
+    assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would begin its numbers again"
+    server._draws = True
+    assert asyncio.run(ask(2, seed=3))["seed"] == 3, "ours goes by the position"

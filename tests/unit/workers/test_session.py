@@ -279,3 +279,77 @@ def test_a_turn_of_an_older_checkpoint_is_read():
     turn = Turn.from_dict(stored)
     assert turn == Turn("key", array("i", [5, 6]), array("f", [-0.5, -0.25]), 3, 3, False, "aborted")
     assert Turn.from_dict({**stored, "log_probs": None}).log_probs is None
+
+
+PENALTY = {"presence_penalty": 0.5}
+
+
+def drafts(client):
+    return [np.frombuffer(meta.previous, "<i4").tolist() for _, _, meta, _ in client.requests]
+
+
+def test_the_engine_is_told_how_much_of_its_prompt_the_response_has_said():
+    client, session = Client([7]), sample(partial=True)
+    assert attempt(client, session, params={"min_tokens": 9, "stop": ["x"]}) is None
+    attempt(client, again(session, partial=True), params={"min_tokens": 9, "stop": ["x"]})
+    assert [meta.made for _, _, meta, _ in client.requests] == [0, 7]
+
+
+def test_with_options_that_no_request_can_take_up_a_response_begins_anew_and_drafts_from_its_text():
+    """In the next attempt; the prompt is not lost, and nothing of the first policy's is in it."""
+    client, session = Client([7]), sample(partial=True)
+    assert attempt(client, session, params=PENALTY) is None
+    client.version = 1
+    output = attempt(client, again(session, partial=True), params=PENALTY)
+    assert [prompt for prompt, *_ in client.requests] == [PROMPT, PROMPT]
+    assert [budget for _, budget, *_ in client.requests] == [BUDGET, BUDGET]
+    assert drafts(client) == [[], [*range(100, 107)]]
+    assert output.token_ids == [*range(100, 120)]
+    assert output.extra_fields["min_global_steps"] == 1
+    assert len(output.log_probs) == 20
+
+
+def test_so_does_one_that_moves_to_another_replica():
+    client, session = Client([5, 3]), sample(partial=True)
+    ended = session.extend
+
+    def extend(*args):
+        session.moving = True  # its request was ended for that
+        ended(*args)
+
+    session.extend = extend
+    output = attempt(client, session, params=PENALTY)
+    assert [prompt for prompt, *_ in client.requests] == [PROMPT] * 3
+    assert drafts(client) == [[], [*range(100, 105)], [*range(100, 105)]], "the longer text is the better draft"
+    assert output.token_ids == [*range(100, 120)]
+    assert len(output.log_probs) == 20
+
+
+@pytest.mark.parametrize("dispatched", [True, False])
+def test_so_does_one_that_verls_client_would_resume(monkeypatch, dispatched):
+    async def no_wait(_):
+        client.version += 1
+
+    monkeypatch.setattr("verl_rhyme.workers.client.asyncio.sleep", no_wait)
+    client = Client([5, 3], resumes=True, interruptible=dispatched)
+    session = sample(partial=True) if dispatched else Session()
+    output = attempt(client, session, params={**PENALTY, "max_tokens": 10})
+    assert [(prompt, budget) for prompt, budget, *_ in client.requests] == [(PROMPT, 10)] * 3
+    assert drafts(client) == [[], [*range(100, 105)], [*range(100, 105)]]
+    assert output.token_ids == [*range(100, 110)]
+    assert output.log_probs == pytest.approx([-0.03] * 10), "all by the policy that ended it"
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (2, 2)
+
+
+def test_an_interruption_that_an_agent_loop_takes_for_a_value_ends_the_attempt_all_the_same():
+    async def loop():
+        sessions.enter(session)
+        calls = [client.generate(f"r{i}", prompt_ids=PROMPT, sampling_params={}) for i in range(2)]
+        values = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(value) for value in values] == [Interrupted, Interrupted]
+        await client.generate("r2", prompt_ids=PROMPT, sampling_params={})
+
+    client, session = Client([2, 2]), sample(partial=True)
+    with pytest.raises(Interrupted):
+        asyncio.run(loop())
+    assert len(client.requests) == 1, "none of an attempt that has ended"

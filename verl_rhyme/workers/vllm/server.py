@@ -16,12 +16,13 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl_rhyme import config_tree
+from verl_rhyme import config_tree, patches
 from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.sampling.continuation import continued
 from verl_rhyme.workers.history_service import tokenizer_namespace
 from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
-from verl_rhyme.workers.vllm import cuda_graphs, sampler, weight_socket
+from verl_rhyme.workers.vllm import cuda_graphs, earlier_text, sampler, weight_socket
 from verl_rhyme.workers.vllm.gate import Gate
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ EXTENSION = "verl_rhyme.workers.vllm.extension.RhymeWorkerExtension"
 
 class RhymeHttpServer(vLLMHttpServer):
     """Drop-in for verl's server; to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
+
+    _draws = False  # with our sampler
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
@@ -104,7 +107,10 @@ class RhymeHttpServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
-        refused = sorted({line for lines in await self.engine.collective_rpc("refused_patches") for line in lines})
+        here = map(str, patches.refused(patches.VLLM))
+        refused = sorted(
+            {*here, *(line for lines in await self.engine.collective_rpc("refused_patches") for line in lines)}
+        )
         if refused:
             raise RuntimeError("vLLM lacks patches it needs, see `verl-rhyme doctor`:\n  " + "\n  ".join(refused))
         attached = await self.engine.collective_rpc("attach_proposer")
@@ -114,12 +120,14 @@ class RhymeHttpServer(vLLMHttpServer):
             await self._install_sampler()
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
+        earlier_text.install(self.engine.output_processor)
         self.engine.generate = self._observed_generate  # type: ignore[method-assign]
 
     async def _install_sampler(self) -> None:
         refused = sorted({reason for reason in await self.engine.collective_rpc("install_sampler") if reason})
         if not refused:
             sampler.allow_all_options(self.engine)
+            self._draws = True
         elif self._rhyme.sampling.coupled:
             raise RuntimeError(f"{CONFIG_PATH}.sampling.coupled needs our sampler, but {'; '.join(refused)}")
         else:
@@ -258,8 +266,9 @@ class RhymeHttpServer(vLLMHttpServer):
         self._final[request_id] = None
         if meta.name:
             self._names[request_id] = meta.name
+        params = continued(sampling_params, meta.made, noise_by_position=self._draws)
         try:
-            output = await super().generate(prompt_ids, meta.put(sampling_params), request_id, **kwargs)
+            output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:
             final = self._final.pop(request_id)
             version = self._began.pop(request_id, self.global_steps)

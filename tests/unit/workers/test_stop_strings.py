@@ -1,0 +1,194 @@
+"""Stop strings under speculation, with vLLM's own front end and a real tokenizer: a response ends at the token that an
+engine without drafts would end it at, and one that goes on elsewhere finds a stop string that began before the cut."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsLists
+
+from verl_rhyme import patches
+from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.workers.request import RequestMeta
+from verl_rhyme.workers.vllm import earlier_text
+
+KINDS = list(RequestOutputKind)
+PROMPT = [0, 1]
+
+
+def byte_level(pieces=()):
+    """A tokenizer of all bytes and of these ``pieces``, the first of the ids after the 256."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate(alphabet)}
+    merges = []
+    for piece in pieces:
+        for end in range(2, len(piece) + 1):
+            if piece[:end] not in vocabulary:
+                merges.append((piece[: end - 1], piece[end - 1]))
+                vocabulary[piece[:end]] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TOKENIZER = byte_level(["</search", "ab", "ba"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched():
+    """As in each process of vLLM's."""
+    status = patches.apply(next(patch for patch in patches.VLLM if patch.name == "vllm_stop_strings"))
+    assert status.state is patches.State.APPLIED, status
+
+
+class Front:
+    """vLLM's front end around one request; the engine behind it is what a test says."""
+
+    def __init__(self, kind=RequestOutputKind.CUMULATIVE, n=1, stream_interval=1, prompt=PROMPT, **options):
+        self.processor = OutputProcessor(TOKENIZER, log_stats=True, stream_interval=stream_interval)
+        earlier_text.install(self.processor)
+        params = SamplingParams(max_tokens=99, logprobs=0, output_kind=kind, n=n, **options)
+        self.request = EngineCoreRequest("r-0", list(prompt), None, params, None, 0.0, None, None, None,
+                                         external_req_id="r")  # fmt: skip
+        self.queue, self.outputs, self.aborted = RequestOutputCollector(kind, "r-0"), [], []
+        self.ids = ["r-0"]
+        parent = ParentRequest(self.request) if n > 1 else None
+        if parent is not None:
+            self.ids = [parent.get_child_info(index)[0] for index in range(n)]
+        for index, id in enumerate(self.ids):
+            child = EngineCoreRequest(id, list(prompt), None, params, None, 0.0, None, None, None, external_req_id="r")
+            self.processor.add_request(child, None, parent, index, self.queue)
+
+    def step(self, tokens, finish=None, index=0, experts=None):
+        """The engine's step gave these tokens; the log-prob of each is its id's negative."""
+        if self.ids[index] not in self.processor.request_states:
+            return
+        rows = np.array(tokens)[:, None]
+        lines = LogprobsLists(rows, -rows.astype(np.float32), np.ones(len(tokens), int), None)
+        output = EngineCoreOutput(self.ids[index], list(tokens), lines, finish_reason=finish, routed_experts=experts)
+        self.aborted += self.processor.process_outputs([output]).reqs_to_abort
+        while (told := self.queue.get_nowait()) is not None:
+            self.outputs += told.outputs
+            self.finished = told.finished
+
+    def run(self, tokens, sizes, last=None):
+        """In steps of these sizes, one token each after them; ``last``: why the engine ends it at the last token."""
+        sizes, at = list(sizes), 0
+        while at < len(tokens):
+            size = min(sizes.pop(0) if sizes else 1, len(tokens) - at)
+            at += size
+            self.step(tokens[at - size : at], last if at == len(tokens) else None)
+        return self
+
+    @property
+    def told(self):
+        """What a client makes of it: ids, log-probs, text, why it ended."""
+        if not self.outputs:
+            return None
+        last = self.outputs[-1]
+        parts = self.outputs if self.request.sampling_params.output_kind is RequestOutputKind.DELTA else [last]
+        ids = [id for part in parts for id in part.token_ids]
+        pairs = [pair for part in parts for pair in zip(part.token_ids, part.logprobs, strict=True)]
+        log_probs = [lines[id].logprob for id, lines in pairs]
+        text = "".join(part.text for part in parts)
+        return ids, log_probs, text, last.cumulative_logprob, last.finish_reason, last.stop_reason
+
+
+def ids_of(text):
+    return TOKENIZER.encode(text)
+
+
+def test_what_a_tool_said_after_a_stop_string_is_not_the_models():
+    """As in a search loop: the draft is an earlier response, with the tool's answer after the stop."""
+    said = ids_of("<search>x</search> <information>42")
+    stop = {"stop": ["</search>"], "include_stop_str_in_output": True}
+    undrafted = Front(**stop).run(said, [])
+    drafted = Front(**stop).run(said, [1, len(said)])
+    assert undrafted.outputs[-1].text == "<search>x</search>"
+    assert drafted.told == undrafted.told
+    assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine is still at it"
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    text=st.text("ab<é", min_size=1, max_size=24),
+    sizes=st.lists(st.integers(1, 9), max_size=12),
+    kind=st.sampled_from(KINDS),
+    stop=st.lists(st.text("ab<é", min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 6),
+    interval=st.sampled_from([1, 3]),
+    last=st.sampled_from([None, FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_it_ends_where_it_would_without_drafts(text, sizes, kind, stop, include, min_tokens, interval, last):
+    tokens = ids_of(text)
+    options = {"kind": kind, "stop": stop, "include_stop_str_in_output": include, "min_tokens": min_tokens}
+    undrafted = Front(**options).run(tokens, [], last)
+    drafted = Front(**options, stream_interval=interval).run(tokens, sizes, last)
+    if undrafted.told is None or undrafted.told[-2] is None:  # neither ended: what was shown so far may differ
+        assert drafted.told is None or drafted.told[-2] is None
+    else:
+        assert drafted.told == undrafted.told
+
+
+def test_each_of_several_samples_ends_at_its_own():
+    front = Front(n=2, stop=["b"])
+    for index, text in enumerate(("aaaba", "aba")):
+        front.step(ids_of("".join(text)), index=index)
+    ends = {output.index: list(output.token_ids) for output in front.outputs}
+    assert [TOKENIZER.decode(ends[index]) for index in range(2)] == ["aaab"[: len(TOKENIZER.decode(ends[0]))], "ab"]
+
+
+def test_the_experts_of_what_was_cut_are_cut():
+    """One row a position that was computed: the prompt's with the first token, then each token's own input."""
+    tokens = ids_of("x<y>z")
+    front = Front(stop=["y"])
+    front.step(tokens[:1], experts=np.arange(2)[:, None, None])
+    front.step(tokens[1:], experts=np.arange(2, 2 + len(tokens) - 1)[:, None, None])
+    (final,) = front.outputs[-1:]
+    assert len(final.token_ids) == 3
+    assert final.routed_experts.ravel().tolist() == [0, 1, 2, 3]
+
+
+def test_without_stop_strings_a_step_is_one_output():
+    front = Front()
+    front.step(ids_of("<y>z"))
+    assert len(front.outputs) == 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=st.text("ab<é", min_size=2, max_size=40),
+    cuts=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    stop=st.lists(st.text("ab<é", min_size=1, max_size=9), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+    slow=st.booleans(),
+)
+def test_a_response_that_goes_on_ends_where_it_would_uncut(text, cuts, stop, min_tokens, slow):
+    """Also at the first token after the cut, and with the stop string over several cuts."""
+    tokens, options = ids_of(text), {"stop": stop, "min_tokens": min_tokens}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.detokenizer.USE_FAST_DETOKENIZER", not slow)
+        whole = Front(**options).run(tokens, [])
+        expected = list(whole.outputs[-1].token_ids)
+        made, ended = [], False
+        for size in (*cuts, len(tokens)):
+            params = continued(options, len(made), noise_by_position=True)
+            front = Front(prompt=[*PROMPT, *made], **RequestMeta(made=len(made)).put(params))
+            front.run(tokens[len(made) :][:size], [])
+            made += front.outputs[-1].token_ids if front.outputs else []
+            ended = bool(front.outputs) and front.outputs[-1].finish_reason == "stop"
+            if ended or len(made) == len(tokens):
+                break
+    assert made == expected
+    assert ended == (whole.outputs[-1].finish_reason == "stop")
+    if ended:
+        assert front.outputs[-1].stop_reason == whole.outputs[-1].stop_reason

@@ -1,0 +1,83 @@
+"""A tool or a reward that never answers ends its sample, not the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from verl_rhyme.config import CONFIG_PATH
+
+
+class NoAnswer(RuntimeError):
+    """A sample waited for its tool or its reward for too long."""
+
+
+class Deadline:
+    """While it is entered, the task that entered it is cancelled when it has waited for so long outside of generation,
+    at one time; it leaves with :class:`NoAnswer` then. An agent loop that survives the cancellation gets another one
+    after the same time.
+
+    Args:
+        seconds: For which it may wait.
+        where: Agent loop, prompt and sample, for the error.
+    """
+
+    def __init__(self, seconds: float, where: str) -> None:
+        self._seconds, self._where = seconds, where
+        self._passed = False
+        self._pauses = 0
+        self._task: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Deadline:
+        self._task = asyncio.current_task()
+        self._wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task = None
+        self._wait()
+        if self._passed and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise NoAnswer(
+                f"{self._where}: no answer of its tool or its reward for {self._seconds:g} s "
+                f"({CONFIG_PATH}.sorting.tool_timeout)"
+            ) from error
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile nothing counts: engines may be busy, or a queue full. May be entered anew."""
+        self._pauses += 1
+        self._wait()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self._wait()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within :meth:`paused`: this counts."""
+        self._pauses -= 1
+        self._wait()
+        try:
+            yield
+        finally:
+            self._pauses += 1
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._task is not None and not self._pauses:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+
+    def _end(self) -> None:
+        self._passed = True
+        self._wait()
+        if self._task is not None:
+            self._task.cancel()
