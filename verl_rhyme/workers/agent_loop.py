@@ -56,7 +56,7 @@ _AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro
 
 @ray.remote
 class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
-    """Says the prompt's key and the sample's number; ends a sample that gets no answer. A Ray actor class, as verl's."""
+    """Says whose a sample is, and ends one that gets no answer. A Ray actor class, as verl's is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -254,7 +254,7 @@ def test_a_sample_without_a_trajectory_is_absent_from_its_group_as_in_verl():
     made = rollout(filters=True, prompts=[("a", 3)])
     tell(made, generated("a_0"), Ended("a_1", "generated"), generated("a_2"))
     tell(made, finished("a_0", 1.0), Ended("a_1", "finished", empty=True), finished("a_2", 1.0))
-    assert made._filtered == {1.0: 1}
+    assert made.filtered == {1.0: 1}
 
 
 def test_a_group_without_any_trajectory_is_replaced():
