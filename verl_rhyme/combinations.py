@@ -16,6 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
+from verl_rhyme.drafting.recurrent import recurrent
+from verl_rhyme.preflight import model_folder
 
 #: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
 DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
@@ -90,6 +92,15 @@ def _mixes(sorting: str | None, trainer: Any) -> bool:
     return sorting == "partial" or (sorting in ("histopipe", "stream") and apart)
 
 
+def _recurrent(path: Any) -> bool:
+    """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
+    file = model_folder.find(str(path))
+    try:
+        return file is not None and bool(recurrent(model_folder.read(file)))
+    except ValueError:  # the preflight's model check reports it
+        return False
+
+
 TABLE = (
     Combination(
         (f"{_ROLLOUT}.name",),
@@ -114,6 +125,13 @@ TABLE = (
         lambda theirs, ours: bool(theirs and ours),
         "an engine drafts in one way",
         f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
+    ),
+    Combination(
+        ("actor_rollout_ref.model.path", "rhyme.drafting.enable"),
+        lambda path, drafting: drafting and _recurrent(path),
+        "its recurrent layers (gated delta net, Mamba, short convolution) would go on from a wrong state after accepted "
+        "drafts in vLLM 0.24",
+        f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models",
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.

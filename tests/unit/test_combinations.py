@@ -43,6 +43,8 @@ def refused(tree: Any) -> list[combinations.Refusal]:
 
 
 R = "actor_rollout_ref.rollout"
+#: Folders with a ``config.json`` each, of the fields that count here.
+MODELS = Path(__file__).with_name("models")
 APART = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1"]
 #: A config for each row of the table, in its order, and words of what is told.
 CASES = [
@@ -53,6 +55,11 @@ CASES = [
         "histospec",
         [f"{R}.engine_kwargs.vllm.speculative_config={{method: ngram}}"],
         [f"{R}.engine_kwargs.vllm.speculative_config with", f"{CONFIG_PATH}.drafting.enable=true", "=false"],
+    ),
+    (
+        "full",
+        [f"actor_rollout_ref.model.path={MODELS}/qwen3_next"],
+        ["qwen3_next with", "drafting.enable=true: its recurrent layers", f"set {CONFIG_PATH}.drafting.enable=false"],
     ),
     (
         "sorted",
@@ -270,6 +277,11 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histopipe", [f"{CONFIG_PATH}.placement.policy=skewness_aware", "trainer.v1.trainer_mode=colocate_async"]),
         ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
         ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),
+        *(
+            (group, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{CONFIG_PATH}.drafting.enable=false"])
+            for group in ("histospec", "sorted", "histopipe", "stream", "full")
+        ),
+        ("full", ["actor_rollout_ref.model.path=no/folder"]),
     ],
 )
 def test_what_goes_together(group: str, changes: list[str]) -> None:
