@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
-from verl_rhyme.drafting.recurrent import recurrent
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.preflight import model_folder
 
 #: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
@@ -96,7 +96,7 @@ def _recurrent(path: Any) -> bool:
     """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
     file = model_folder.find(str(path))
     try:
-        return file is not None and bool(recurrent(model_folder.read(file)))
+        return file is not None and bool(recurrent.recurrent(model_folder.read(file)))
     except ValueError:  # the preflight's model check reports it
         return False
 
@@ -129,9 +129,8 @@ TABLE = (
     Combination(
         ("actor_rollout_ref.model.path", "rhyme.drafting.enable"),
         lambda path, drafting: drafting and _recurrent(path),
-        "its recurrent layers (gated delta net, Mamba, short convolution) would go on from a wrong state after accepted "
-        "drafts in vLLM 0.24",
-        f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models",
+        recurrent.REASON,
+        recurrent.REMEDY,
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
@@ -356,7 +355,7 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those rows of :data:`TABLE` that a config meets; imports nothing.
+    """Those rows of :data:`TABLE` that a config meets; imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.

@@ -12,6 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+
+REASON = (
+    "its recurrent layers (gated delta net, Mamba, short convolution) would go on from a wrong state after accepted "
+    "drafts in vLLM 0.24"
+)
+REMEDY = f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models"
+
 #: ``model_type`` and ``architectures`` of recurrent families; a test compares them with vLLM's registry.
 _NAMES = re.compile(
     r"mamba|jamba|bamba|zamba|rwkv|xlstm|recurrent|retnet|hybrid|nemotron_?h(_|[A-Z]|$)|falcon_?h1|qwen3_?next|qwen3_5|"
@@ -55,3 +63,9 @@ def _signs(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping) and not _OTHERS.search(str(key)):
             yield from _signs(value)
+
+
+def refuse(found: str) -> None:
+    """Raise a :class:`ConfigError` for a model in which ``found`` shows recurrent layers; nothing where it is empty."""
+    if found:
+        raise ConfigError(f"no drafts for this model ({found}): {REASON}; {REMEDY}")

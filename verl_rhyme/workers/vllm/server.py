@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import config_tree
 from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.workers.history_service import tokenizer_namespace
 from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
@@ -81,6 +82,8 @@ class RhymeHttpServer(vLLMHttpServer):
                 "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
                 f"{CONFIG_PATH}.drafting.enable=false"
             )
+        # The driver may not have had the model's config.json; an engine that refuses a model ends with many lines.
+        recurrent.refuse(recurrent.recurrent(self.model_config.hf_config.to_dict()))
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
             "method": "custom_class",
@@ -186,9 +189,12 @@ class RhymeHttpServer(vLLMHttpServer):
             self._told -= 1
 
     async def cache_tokens(self) -> int:
-        """Tokens that fit into the engine's KV cache; 0 where vLLM does not say."""
-        cache = self.engine.vllm_config.cache_config
-        return (cache.num_gpu_blocks or 0) * cache.block_size
+        """Tokens that the engine's cache holds of requests as long as the model allows, as vLLM logs it: recurrent states
+        and layers with caches of their own (sliding windows) are counted. 0 where vLLM does not say.
+        """
+        config = self.engine.vllm_config
+        one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
+        return one * config.parallel_config.data_parallel_size
 
     async def progress(self, names: list[str]) -> dict[str, int]:
         """Response tokens so far of these attempts' running requests; those that do not run here are left out."""
