@@ -47,7 +47,10 @@ def engine_config(folder, model_type):
 def builders(request, tmp_path_factory):
     """Of a gated delta net and of Mamba-2, in a cache mode without and with prefix caching."""
     made = {}
-    for model_type, builder in (("qwen3_next", GDNAttentionMetadataBuilder), ("mamba2", Mamba2AttentionMetadataBuilder)):
+    for model_type, builder in (
+        ("qwen3_next", GDNAttentionMetadataBuilder),
+        ("mamba2", Mamba2AttentionMetadataBuilder),
+    ):
         config = engine_config(tmp_path_factory.mktemp(model_type), model_type)
         config.cache_config.mamba_cache_mode = request.param
         spec = MambaSpec(
@@ -100,7 +103,10 @@ def read(metadata):
         return [int(columns[row, accepted[row] - 1 if accepted is not None else 0]) for row in range(len(columns))]
     if metadata.spec_sequence_masks is None:
         return metadata.non_spec_state_indices_tensor.tolist()
-    drafted, plain = iter(range(2)), iter(metadata.non_spec_state_indices_tensor.tolist() if accepted.numel() < 2 else ())
+    drafted, plain = (
+        iter(range(2)),
+        iter(metadata.non_spec_state_indices_tensor.tolist() if accepted.numel() < 2 else ()),
+    )
     columns, found = metadata.spec_state_indices_tensor, []
     for has_drafts in metadata.spec_sequence_masks.tolist():
         if has_drafts:

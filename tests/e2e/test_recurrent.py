@@ -58,7 +58,9 @@ def test_our_draws_are_the_models_own(build_engine, delta_net):
     import torch
 
     if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's CPU kernels of gated delta nets were tried with AMX only; elsewhere they may end the process")
+        pytest.skip(
+            "vLLM's CPU kernels of gated delta nets were tried with AMX only; elsewhere they may end the process"
+        )
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 

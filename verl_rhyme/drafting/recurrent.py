@@ -50,7 +50,9 @@ def recurrent(config: Mapping[str, Any]) -> str:
 
 
 def _signs(config: Mapping[str, Any]) -> Iterator[str]:
-    kinds = {name: [str(kind) for kind in config[name]] for name in _LISTS if isinstance(config.get(name), list | tuple)}
+    kinds = {
+        name: [str(kind) for kind in config[name]] for name in _LISTS if isinstance(config.get(name), list | tuple)
+    }
     for name, listed in kinds.items():
         yield from (f"{name}: {kind}" for kind in listed if _KINDS.search(kind))
     # Granite's small models are of a hybrid family, with attention in every layer: all its other keys are there.

@@ -4,7 +4,18 @@ import pytest
 
 from verl_rhyme.drafting.recurrent import recurrent
 
-ATTENTION = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "gpt_oss", "gemma3", "olmo3", "deepseek_v3", "minimax_m2"]
+ATTENTION = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "gpt_oss",
+    "gemma3",
+    "olmo3",
+    "deepseek_v3",
+    "minimax_m2",
+]
 RECURRENT = {
     "qwen3_next": "linear_attention",
     "qwen3_5": "qwen3_5",
