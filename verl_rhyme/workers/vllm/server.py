@@ -178,8 +178,8 @@ class RhymeHttpServer(vLLMHttpServer):
             self._told -= 1
 
     async def cache_tokens(self) -> int:
-        """Tokens that the engine's cache holds of requests as long as the model allows, as vLLM logs it: recurrent states
-        and layers with caches of their own (sliding windows) are counted. 0 where vLLM does not say.
+        """Tokens that the engine's cache holds of requests of the longest kind, as vLLM logs it: with their recurrent
+        states, and layers that have caches of their own (sliding windows). 0 where vLLM does not say.
         """
         config = self.engine.vllm_config
         one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
