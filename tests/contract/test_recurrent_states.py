@@ -148,8 +148,8 @@ def test_mamba_1_short_convolutions_and_linear_attention_never_get_the_counts():
 
 
 def test_a_request_that_sits_out_a_step_loses_its_count():
-    """A step's token budget may leave a running request out. The runner takes it out of its batch and adds it later as a
-    new one, whose state would be in the first column. To draft at least one token always does not help.
+    """A step's token budget may leave a running request out. The runner takes it out of its batch and adds it later as
+    a new one, whose state would be in the first column. To draft at least one token always does not help.
     """
     assert "self.num_accepted_tokens_cpu[req_index] = 1" in inspect.getsource(InputBatch.add_request)
     source = inspect.getsource(GPUModelRunner._update_states)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.gpu_check import models
 from verl_rhyme.config import ConfigError
 from verl_rhyme.workers.vllm.server import RhymeHttpServer
 
@@ -19,34 +20,7 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def delta_net(tmp_path_factory):
-    """Folder of a random Qwen3-Next: three gated delta nets and an attention layer, as in each four of its layers."""
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    folder = tmp_path_factory.mktemp("delta_net")
-    torch.manual_seed(7)
-    config = Qwen3NextConfig(
-        vocab_size=12,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=128,  # vLLM's CPU kernel needs as many
-        linear_value_head_dim=128,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        max_position_embeddings=256,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3NextForCausalLM(config).save_pretrained(folder)
-    return folder
+    return models.delta_net(tmp_path_factory.mktemp("delta_net"), entries=12)
 
 
 def test_an_engine_refuses_to_draft_whatever_the_config_says(build_engine, delta_net, tmp_path):
