@@ -16,6 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
+from verl_rhyme.drafting import recurrent
+from verl_rhyme.preflight import model_folder
 
 #: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
 DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
@@ -23,6 +25,7 @@ SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _MODE = "trainer.v1.trainer_mode"
 _SEPARATE = "trainer.v1.separate_async"
 _LIST = Path(__file__).with_name("conf") / "systems.txt"
@@ -90,6 +93,35 @@ def _mixes(sorting: str | None, trainer: Any) -> bool:
     return sorting == "partial" or (sorting in ("histopipe", "stream") and apart)
 
 
+#: vLLM's options that verl sets from a key of its own, which rhyme reads.
+VERLS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+}
+
+
+def _with_drafting(option: str, refused: Callable[[Any], bool], reason: str) -> Combination:
+    """A row for an option of vLLM's that excludes drafting."""
+    return Combination(
+        (f"{_ENGINE}.{option}", "rhyme.drafting.enable"),
+        lambda value, drafting: drafting and refused(value),
+        reason,
+        f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
+    )
+
+
+def _recurrent(path: Any) -> bool:
+    """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
+    file = model_folder.find(str(path))
+    try:
+        return file is not None and bool(recurrent.recurrent(model_folder.read(file)))
+    except ValueError:  # the preflight's model check reports it
+        return False
+
+
 TABLE = (
     Combination(
         (f"{_ROLLOUT}.name",),
@@ -109,11 +141,57 @@ TABLE = (
         "rhyme needs verl's V1 trainer",
         "drop it",
     ),
+    *(
+        _with_drafting(option, bool, "an engine drafts in one way")
+        for option in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    ),
     Combination(
-        (f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config", "rhyme.drafting.enable"),
-        lambda theirs, ours: bool(theirs and ours),
+        (f"{_ROLLOUT}.mtp.enable", f"{_ROLLOUT}.mtp.enable_rollout", "rhyme.drafting.enable"),
+        lambda mtp, rollout, ours: bool(mtp and rollout and ours),
         "an engine drafts in one way",
-        f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
+        f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {CONFIG_PATH}.drafting.enable=false",
+    ),
+    _with_drafting("async_scheduling", bool, "vLLM would schedule a step before its drafts are known"),
+    _with_drafting("scheduler_cls", bool, "drafts are known to be right with vLLM's synchronous scheduler only"),
+    _with_drafting("logits_processors", bool, "vLLM applies no logits processors of your own to drafted positions"),
+    *(
+        _with_drafting(option, refused, "micro-batches of a step are not known to be right with drafts of many lengths")
+        for option, refused in (("enable_dbo", bool), ("ubatch_size", lambda size: int(size or 0) > 1))
+    ),
+    _with_drafting("diffusion_config", bool, "a diffusion model has no next token to draft"),
+    Combination(
+        (f"{_ENGINE}.worker_extension_cls",),
+        bool,
+        "rhyme's own extension would be missing in the workers",
+        f"drop it, or set {CONFIG_PATH}.enable=false",
+    ),
+    Combination(
+        (f"{_ENGINE}.kv_transfer_config",),
+        bool,
+        "rhyme does not work with prefill and decoding apart",
+        "drop it",
+    ),
+    Combination(
+        (f"{_ENGINE}.config",),
+        bool,
+        "what vLLM reads from a file of options cannot be checked",
+        f"set the options in {_ENGINE}",
+    ),
+    # verl and rhyme size replicas, slots and the order of requests by verl's keys.
+    *(
+        Combination(
+            (f"{_ENGINE}.{option}", f"{_ROLLOUT}.{key}"),
+            lambda theirs, verls: theirs is not None and theirs != verls,
+            "verl and rhyme go by the second",
+            f"set {_ROLLOUT}.{key} instead",
+        )
+        for option, key in VERLS.items()
+    ),
+    Combination(
+        ("actor_rollout_ref.model.path", "rhyme.drafting.enable"),
+        lambda path, drafting: drafting and _recurrent(path),
+        recurrent.REASON,
+        recurrent.REMEDY,
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
@@ -339,7 +417,7 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those rows of :data:`TABLE` that a config meets; imports nothing.
+    """Those rows of :data:`TABLE` that a config meets; imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.
@@ -367,9 +445,15 @@ def group_not_found(name: str) -> Refusal:
 
 def _value(config: Any, rhyme: RhymeConfig | None, key: str) -> Any:
     prefix, _, ours = key.partition(".")
-    if prefix != "rhyme":
+    if prefix == "rhyme":
+        return functools.reduce(getattr, ours.split("."), rhyme)
+    tree, _, option = key.rpartition(".")
+    if tree != _ENGINE:
         return OmegaConf.select(config, key, throw_on_missing=True)
-    return functools.reduce(getattr, ours.split("."), rhyme)
+    # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
+    given = OmegaConf.select(config, tree, throw_on_missing=True) or {}
+    named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
+    return next((value for name, value in named if name and option.startswith(name)), None)
 
 
 def _told(key: str, value: Any) -> str:

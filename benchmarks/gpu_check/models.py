@@ -54,13 +54,47 @@ def made(size: str, at: torch.device) -> Any:
     torch.manual_seed(0)
     with at:
         model = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16).eval()
+    return spread(model, 32)
+
+
+def spread(model: Any, tokens: int) -> Any:
+    """Scale the head, by the logits of the first so many tokens."""
     with torch.no_grad():
-        spread = model(input_ids=torch.arange(32, device=at)[None]).logits.float().std()
-        model.get_output_embeddings().weight.mul_(SPREAD / spread)
+        logits = model(input_ids=torch.arange(tokens, device=model.device)[None]).logits.float()
+        model.get_output_embeddings().weight.mul_(SPREAD / logits.std())
     return model
 
 
 def saved(size: str, folder: Path, at: torch.device) -> str:
     """The same, as a folder of weights."""
     made(size, at).save_pretrained(folder)
+    return str(folder)
+
+
+def delta_net(folder: Path, entries: int) -> str:
+    """A folder of a small Qwen3-Next with random weights: of four layers three are gated delta nets."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(7)
+    config = Qwen3NextConfig(
+        vocab_size=entries,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,  # vLLM's CPU kernel needs as many
+        linear_value_head_dim=128,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    spread(Qwen3NextForCausalLM(config).eval(), entries).save_pretrained(folder)
     return str(folder)

@@ -43,6 +43,9 @@ def refused(tree: Any) -> list[combinations.Refusal]:
 
 
 R = "actor_rollout_ref.rollout"
+E = f"{R}.engine_kwargs.vllm"
+#: Folders with a ``config.json`` each, of the fields that count here.
+MODELS = Path(__file__).with_name("models")
 APART = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1"]
 #: A config for each row of the table, in its order, and words of what is told.
 CASES = [
@@ -51,8 +54,39 @@ CASES = [
     ("histospec", ["trainer.use_v1=false"], ["trainer.use_v1=false", "V1 trainer"]),
     (
         "histospec",
-        [f"{R}.engine_kwargs.vllm.speculative_config={{method: ngram}}"],
-        [f"{R}.engine_kwargs.vllm.speculative_config with", f"{CONFIG_PATH}.drafting.enable=true", "=false"],
+        [f"{E}.speculative_config={{method: ngram}}"],
+        [f"{E}.speculative_config with", f"{CONFIG_PATH}.drafting.enable=true", "=false"],
+    ),
+    ("full", [f"{E}.spec_method=ngram"], [f"{E}.spec_method=ngram with", "drafts in one way"]),
+    ("full", [f"{E}.spec_model=small"], [f"{E}.spec_model=small with", "drafts in one way"]),
+    ("full", [f"{E}.spec_tokens=4"], [f"{E}.spec_tokens=4 with", "drafts in one way"]),
+    (
+        "histospec",
+        [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=true"],
+        ["mtp.enable_rollout=true with", "drafts in one way", "set actor_rollout_ref.model.mtp.enable_rollout=false"],
+    ),
+    ("histospec", [f"{E}.async_scheduling=true"], ["async_scheduling=true with", "before its drafts are known"]),
+    ("histospec", [f"{E}.scheduler_cls=my.Scheduler"], ["scheduler_cls=my.Scheduler with", "synchronous scheduler"]),
+    ("histospec", [f"{E}.logits_processors=[my.Processor]"], ["logits_processors with", "drafted positions"]),
+    ("histospec", [f"{E}.enable_dbo=true"], ["enable_dbo=true with", "micro-batches"]),
+    ("histospec", [f"{E}.ubatch_size=2"], ["ubatch_size=2 with", "micro-batches"]),
+    ("histospec", [f"{E}.diffusion_config={{canvas_length: 8}}"], ["diffusion_config with", "next token"]),
+    ("sorted", [f"{E}.worker_extension_cls=my.Extension"], ["worker_extension_cls=my.Extension: ", "own extension"]),
+    (
+        "sorted",
+        [f"{E}.kv_transfer_config={{kv_role: kv_both}}"],
+        ["kv_transfer_config: ", "prefill and decoding apart"],
+    ),
+    ("sorted", [f"{E}.config=vllm.yaml"], ["vllm.config=vllm.yaml: ", "cannot be checked"]),
+    ("sorted", [f"{E}.tensor_parallel_size=2"], ["vllm.tensor_parallel_size=2 with", "tensor_model_parallel_size"]),
+    ("full", [f"{E}.pipeline_parallel_size=2"], ["vllm.pipeline_parallel_size=2 with", "pipeline_model_parallel_size"]),
+    ("full", [f"{E}.data_parallel_size=2"], ["vllm.data_parallel_size=2 with", f"set {R}.data_parallel_size"]),
+    ("sorted", [f"{E}.max_num_seqs=64"], ["vllm.max_num_seqs=64 with", f"set {R}.max_num_seqs instead"]),
+    ("sorted", [f"{E}.scheduling_policy=fcfs"], ["vllm.scheduling_policy=fcfs with", "scheduling_policy=priority"]),
+    (
+        "full",
+        [f"actor_rollout_ref.model.path={MODELS}/qwen3_next"],
+        ["qwen3_next with", "drafting.enable=true: its recurrent layers", f"set {CONFIG_PATH}.drafting.enable=false"],
     ),
     (
         "sorted",
@@ -270,10 +304,30 @@ def test_each_row(row: combinations.Combination, case: tuple[str, list[str], lis
         ("histopipe", [f"{CONFIG_PATH}.placement.policy=skewness_aware", "trainer.v1.trainer_mode=colocate_async"]),
         ("sorted", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.sorting.unit=trajectory"]),
         ("sorted", ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"]),
+        *(
+            (group, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", f"{CONFIG_PATH}.drafting.enable=false"])
+            for group in ("histospec", "sorted", "histopipe", "stream", "full")
+        ),
+        ("full", ["actor_rollout_ref.model.path=no/folder"]),
+        ("sorted", [f"{E}.scheduling_policy=priority", f"{E}.ubatch_size=1", f"{E}.scheduler_cls=null"]),
+        ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
+        ("histospec", [f"{E}.async_scheduling=true", f"{CONFIG_PATH}.drafting.enable=false"]),
+        ("histospec", [f"{E}.distributed_executor_backend=uni", f"{E}.config_format=hf"]),
+        ("off", [f"{E}.speculative_config={{method: ngram}}", f"{E}.data_parallel_size=2"]),
     ],
 )
 def test_what_goes_together(group: str, changes: list[str]) -> None:
     assert refused(config(group, *changes)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
+)
+def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> None:
+    tree = config("histospec")
+    tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
+    assert refused(tree)
 
 
 @pytest.mark.parametrize(

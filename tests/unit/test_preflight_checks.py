@@ -317,10 +317,15 @@ def test_a_hub_id_is_warned_of_and_fails_offline(world, monkeypatch):
 
 
 def test_an_unknown_architecture_is_said_and_not_estimated(world, tmp_path):
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     found = preflight(world)
     assert found.estimate is None
-    assert "unknown architecture 'mamba': not estimated" in complaints(found)["model", "warn"]
+    assert "unknown architecture 'gpt2': not estimated" in complaints(found)["model", "warn"]
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "mamba_d_state": 16}')
+    found = preflight(world)
+    assert found.estimate is None
+    assert "(mamba_d_state): neither they nor their states are estimated" in complaints(found)["model", "warn"]
+    assert "drafting.enable=false" in complaints(found)["rhyme", "fail"]
     (tmp_path / "model" / "config.json").write_text("{")
     assert ("model", "fail") in complaints(preflight(world))
 

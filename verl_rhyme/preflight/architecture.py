@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_rhyme.drafting.recurrent import recurrent
+
 #: ``model_type`` of the architectures whose tensors are counted here.
 KNOWN = ("llama", "qwen2", "qwen3")
 
 
 class UnknownArchitecture(ValueError):
-    """Not one of :data:`KNOWN`: nothing is estimated rather than something wrong."""
+    """Not one of :data:`KNOWN`, or with recurrent layers: nothing is estimated rather than something wrong."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Architecture:
         Raises:
             UnknownArchitecture: ``model_type`` is none of :data:`KNOWN`, or a size is missing.
         """
+        if sign := recurrent(config):
+            raise UnknownArchitecture(f"recurrent layers ({sign}): neither they nor their states are estimated")
         kind = config.get("model_type")
         if kind not in KNOWN:
             raise UnknownArchitecture(f"unknown architecture {kind!r}: not estimated (known: {', '.join(KNOWN)})")

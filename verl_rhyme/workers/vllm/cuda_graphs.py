@@ -17,6 +17,9 @@ from typing import Any
 #: a graph: beyond it the work hides the cost of launching it.
 TOKENS_PER_ROW, LARGEST = 4, 2048
 
+#: vLLM's options that say which sizes there are graphs for, also as keys of ``compilation_config``.
+SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+
 
 def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """Tokens of the steps to capture graphs for, rising: vLLM's own up to 512, then every 64.
@@ -35,12 +38,11 @@ def settings(chosen: Any, sizes_chosen: bool, max_num_seqs: int, max_num_batched
 
     Args:
         chosen: The user's, a mapping or JSON or nothing; each of its keys stays.
-        sizes_chosen: The user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``).
+        sizes_chosen: The user set the capture sizes elsewhere (``rollout.cudagraph_capture_sizes``, ``engine_kwargs``).
         max_num_seqs, max_num_batched_tokens: See :func:`capture_sizes`.
     """
     config = dict(json.loads(chosen) if isinstance(chosen, str) else chosen or {})
     config.setdefault("cudagraph_mode", "FULL_AND_PIECEWISE")
-    sizes_chosen = sizes_chosen or "max_cudagraph_capture_size" in config or "cudagraph_capture_sizes" in config
-    if not sizes_chosen:
+    if not sizes_chosen and not config.keys() & set(SIZES):
         config["cudagraph_capture_sizes"] = capture_sizes(max_num_seqs, max_num_batched_tokens)
     return config

@@ -16,6 +16,7 @@ from uuid import uuid4
 import numpy as np
 
 from verl_rhyme import config_tree
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
@@ -52,6 +53,7 @@ class HistoryProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
         settings = vllm_config.additional_config[FIELD]
         self._config = config_tree.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
         self._max_model_len = vllm_config.model_config.max_model_len
@@ -76,7 +78,18 @@ class HistoryProposer:
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM asks every drafter to load its model; this one has none."""
+        """vLLM asks every drafter to load its model, once it has loaded its own; this one has none.
+
+        Raises:
+            ConfigError: The model has recurrent layers (:mod:`verl_rhyme.drafting.recurrent`), whatever its config
+                says of them.
+        """
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
+            cache = getattr(layer, "get_kv_cache_spec", None)
+            if cache is not None and isinstance(cache(self._vllm_config), MambaSpec):
+                recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
 
     def attach(self, model_runner: Any) -> None:
         """Called through the worker extension once the engine is up."""

@@ -17,7 +17,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import config_tree, patches
-from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.drafting import recurrent
 from verl_rhyme.sampling.continuation import continued
 from verl_rhyme.workers.history_service import tokenizer_namespace
 from verl_rhyme.workers.history_writer import node_history_dir
@@ -69,21 +70,12 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        extension = engine_kwargs.setdefault("worker_extension_cls", EXTENSION)
-        if extension != EXTENSION:
-            raise ConfigError(
-                f"engine_kwargs.vllm.worker_extension_cls={extension} hides ours: derive your class from {EXTENSION} "
-                f"and set {CONFIG_PATH}.enable=false, or drop the option"
-            )
         # When a request was scheduled and when its first token came: vLLM tells it with its statistics only.
         engine_kwargs.setdefault("disable_log_stats", False)
         if not self._rhyme.drafting.enable:
             return
-        if engine_kwargs.get("speculative_config"):
-            raise ConfigError(
-                "engine_kwargs.vllm.speculative_config and rhyme drafting exclude each other: drop it, or set "
-                f"{CONFIG_PATH}.drafting.enable=false"
-            )
+        # The driver may not have had the model's config.json; an engine that refuses a model ends with many lines.
+        recurrent.refuse(recurrent.recurrent(self.model_config.hf_config.to_dict()))
         assert self._rhyme.history.dir is not None, "the trainer sets history.dir before any worker starts"
         engine_kwargs["speculative_config"] = {
             "method": "custom_class",
@@ -92,7 +84,7 @@ class RhymeHttpServer(vLLMHttpServer):
         }
         engine_kwargs["compilation_config"] = cuda_graphs.settings(
             engine_kwargs.get("compilation_config"),
-            bool(self.config.cudagraph_capture_sizes),
+            any((self.config.cudagraph_capture_sizes, *map(engine_kwargs.get, cuda_graphs.SIZES))),
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
         )
@@ -195,9 +187,12 @@ class RhymeHttpServer(vLLMHttpServer):
             self._told -= 1
 
     async def cache_tokens(self) -> int:
-        """Tokens that fit into the engine's KV cache; 0 where vLLM does not say."""
-        cache = self.engine.vllm_config.cache_config
-        return (cache.num_gpu_blocks or 0) * cache.block_size
+        """Tokens that the engine's cache holds of requests of the longest kind, as vLLM logs it: with their recurrent
+        states, and layers that have caches of their own (sliding windows). 0 where vLLM does not say.
+        """
+        config = self.engine.vllm_config
+        one = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0  # of one data-parallel engine
+        return one * config.parallel_config.data_parallel_size
 
     async def progress(self, names: list[str]) -> dict[str, int]:
         """Response tokens so far of these attempts' running requests; those that do not run here are left out."""

@@ -1,0 +1,79 @@
+"""Which models' configs show recurrent layers: those of transformers, and what only their hub's files have."""
+
+import pytest
+
+from verl_rhyme.drafting.recurrent import recurrent
+
+ATTENTION = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "gpt_oss",
+    "gemma3",
+    "olmo3",
+    "deepseek_v3",
+    "minimax_m2",
+]
+RECURRENT = {
+    "qwen3_next": "linear_attention",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "olmo_hybrid": "linear_attention",
+    "minimax": "linear_attention",
+    "granitemoehybrid": "mamba",
+    "nemotron_h": "mamba",
+    "zamba2": "mamba",
+    "falcon_h1": "falcon_h1",
+    "falcon_mamba": "falcon_mamba",
+    "bamba": "bamba",
+    "jamba": "jamba",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "recurrent_gemma": "recurrent",
+    "rwkv": "rwkv",
+    "xlstm": "xlstm",
+}
+
+
+def of(model_type, **changes):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**changes).to_dict()
+
+
+@pytest.mark.parametrize("model_type", ATTENTION)
+def test_attention_alone(model_type):
+    assert recurrent(of(model_type)) == ""
+
+
+@pytest.mark.parametrize(("model_type", "sign"), RECURRENT.items())
+def test_families_of_transformers(model_type, sign):
+    assert sign in recurrent(of(model_type))
+
+
+@pytest.mark.parametrize(
+    ("config", "sign"),
+    [
+        # Published files do not list the layers that transformers works out from these.
+        ({"model_type": "new", "full_attention_interval": 4, "linear_num_key_heads": 16}, "linear_num_key_heads"),
+        ({"model_type": "lfm2", "conv_L_cache": 3, "full_attn_idxs": [2, 5]}, "lfm2"),
+        ({"model_type": "new", "conv_L_cache": 3}, "conv_L_cache"),
+        ({"model_type": "new", "linear_attn_config": {"kda_layers": [1, 2, 3]}}, "linear_attn_config"),
+        ({"architectures": ["KimiLinearForCausalLM"]}, "KimiLinear"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "nemotron_h"),
+        ({"model_type": "new", "text_config": {"layer_types": ["full_attention", "linear_attention"]}}, "linear_att"),
+        ({"model_type": "new", "llm_config": {"mamba_num_heads": 8}}, "mamba_num_heads"),
+        ({"model_type": "minimax_text_01", "attn_type_list": [0, 0, 1]}, "attn_type_list"),
+        ({"model_type": "minimax_m2", "attn_type_list": [1, 1, 1]}, ""),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 3, "mamba_n_heads": 8}, ""),
+        ({"model_type": "nemotron", "architectures": ["NemotronForCausalLM"]}, ""),
+        ({"model_type": "llama", "vision_config": {"layer_types": ["conv"]}, "quantization_config": {"ssm_x": 1}}, ""),
+        ({"model_type": "llama", "mamba_d_state": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_published_files(config, sign):
+    found = recurrent(config)
+    assert sign in found if sign else found == ""

@@ -1,0 +1,73 @@
+"""Which models keep a recurrent state, of which vLLM 0.24 has the wrong one after a step that accepted drafts.
+
+An attention layer's cache holds every token, so that rejected ones are simply written over. A gated delta net, a Mamba
+or a short convolution holds one state for all tokens so far. vLLM keeps one for each draft token of a step, in the
+columns of the request's block table, and reads column ``accepted`` at the next step only where that step has drafts:
+``tests/contract/test_recurrent_states.py`` shows on vLLM's own metadata what it reads otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+
+REASON = (
+    "its recurrent layers (gated delta net, Mamba, short convolution) would go on from a wrong state after accepted "
+    "drafts in vLLM 0.24"
+)
+REMEDY = f"set {CONFIG_PATH}.drafting.enable=false; everything else works with such models"
+
+#: ``model_type`` and ``architectures`` of recurrent families; a test compares them with vLLM's registry.
+_NAMES = re.compile(
+    r"mamba|jamba|bamba|zamba|rwkv|xlstm|recurrent|retnet|hybrid|nemotron_?h(_|[A-Z]|$)|falcon_?h1|qwen3_?next|qwen3_5|"
+    r"lfm2|kimi_?linear|bailing_?moe_?(v2_5|linear)|plamo2|minicpmv4_6|interns2_?preview",
+    re.IGNORECASE,
+)
+#: Kinds of layers, as a config's lists name them: ``linear_attention``, ``mamba``, ``conv``, ``recurrent``, ``hybrid``.
+_KINDS = re.compile(r"linear|mamba|ssm|conv|recurrent|hybrid|delta|lightning|rwkv|kda", re.IGNORECASE)
+_LISTS = ("layer_types", "layers_block_type", "block_types")
+#: What only recurrent layers have: Mamba, gated delta net, lightning attention, short convolution, RG-LRU.
+_KEYS = re.compile(r"mamba_|ssm_|time_step_|linear_(attn|conv|key|num_key)|conv_L_cache$|lru_width$")
+#: Parts of a config that are no language model.
+_OTHERS = re.compile(r"vision|audio|quantization|generation")
+
+
+def recurrent(config: Mapping[str, Any]) -> str:
+    """What in a model's config shows that it has recurrent layers, such as ``layer_types: linear_attention``.
+
+    Args:
+        config: A parsed ``config.json``, or ``to_dict()`` of the Hugging Face config; language models nested in it
+            (``text_config``) are looked at as well.
+
+    Returns:
+        An empty string for a model whose layers are attention only, or of a family that is not known here: the engine
+        looks at the layers themselves.
+    """
+    return next(_signs(config), "")
+
+
+def _signs(config: Mapping[str, Any]) -> Iterator[str]:
+    kinds = {
+        name: [str(kind) for kind in config[name]] for name in _LISTS if isinstance(config.get(name), list | tuple)
+    }
+    for name, listed in kinds.items():
+        yield from (f"{name}: {kind}" for kind in listed if _KINDS.search(kind))
+    # Granite's small models are of a hybrid family, with attention in every layer: all its other keys are there.
+    if not kinds:
+        names = [config.get("model_type"), *(config.get("architectures") or ())]
+        yield from (f"of the family {name}" for name in names if name and _NAMES.search(str(name)))
+        yield from (key for key, value in config.items() if value is not None and _KEYS.match(str(key)))
+        if 0 in (config.get("attn_type_list") or ()):  # MiniMax-Text-01; all of MiniMax-M2's are 1
+            yield "attn_type_list: 0"
+    for key, value in config.items():
+        if isinstance(value, Mapping) and not _OTHERS.search(str(key)):
+            yield from _signs(value)
+
+
+def refuse(found: str) -> None:
+    """Raise a :class:`ConfigError` for a model in which ``found`` shows recurrent layers; nothing where it is empty."""
+    if found:
+        raise ConfigError(f"no drafts for this model ({found}): {REASON}; {REMEDY}")
