@@ -50,13 +50,15 @@ def tensors(seed=0):
     return old, new.requires_grad_(), torch.randn(ROWS, WIDTH, generator=random), mask
 
 
-def loss(name, aggregation, rows, divisor):
-    """Gradient of the loss of some rows, where the mini-batch is said to have so many tokens."""
+def loss(name, aggregation, rows, divisor, weighted):
+    """Gradient of the loss of some rows, where the mini-batch is said to have so many tokens; ``weighted``: by
+    importance sampling, as where stale tokens are trained."""
     settings = config(aggregation)
     info = {"dp_size": 1, "batch_num_tokens": divisor, "global_batch_size": ROWS, "loss_scale_factor": WIDTH}
     settings.global_batch_info.clear()
     settings.global_batch_info.update(info)
     old, new, advantages, mask = tensors()
+    weights = 2 * torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     value, _ = core_algos.get_policy_loss_fn(name)(
         old_log_prob=old[rows],
         log_prob=new[rows],
@@ -64,7 +66,7 @@ def loss(name, aggregation, rows, divisor):
         response_mask=mask[rows],
         loss_agg_mode=aggregation,
         config=settings,
-        rollout_is_weights=None,
+        rollout_is_weights=weights[rows] if weighted else None,
     )
     value.backward()
     return new.grad
@@ -72,14 +74,15 @@ def loss(name, aggregation, rows, divisor):
 
 @pytest.mark.parametrize("name", STREAMED_LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_loss_is_the_sum_of_its_parts(name, aggregation):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_is_the_sum_of_its_parts(name, aggregation, weighted):
     """Divided by what stands for the tokens, and scaled where that counts."""
     tokens, stand_in = int(tensors()[3].sum()), 5
     parts = [[6, 1], [2, 4, 5, 0], [3, 7]]
     share = stand_in / tokens if aggregation == BY_TOKENS else 1.0
-    whole = loss(name, aggregation, list(range(ROWS)), tokens)
+    whole = loss(name, aggregation, list(range(ROWS)), tokens, weighted)
     assert whole.abs().sum() > 0
-    torch.testing.assert_close(sum(loss(name, aggregation, part, stand_in) for part in parts) * share, whole)
+    torch.testing.assert_close(sum(loss(name, aggregation, part, stand_in, weighted) for part in parts) * share, whole)
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
