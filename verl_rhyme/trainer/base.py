@@ -6,7 +6,6 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from verl_rhyme.arms import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots
+from verl_rhyme.ownership import user_folder
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
@@ -84,7 +84,7 @@ class RhymeTrainerMixin(PPOTrainer):
             name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
-                tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
+                tree.history = {**(tree.get("history") or {}), "dir": str(user_folder() / name)}
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
