@@ -339,6 +339,22 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert not dry.failed, "what only this machine lacks"
 
 
+def test_checkpoints_hold_a_copy_of_the_history_each(world, monkeypatch):
+    """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
+    monkeypatch.setattr(history_room, "_prompts", lambda config: 17_398)
+    sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
+    assert ("checkpoints", "fail") not in complaints(preflight(world))
+    assert "history" in complaints(preflight(world, *sizes))["checkpoints", "fail"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 100 << 30))
+    assert "history" in complaints(preflight(world, *sizes))["checkpoints", "warn"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
+    assert ("checkpoints", "warn") not in complaints(preflight(world, *sizes))
+    off = f"{R}.custom.rhyme.enable=false"
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
+    assert ("checkpoints", "fail") not in complaints(preflight(world, *sizes, off))
+
+
 def history_store(found):
     [check] = [check for check in found.checks if check.name == "history store"]
     return check

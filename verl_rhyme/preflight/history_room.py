@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import ListConfig
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import HISTORY_FILL, ConfigError
+from verl_rhyme.config import HISTORY_FILL, ConfigError, RhymeConfig
 from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.history.share import available_memory
 from verl_rhyme.preflight import machine_checks
@@ -74,15 +74,11 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 
 def check(config: Any) -> Iterator[Check]:
     """Prompts x samples x mean length x epochs against ``history.max_bytes`` and the disk of this machine."""
-    try:
-        tree = config_tree.from_verl(config)
-    except ConfigError:  # a finding of its own
-        return
+    tree = _tree(config)
     if tree is None:
         return
     name = "history store"
-    folder, free = machine_checks.free_disk(Path(machine_checks.history_dir(config) or tempfile.gettempdir()))
-    bound = tree.history.bound(free, available_memory())
+    folder, free, bound = _room(config, tree)
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
         where += " (null: half of free disk or memory, the smaller one)"
@@ -95,10 +91,9 @@ def check(config: Any) -> Iterator[Check]:
     if not prompts:
         yield Check(name, OK, f"{where}; how many prompts there are is not known here")
         return
-    samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
-    epochs = max(1, min(tree.history.epochs, int(config.trainer.total_epochs)))
-    low, high = needs(prompts, samples, longest, epochs)
-    copied = gib(min(high.all, int(bound * HISTORY_FILL)))
+    low, high = _needs(config, tree, prompts)
+    samples, epochs = int(config.actor_rollout_ref.rollout.n), high.epochs
+    copied = gib(_copied(high, bound))
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
         f"{prompts} prompts x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x {epochs} epochs "
@@ -110,6 +105,40 @@ def check(config: Any) -> Iterator[Check]:
         one, whole = (gib(size / HISTORY_FILL) for size in (high.epoch, high.all))
         remedy = f"for one epoch of all prompts set history.max_bytes to {one}, for all epochs {whole}; or accept it"
         yield Check(name, WARN, detail, remedy)
+
+
+def in_checkpoint(config: Any) -> tuple[int, int]:
+    """Bytes of the history's copy in a checkpoint once all epochs are kept, at both ends of :data:`MEAN_SHARES`; 0
+    where there is none, or prompts are not known here.
+    """
+    tree = _tree(config)
+    if tree is None or not (prompts := _prompts(config)):
+        return 0, 0
+    _, free, bound = _room(config, tree)
+    low, high = (_copied(need, min(bound, int(free / PEAK))) for need in _needs(config, tree, prompts))
+    return low, high
+
+
+def _tree(config: Any) -> RhymeConfig | None:
+    try:
+        return config_tree.from_verl(config)
+    except ConfigError:  # a finding of its own
+        return None
+
+
+def _room(config: Any, tree: RhymeConfig) -> tuple[Path, int, int]:
+    """Where the history lies here, the bytes free there, and what ``history.max_bytes`` is or stands for."""
+    folder, free = machine_checks.free_disk(Path(machine_checks.history_dir(config) or tempfile.gettempdir()))
+    return folder, free, tree.history.bound(free, available_memory())
+
+
+def _needs(config: Any, tree: RhymeConfig, prompts: int) -> tuple[Need, Need]:
+    epochs = max(1, min(tree.history.epochs, int(config.trainer.total_epochs)))
+    return needs(prompts, int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length), epochs)
+
+
+def _copied(need: Need, bound: int) -> int:
+    return min(need.all, int(bound * HISTORY_FILL))
 
 
 def _prompts(config: Any) -> int:

@@ -23,6 +23,7 @@ from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.ownership import user_folder
+from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
@@ -287,6 +288,16 @@ class RhymeTrainerMixin(PPOTrainer):
         except Exception:
             logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
         super()._save_checkpoint()
+        self._remove_orphans()
+
+    def _remove_orphans(self) -> None:
+        """What is ours of checkpoints that verl has removed just now, or before it was killed."""
+        try:
+            errors = list(checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps))
+        except OSError as error:  # the folder cannot be listed
+            errors = [error]
+        for why in errors:
+            logger.warning("of a checkpoint that verl has removed something stays: %s", why)
 
     @_hook
     def _load_checkpoint(self) -> None:
