@@ -30,7 +30,7 @@ from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.deaths import Outliving
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
-from verl_rhyme.workers.replicas import let_change
+from verl_rhyme.workers.weights.kept_group import kept
 from verl_rhyme.workers.weights.manager import RelayManager, relayed
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class RhymeTrainerMixin(PPOTrainer):
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
-        let_change(config)
         super().__init__(config)
         if rhyme.poll_interval is not None:
             self.replay_buffer.poll_interval = rhyme.poll_interval
@@ -116,7 +115,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
             if (weights := getattr(self, name, None)) is not None:
-                ours = relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
+                ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
                 setattr(self, name, Outliving(ours))
         router = self._router()
         asked = router is not None or self._event_log is not None
