@@ -84,6 +84,8 @@ fi
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
+WEIGHT_BUCKET_MB=${WEIGHT_BUCKET_MB:-$(python -m verl_rhyme.weight_bucket "$MODEL")}
+export WEIGHT_BUCKET_MB
 
 run() { # run RHYME DIRECTORY [overrides]
   local RHYME=$1

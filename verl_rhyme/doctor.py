@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_rhyme import engine_packages, patches
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.ownership import is_ours, is_user_folder, user_folder
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
 from verl_rhyme.patches.core import installed_version
 from verl_rhyme.seam_check import check as check_seam
@@ -44,6 +45,9 @@ COMPANIONS = {
 #: What a run of the tiny CPU world takes at its peak (measured: 7.7 GB).
 MEMORY_BYTES = 8 << 30
 DISK_BYTES = 1 << 30
+
+#: Of what killed runs of this user left on this node.
+NEXT_RUN_REMOVES = "none needed: your next run on this node deletes it"
 
 _INSTALL = "run `source requirements/bootstrap.sh`, which makes .venv-cpu or .venv-gpu from its lock"
 
@@ -68,7 +72,7 @@ def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]
         history_dir: The folder of ``history.dir``; ``None`` takes its default.
         engines: Tell which training engines can be imported; the preflight looks at the chosen one instead.
     """
-    history = Path(history_dir or Path(tempfile.gettempdir(), "verl_rhyme"))
+    history = Path(history_dir or user_folder())
     steps: dict[str, Callable[[], Iterator[Check]]] = {
         "python": _python,
         "versions": _versions,
@@ -256,6 +260,10 @@ def _engines() -> Iterator[Check]:
 def _history_disk(folder: Path) -> Iterator[Check]:
     from verl_rhyme.history.share import available_memory
 
+    if is_user_folder(folder) and os.path.lexists(folder) and not is_ours(folder):
+        detail = f"{folder} is a link, or another user's"
+        yield Check("history folder", FAIL, detail, "have it removed, or set history.dir to a folder of your own")
+        return
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
@@ -273,9 +281,11 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     from verl_rhyme.history import owner
 
     for left, writer in owner.left_behind(folder):
-        size = sum(file.stat().st_size for file in left.rglob("*") if file.is_file())
-        detail = f"{left}: {size / (1 << 20):.1f} MiB, of {writer}, which does not seem to live"
-        yield Check("history left over", WARN, detail, f"if that run is over for good: rm -r {shlex.quote(str(left))}")
+        detail = f"{left}: {_mib(left)}, of {writer}, which does not seem to live"
+        remedy = f"if that run is over for good: rm -r {shlex.quote(str(left))}"
+        if is_user_folder(folder) and not writer.is_foreign():
+            remedy = NEXT_RUN_REMOVES
+        yield Check("history left over", WARN, detail, remedy)
 
 
 def _shared_memory() -> Iterator[Check]:
@@ -289,6 +299,10 @@ def _shared_memory() -> Iterator[Check]:
     ok = seen and free >= SHM_BYTES
     detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed; weights and Ray's objects use it"
     yield Check("shared memory", OK if ok else FAIL, detail, "" if ok else remedy)
+    from verl_rhyme.workers.weights.folder import left_behind
+
+    for left in left_behind(folder):
+        yield Check("weights left over", WARN, f"{left}: {_mib(left)}, of a run that was killed", NEXT_RUN_REMOVES)
 
 
 def _round_trip(content: bytes) -> bool:
@@ -317,6 +331,10 @@ def _memory() -> Iterator[Check]:
 
 def _has_distribution(name: str) -> bool:
     return any(True for _ in metadata.distributions(name=name))
+
+
+def _mib(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / (1 << 20):.1f} MiB"
 
 
 def _gib(size: int) -> str:

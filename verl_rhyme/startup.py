@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, weight_bucket
 from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.workers import router_file
@@ -51,6 +51,8 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
+    if found := weight_bucket.too_small(config):
+        raise ConfigError("; ".join(found))
     for told in loss_normalisation.contradictions(config, rhyme):
         logger.warning("%s", told)
     if (correction := stale_tokens.correction(config, rhyme)) is not None:

@@ -372,8 +372,7 @@ def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World
 @pytest.mark.parametrize(
     ("engine", "why"),
     [
-        ({"backend": "nccl", "engine_kwargs": {"nccl": {"rebuild_group": False}}}, "rebuild_group=false"),
-        ({"backend": "nccl", "engine_kwargs": {}}, "rebuild_group=false"),
+        ({"backend": "kimi_ckpt_engine", "engine_kwargs": {}}, "keeps the process group"),
         ({"backend": "delta_sharded", "engine_kwargs": {}}, "what changed since"),
     ],
 )
@@ -384,7 +383,7 @@ def test_where_weights_do_not_reach_one_alone_none_is_started(world: World, engi
     with pytest.raises(ReplicaDied, match=rf"replica 0 died .* cannot be replaced: .*{why}.*\nThe same command"):
         world.spares.mend(7)
     assert (world.spares.started, Weights.sent) == (0, [])
-    world.weights.config = SimpleNamespace(backend="nccl", engine_kwargs={"nccl": {"rebuild_group": True}})
+    world.weights.config = SimpleNamespace(backend="mooncake", engine_kwargs={})
     assert world.spares.mend(7) == 1
     world.mended(7, [1, 2])
     assert Weights.sent == [(2, 7)]

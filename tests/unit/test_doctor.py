@@ -1,6 +1,7 @@
-"""What the doctor says of history folders that nobody will delete."""
+"""What the doctor says of what killed runs have left."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -53,3 +54,18 @@ def test_a_live_writers_folder_is_not_named(tmp_path):
 
 def test_no_history_folder_yet(tmp_path):
     assert [check.status for check in doctor._history_disk(tmp_path / "not" / "yet")] == ["ok"]
+
+
+def test_this_users_killed_runs_are_named_and_go_by_themselves(tmp_path):
+    base = tmp_path / f"verl_rhyme-{os.getuid()}"
+    killed(base / "run" / "node")
+    foreign = killed(base / "run" / "other", host="elsewhere", boot="another")
+    remedies = {found.detail.split(":")[0]: found.remedy for found in left_over(base)}
+    assert remedies[str(base / "run" / "node")] == doctor.NEXT_RUN_REMOVES
+    assert remedies[str(foreign)].endswith(f"rm -r {foreign}")
+
+
+def test_a_link_in_the_place_of_the_users_folder_fails(tmp_path):
+    base = tmp_path / f"verl_rhyme-{os.getuid()}"
+    base.symlink_to(tmp_path)
+    assert [(check.name, check.status) for check in doctor._history_disk(base)] == [("history folder", "fail")]

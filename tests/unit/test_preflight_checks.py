@@ -171,6 +171,11 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is unknown; there are naive, nccl"),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "did you mean relay?"),
+        (
+            ["trainer.device=cpu", f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64"],
+            "weights",
+            "update_weights_bucket_megabytes=64 does not hold",
+        ),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
@@ -442,6 +447,22 @@ def test_little_memory_and_disk(world, monkeypatch):
     assert " needed, 1.0 GiB free: " in found["host memory", "fail"]
     dry = preflight(world, "trainer.n_gpus_per_node=16", "data.train_files=/nowhere.parquet", dry_run=True)
     assert not dry.failed, "what only this machine lacks"
+
+
+def test_checkpoints_hold_a_copy_of_the_history_each(world, monkeypatch):
+    """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
+    monkeypatch.setattr(history_room, "_prompts", lambda config: 17_398)
+    sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
+    assert ("checkpoints", "fail") not in complaints(preflight(world))
+    assert "history" in complaints(preflight(world, *sizes))["checkpoints", "fail"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 100 << 30))
+    assert "history" in complaints(preflight(world, *sizes))["checkpoints", "warn"]
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 1 << 40))
+    assert ("checkpoints", "warn") not in complaints(preflight(world, *sizes))
+    off = f"{R}.custom.rhyme.enable=false"
+    monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
+    assert ("checkpoints", "fail") not in complaints(preflight(world, *sizes, off))
 
 
 def history_store(found):

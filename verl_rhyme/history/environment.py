@@ -5,7 +5,7 @@ A history folder holds::
     current          the name of the environment in use; replaced by rename, so that readers follow a restore or a clear
     env-0003/        data.mdb, lock.mdb
     corrupt-0002/    what was found damaged, kept to be looked at
-    writer.lock, owner.json    see :mod:`verl_rhyme.history.owner`
+    writer.lock, in_use.lock, owner.json    see :mod:`verl_rhyme.history.owner`
 
 LMDB is safe against a killed process, but trusts its file: a damaged one can crash whoever maps it. So a file is
 verified without LMDB before it is opened, once, by the writer; a reader does so only where no writer is alive.
@@ -29,6 +29,8 @@ from lmdb import verify
 #: Format of the environment; another one is treated as damaged.
 FORMAT = 4
 DATA_FILE = "data.mdb"
+#: Responses and rewards are nobody else's to read.
+FILE_MODE = 0o600
 _CURRENT = "current"
 _NAME = re.compile(r"env-\d+")
 _META_KEY = b"meta"
@@ -107,7 +109,7 @@ os.register_at_fork(after_in_child=_fresh_lock)
 
 def create(folder: Path, namespace: str, map_size: int) -> Environment:
     """Make and open an empty environment; the folder must not exist."""
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     opened = _acquire(folder, map_size, create=True)
     try:
         with opened.env.begin(write=True) as txn:
@@ -139,7 +141,13 @@ def _acquire(folder: Path, map_size: int, create: bool) -> Environment:
             return _open[folder]
         # Never read-only: a writer and a reader of one process share it. A map size of 0 is the file's own.
         env = lmdb.open(
-            str(folder), map_size=map_size, max_dbs=3, max_readers=_MAX_READERS, create=create, metasync=False
+            str(folder),
+            map_size=map_size,
+            max_dbs=3,
+            max_readers=_MAX_READERS,
+            create=create,
+            metasync=False,
+            mode=FILE_MODE,
         )
         opened = Environment(folder, env, os.getpid())
         try:

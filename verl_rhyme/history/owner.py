@@ -1,4 +1,8 @@
-"""Whose a history folder is: its one writer holds ``writer.lock`` (flock), and ``owner.json`` says who that is."""
+"""Whose a history folder is: its one writer holds ``writer.lock`` (flock), and ``owner.json`` says who that is.
+
+Who reads in it, for as long as its run lasts, shares ``in_use.lock``: a writer that was killed alone leaves a folder
+that is still needed.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +10,34 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from verl_rhyme.history.environment import HistoryError
+from verl_rhyme.ownership import OWNER_FILE, NotOurs, Owner, is_ours, is_user_folder, lock, make_private
 
 _LOCK = "writer.lock"
-_OWNER = "owner.json"
+_IN_USE = "in_use.lock"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The writer of a folder, also one that was killed.
+def make(path: Path) -> None:
+    """Make a history folder, or take one that is there; nobody else may enter it.
 
-    A pid alone says nothing: it is used again after a reboot, and another container or host has its own.
-
-    Attributes:
-        run: Name of the run that it writes for.
-        host, boot: The machine, and the start of its kernel that the writer lived under.
-        pid: To be told, not to be trusted.
+    Raises:
+        HistoryError: It is a link, or another user's.
+        OSError: It cannot be made.
     """
+    try:
+        make_private(path)
+    except NotOurs as error:
+        raise _not_ours(error) from None
 
-    run: str
-    host: str
-    boot: str
-    pid: int
 
-    @classmethod
-    def here(cls, run: str) -> Owner:
-        """This process."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(run, socket.gethostname(), boot, os.getpid())
-
-    @classmethod
-    def of(cls, path: Path) -> Owner | None:
-        """Who wrote to a folder last; ``None`` where that ended in order, or was never told."""
-        try:
-            return cls(**json.loads((path / _OWNER).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def is_foreign(self) -> bool:
-        """Whether it was on another machine, as far as can be told: a reboot or a new container keeps one of both."""
-        here = Owner.here("")
-        return self.boot != here.boot and self.host != here.host
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} (boot {self.boot[:8]}), of run {self.run!r}"
+def _not_ours(error: NotOurs) -> HistoryError:
+    return HistoryError(f"no history is kept where others may put theirs: {error.strerror}; set history.dir elsewhere")
 
 
 def lock_writer(path: Path, timeout: float) -> int:
@@ -69,28 +50,32 @@ def lock_writer(path: Path, timeout: float) -> int:
         A file descriptor; closing it, or the process's death, gives the lock back.
 
     Raises:
-        HistoryError: Another writer is alive, or may be.
+        HistoryError: Another writer is alive, or may be; the folder is a link, or another user's.
     """
     deadline = time.monotonic() + timeout
     while True:
-        path.mkdir(parents=True, exist_ok=True)  # a writer that ends may delete it while we wait
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        make(path)  # a writer that ends may delete it while we wait
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path / _LOCK):
-                _refuse_foreign(path)
-                return descriptor
-        except BlockingIOError:
+            descriptor = lock(path / _LOCK, create=True)
+        except FileNotFoundError:
+            continue
+        except NotOurs as error:
+            raise _not_ours(error) from None
+        if descriptor is None:
             if time.monotonic() > deadline:
-                os.close(descriptor)
                 raise HistoryError(
                     f"another process writes the history in {path}: {Owner.of(path) or 'unknown'}; end it, or give "
                     "this run its own history.dir"
-                ) from None
-        except BaseException:
+                )
+        else:
+            try:
+                if _is_at(descriptor, path / _LOCK):
+                    _refuse_foreign(path)
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
             os.close(descriptor)
-            raise
-        os.close(descriptor)
         time.sleep(0.05)
 
 
@@ -107,7 +92,7 @@ def _refuse_foreign(path: Path) -> None:
     if owner is not None and owner.is_foreign():
         raise HistoryError(
             f"the history in {path} belongs to {owner}, another machine's, where it may be alive: give this run its "
-            f"own history.dir, on a disk of this node; or, if that run is over, delete {path / _OWNER}"
+            f"own history.dir, on a disk of this node; or, if that run is over, delete {path / OWNER_FILE}"
         )
 
 
@@ -125,54 +110,96 @@ def claim(path: Path, run: str | None, timeout: float) -> int:
         owner = Owner.of(path)
         if run is not None and (owner is None or owner.run != run):
             _empty(path)
-        temporary = path / f".{_OWNER}"
+        (path / _IN_USE).touch(0o600)
+        temporary = path / f".{OWNER_FILE}"
         temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
-        os.replace(temporary, path / _OWNER)
+        os.replace(temporary, path / OWNER_FILE)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
+def use(path: Path) -> int | None:
+    """Say that a folder is needed, whether its writer lives or not, until the descriptor is closed.
+
+    Returns:
+        A file descriptor; ``None`` where there is no writer's folder, or it is just being removed.
+    """
+    with suppress(OSError):
+        return lock(path / _IN_USE, shared=True)
+    return None
+
+
 def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
-    """Give a folder back, or delete it, while the lock is held."""
+    """Give a folder back, or delete it, while the lock is held; with the last one goes its run's in the user's."""
     if delete:
         shutil.rmtree(path, ignore_errors=True)
+        if is_user_folder(path.parent.parent):
+            with suppress(OSError):  # not empty, or gone
+                path.parent.rmdir()
     else:
-        (path / _OWNER).unlink(missing_ok=True)
+        (path / OWNER_FILE).unlink(missing_ok=True)
     os.close(descriptor)
 
 
 def remove_dead(base: Path, keep: Collection[Path]) -> None:
-    """Delete the folders below ``base`` whose writer was killed: those whose lock can be had, but for ``keep``.
+    """Delete the folders below ``base`` whose writer was killed, but for ``keep``: their lock can be had, and nobody
+    reads there. Where ``base`` is in the user's own folder on a node, also those of this user's other runs.
 
-    A folder that no writer of ours signed is somebody else's.
+    A folder that no writer of ours signed, or not of this user, is somebody else's.
     """
-    for file in base.glob(f"*/{_OWNER}"):
-        if file.parent not in keep and (file.parent / _LOCK).exists() and Owner.of(file.parent) is not None:
+    shared = is_user_folder(base.parent)
+    for file in base.parent.glob(f"*/*/{OWNER_FILE}") if shared else base.glob(f"*/{OWNER_FILE}"):
+        folder = file.parent
+        if folder not in keep and is_ours(folder) and (folder / _LOCK).exists() and Owner.of(folder) is not None:
             with suppress(HistoryError, OSError):
-                disclaim(file.parent, lock_writer(file.parent, timeout=0), delete=True)
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    descriptor = lock_writer(folder, timeout=0)
+    with _unused(folder) as unused:
+        if unused:
+            disclaim(folder, descriptor, delete=True)
+        else:
+            os.close(descriptor)
+
+
+@contextmanager
+def _unused(folder: Path) -> Iterator[bool]:
+    """Whether no process of a run reads there; none begins to within the block then."""
+    try:
+        descriptor = lock(folder / _IN_USE)
+    except FileNotFoundError:  # of an earlier version
+        yield True
+        return
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def left_behind(base: Path) -> Iterator[tuple[Path, Owner]]:
     """Folders of writers that do not seem to live, and that no run whose ``history.dir`` is ``base`` deletes.
 
     They lie below ``base`` and were written on what seems another machine (also this one, when its name changed with a
-    reboot), or below another run's folder in ``base``.
+    reboot), or below another run's folder in ``base``: in the user's own on a node the next run deletes the latter.
     """
-    for file in sorted((*base.glob(f"*/{_OWNER}"), *base.glob(f"*/*/{_OWNER}"))):
+    for file in sorted((*base.glob(f"*/{OWNER_FILE}"), *base.glob(f"*/*/{OWNER_FILE}"))):
         folder, owner = file.parent, Owner.of(file.parent)
-        if owner is not None and (folder.parent != base or owner.is_foreign()):
-            with without_writer(folder) as dead:
-                if dead:
+        if owner is not None and is_ours(folder) and (folder.parent != base or owner.is_foreign()):
+            with without_writer(folder) as dead, _unused(folder) as unused:
+                if dead and unused:
                     yield folder, owner
 
 
 def _empty(path: Path) -> None:
     for entry in path.iterdir():
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name != _LOCK:
+        elif entry.name not in (_LOCK, _IN_USE):
             entry.unlink()
 
 

@@ -38,6 +38,7 @@ class HistoryReader:
         self._next_look = 0.0
         self._identity: tuple[int, int] | None = None
         self._environment: Environment | None = None
+        self._in_use: int | None = None
         self._logged = False
         #: Times that data could not be used.
         self.errors = 0
@@ -73,7 +74,7 @@ class HistoryReader:
         if identity is None:
             return
         try:
-            self._environment = self._open()
+            self._environment, self._in_use = self._open(), owner.use(self._path)
         except (lmdb.Error, OSError, Damaged) as error:
             if environment.identity(self._path) == identity:
                 self._bad(str(error))
@@ -84,7 +85,9 @@ class HistoryReader:
         """Give the environment back; a later :meth:`get` opens it again."""
         if self._environment is not None:
             environment.release(self._environment)
-        self._environment = None
+        if self._in_use is not None:
+            os.close(self._in_use)
+        self._environment = self._in_use = None
         self._identity = None
         self._next_look = 0.0
 

@@ -189,12 +189,13 @@ class HistoryStore:
         temporary = dest.with_name(f".{dest.name}.new")
         with self._mutex:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(mode=0o700)
             try:
                 self._values.opened.env.copy(str(temporary), compact=True)
                 meta = {"format": environment.FORMAT, "namespace": self._namespace, **self.stats()}
                 (temporary / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
                 for file in temporary.iterdir():
+                    file.chmod(environment.FILE_MODE)
                     with open(file, "rb") as opened:
                         os.fsync(opened.fileno())
                 old = _before(dest)
@@ -227,9 +228,10 @@ class HistoryStore:
         with self._mutex:
             folder = environment.new_folder(self._path)
             try:
-                folder.mkdir()
+                folder.mkdir(mode=0o700)
                 bring = os.replace if take else shutil.copyfile
                 bring(source / environment.DATA_FILE, folder / environment.DATA_FILE)
+                (folder / environment.DATA_FILE).chmod(environment.FILE_MODE)
                 self._replace(self._open_checked(folder), folder)
             except (OSError, lmdb.Error, Damaged) as error:
                 shutil.rmtree(folder, ignore_errors=True)

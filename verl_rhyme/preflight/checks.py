@@ -73,7 +73,7 @@ def examine(
     if found:
         there += machine_checks.gpu_memory(found, plan, machine)
         there += machine_checks.host_memory(found, config, machine)
-    there += machine_checks.disk(config, found)
+    there += machine_checks.disk(config, found, history_room.in_checkpoint(config))
     there += machine_checks.weights(config, plan, found)
     there += machine_checks.ranker(config)
     there += history_room.check(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, startup
+from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, startup, weight_bucket
 from verl_rhyme.arms import arm_name
 from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
@@ -223,6 +223,8 @@ def weights(config: Any) -> Iterator[Check]:
             problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
         elif value is not None and not isinstance(value, str):
             problems.append((f"{where}.{option}={value} is no path", "name a folder"))
+    if found := weight_bucket.too_small(config):
+        problems.append(found)
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
 

@@ -15,7 +15,7 @@ import numpy as np
 from omegaconf import ListConfig
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import HISTORY_FILL, ConfigError
+from verl_rhyme.config import HISTORY_FILL, ConfigError, RhymeConfig
 from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.history.share import available_memory
 from verl_rhyme.preflight import machine_checks
@@ -82,18 +82,13 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
 
 def check(config: Any) -> Iterator[Check]:
     """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine."""
-    try:
-        tree = config_tree.from_verl(config)
-    except ConfigError:  # a finding of its own
-        return
+    tree = _tree(config)
     if tree is None:
         return
     name = "history store"
-    wanted = machine_checks.history_dir(config) or tempfile.gettempdir()
-    if not can_write(Path(wanted)):  # a finding of its own
+    if not can_write(_wanted(config)):  # a finding of its own
         return
-    folder, free = machine_checks.free_disk(Path(wanted))
-    bound = tree.history.bound(free, available_memory())
+    folder, free, bound = _room(config, tree)
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
         where += " (null: half of free disk or memory, the smaller one)"
@@ -106,12 +101,10 @@ def check(config: Any) -> Iterator[Check]:
     if counted is None:
         yield Check(name, OK, f"{where}; how many prompts there are is not known here")
         return
-    samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
-    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
-    epochs = max(1, min(tree.history.epochs, visits))
-    low, high = needs(counted.prompts, samples, longest, epochs)
+    low, high = _needs(config, tree, counted)
+    samples, epochs = int(config.actor_rollout_ref.rollout.n), high.epochs
     repeated = f" (in {counted.rows} rows)" if counted.rows > counted.prompts else ""
-    copied = gib(min(high.all, int(bound * HISTORY_FILL)))
+    copied = gib(_copied(high, bound))
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
         f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x "
@@ -137,6 +130,46 @@ class _Counted:
 
     rows: int = 0
     prompts: int = 0
+
+
+def in_checkpoint(config: Any) -> tuple[int, int]:
+    """Bytes of the history's copy in a checkpoint once all visits are kept, at both ends of :data:`MEAN_SHARES`; 0
+    where there is none, or prompts are not known here.
+    """
+    tree = _tree(config)
+    if tree is None or not can_write(_wanted(config)) or (counted := _prompts(config)) is None:
+        return 0, 0
+    _, free, bound = _room(config, tree)
+    low, high = (_copied(need, min(bound, int(free / PEAK))) for need in _needs(config, tree, counted))
+    return low, high
+
+
+def _tree(config: Any) -> RhymeConfig | None:
+    try:
+        return config_tree.from_verl(config)
+    except ConfigError:  # a finding of its own
+        return None
+
+
+def _wanted(config: Any) -> Path:
+    return Path(machine_checks.history_dir(config) or tempfile.gettempdir())
+
+
+def _room(config: Any, tree: RhymeConfig) -> tuple[Path, int, int]:
+    """Where the history lies here, the bytes free there, and what ``history.max_bytes`` is or stands for."""
+    folder, free = machine_checks.free_disk(_wanted(config))
+    return folder, free, tree.history.bound(free, available_memory())
+
+
+def _needs(config: Any, tree: RhymeConfig, counted: _Counted) -> tuple[Need, Need]:
+    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
+    epochs = max(1, min(tree.history.epochs, visits))
+    samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
+    return needs(counted.prompts, samples, longest, epochs)
+
+
+def _copied(need: Need, bound: int) -> int:
+    return min(need.all, int(bound * HISTORY_FILL))
 
 
 def _prompts(config: Any) -> _Counted | None:

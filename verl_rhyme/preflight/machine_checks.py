@@ -301,17 +301,25 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
     yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
 
 
-def disk(config: Any, found: Estimate | None) -> Iterator[Check]:
-    """Room for checkpoints."""
+def disk(config: Any, found: Estimate | None, history: tuple[int, int] = (0, 0)) -> Iterator[Check]:
+    """Room for checkpoints.
+
+    Args:
+        config: The resolved config.
+        found: What the model takes.
+        history: Bytes of the history's copy in each, at least and at most.
+    """
     trainer = config.trainer
     if int(trainer.save_freq) > 0 and found:
         folder, free = free_disk(Path(str(trainer.default_local_dir)).expanduser())
         keep = trainer.get("max_actor_ckpt_to_keep")
-        needed = found.checkpoint * (int(keep or 1) + 1)  # the new one is written before the oldest goes
+        many = int(keep or 1) + 1  # the new one is written before the oldest goes
+        least, needed = (many * (found.checkpoint + copy) for copy in history)
         every = "" if keep else "; all are kept (max_actor_ckpt_to_keep is null)"
-        status = FAIL if free < needed else OK if keep else WARN
+        status = FAIL if free < least else OK if keep and free >= needed else WARN
         remedy = "" if status == OK else "set trainer.max_actor_ckpt_to_keep, or trainer.default_local_dir elsewhere"
-        detail = f"{folder}: {gib(free)} free, {gib(needed)} for {int(keep or 1) + 1} of {gib(found.checkpoint)}{every}"
+        copies = f" and {gib(history[0])} to {gib(history[1])} of history" if any(history) else ""
+        detail = f"{folder}: {gib(free)} free, {gib(needed)} for {many} of {gib(found.checkpoint)}{copies}{every}"
         yield Check("checkpoints", status, detail, remedy)
 
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +22,15 @@ from verl_rhyme.arms import arm_name
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots
+from verl_rhyme.ownership import user_folder
+from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import router_file
 from verl_rhyme.workers.client import rhymed
 from verl_rhyme.workers.deaths import Outliving
 from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
-from verl_rhyme.workers.replicas import let_change
+from verl_rhyme.workers.weights.kept_group import kept
 from verl_rhyme.workers.weights.manager import RelayManager, relayed
 
 logger = logging.getLogger(__name__)
@@ -85,11 +86,10 @@ class RhymeTrainerMixin(PPOTrainer):
             name = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             with open_dict(config):
                 tree = config.actor_rollout_ref.rollout.custom.rhyme
-                tree.history = {**(tree.get("history") or {}), "dir": f"{tempfile.gettempdir()}/verl_rhyme/{name}"}
+                tree.history = {**(tree.get("history") or {}), "dir": str(user_folder() / name)}
             rhyme = self._rhyme = config_tree.from_verl(config)
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
-        let_change(config)
         super().__init__(config)
         if rhyme.poll_interval is not None:
             self.replay_buffer.poll_interval = rhyme.poll_interval
@@ -116,7 +116,7 @@ class RhymeTrainerMixin(PPOTrainer):
         super()._setup()
         for name in ("checkpoint_manager", "standalone_checkpoint_manager"):  # the latter where engines are apart
             if (weights := getattr(self, name, None)) is not None:
-                ours = relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout)
+                ours = kept(relayed(weights, self._rhyme.weights, self.config.actor_rollout_ref.rollout))
                 setattr(self, name, Outliving(ours))
         router = self._router()
         asked = router is not None or self._event_log is not None
@@ -288,6 +288,16 @@ class RhymeTrainerMixin(PPOTrainer):
         except Exception:
             logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
         super()._save_checkpoint()
+        self._remove_orphans()
+
+    def _remove_orphans(self) -> None:
+        """What is ours of checkpoints that verl has removed just now, or before it was killed."""
+        try:
+            errors = list(checkpoints.remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps))
+        except OSError as error:  # the folder cannot be listed
+            errors = [error]
+        for why in errors:
+            logger.warning("of a checkpoint that verl has removed something stays: %s", why)
 
     @_hook
     def _load_checkpoint(self) -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history import owner
 from verl_rhyme.history.store import HistoryError
 from verl_rhyme.observability.errors import first_line
 from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
@@ -73,6 +74,7 @@ class HistoryService:
         self._opening: dict[str, Any] = {}
         self._failures: dict[str, _Failures] = {}
         self._ready = False
+        self._in_use: int | None = None
         self._bytes = 0
         #: Of the values that other nodes have, the mean over these; ``None`` where there are none.
         self.bytes_elsewhere: float | None = None
@@ -118,6 +120,8 @@ class HistoryService:
         try:
             self._answers({node: self._opening[node] for node in self._writers}, self._config.timeout)
             self._ready = True
+            # What a writer that dies leaves is this run's, which goes on, also where no engine reads it.
+            self._in_use = owner.use(Path(node_history_dir(str(self._config.dir), self._here)))
             settling = {node: writer.settle.remote() for node, writer in self._writers.items()}
             for node, told in self._answers(settling, self._config.timeout).items():
                 if told:
@@ -203,6 +207,9 @@ class HistoryService:
             self._answers(calls, min(self._config.timeout, _CLOSE_TIMEOUT_S))
         except Exception:
             logger.warning("a history writer did not end in order", exc_info=True)
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
 
     def _send(self, file: Path, nodes: set[str]) -> set[str]:
         """A file to several nodes, piece by piece: a history may be larger than Ray's store. Returns who has it."""

@@ -35,8 +35,9 @@ class HistoryWriter:
 
     Args:
         folder: The node's own; see :func:`node_history_dir`.
-        living: Folders of all nodes that are alive. Beside its own it deletes those of dead writers, but for these: a
-            neighbour on this machine, killed with it, is started anew as well.
+        living: Folders of all nodes that are alive. Beside its own it deletes those of dead writers
+            (:func:`~verl_rhyme.history.owner.remove_dead`), but for these: a neighbour on this machine, killed with it,
+            is started anew as well.
         run: What another run left in this node's folder is deleted; what a dead writer of this run left is taken over.
         serves: The node whose prompts alone are kept (``history.keep=served``); ``None``: all are.
     """
@@ -59,7 +60,7 @@ class HistoryWriter:
     def _store(self) -> HistoryStore:
         if self._opened is None:
             folder, config = self._folder, self._config
-            folder.mkdir(parents=True, exist_ok=True)
+            owner.make(folder)
             owner.remove_dead(folder.parent, self._living)
             # What is free now, until it is settled: not where a writer of this run settled it and died, for engines and
             # trainer have most of the memory since, and what does not fit goes.

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, open_dict
 from ray.exceptions import RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 
@@ -20,6 +19,7 @@ from verl_rhyme.observability.errors import last_line
 from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
 from verl_rhyme.workers.replica_start import Start, end
 from verl_rhyme.workers.weights.folder import WeightsError
+from verl_rhyme.workers.weights.kept_group import KeptGroupManager
 from verl_rhyme.workers.weights.manager import RelayManager
 
 logger = logging.getLogger(__name__)
@@ -55,22 +55,6 @@ def _admit(router: Any, servers: dict[str, Any]) -> None:
                 report.remote(address, tokens)
 
 
-def let_change(config: DictConfig) -> None:
-    """Have verl's NCCL engine build its process group anew for each weight sync, unless the user says otherwise.
-
-    As verl has it the group of the first sync stays, and a replica that is missing or new does not fit in: no weights
-    could be synced any more after a death.
-
-    Args:
-        config: verl's, before its workers are made.
-    """
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    if engine.backend == "nccl":
-        with open_dict(config):
-            known = engine.get("engine_kwargs") or {}
-            engine.engine_kwargs = {**known, "nccl": {"rebuild_group": True, **(known.get("nccl") or {})}}
-
-
 def obstacle(engine: Any, workers: int) -> str:
     """Why weights cannot be sent to a new replica alone; empty when they can.
 
@@ -79,10 +63,6 @@ def obstacle(engine: Any, workers: int) -> str:
         workers: Of a replica.
     """
     backend = engine.backend
-    if backend == "nccl" and not (engine.engine_kwargs.get("nccl") or {}).get("rebuild_group"):
-        return (
-            "checkpoint_engine.engine_kwargs.nccl.rebuild_group=false keeps the process group of the first weight sync"
-        )
     if backend == "kimi_ckpt_engine":
         return f"checkpoint_engine.backend={backend} keeps the process group of the first weight sync"
     if backend == "delta_sharded":
@@ -317,7 +297,10 @@ class Spares:
             return
         try:
             with watched([new]):
-                CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
+                if isinstance(self._weights, KeptGroupManager):
+                    self._weights.send([new], version)
+                else:
+                    CheckpointEngineManager(self._weights.config, self._weights.actor_wg, [new]).update_weights(version)
         except Exception as error:
             raise ReplicaDied(
                 f"rollout replica {new.replica_rank}, which is to serve from now on, did not get its weights: {error}\n"

@@ -148,3 +148,52 @@ def test_a_folder_that_is_no_history_is_never_deleted(tmp_path, text):
     (other / "owner.json").write_text(text)
     owner.remove_dead(tmp_path, keep={tmp_path / "node"})
     assert [file.name for file in other.iterdir()] == ["owner.json"]
+
+
+def test_a_link_in_a_folders_place_is_refused_and_its_target_kept(tmp_path):
+    """In a shared place anybody may have made it; it may lead to a checkpoint folder of this user's."""
+    checkpoint = tmp_path / "checkpoints" / "global_step_10"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "node").symlink_to(checkpoint.parent)
+    with pytest.raises(HistoryError, match=r"base/node is a link.*history\.dir"):
+        open_store(tmp_path / "base" / "node")
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["global_step_10"]
+
+
+def test_a_dead_writers_folder_is_not_removed_through_a_link(tmp_path, writer):
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    folder = tmp_path / "base" / "node"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "link").symlink_to(folder)
+    owner.remove_dead(tmp_path / "other", keep={tmp_path})
+    assert tokens(folder) == [5, 6]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+def test_another_users_folder_is_refused_and_nothing_in_it_deleted(tmp_path):
+    folder = tmp_path / "node"
+    folder.mkdir()
+    (folder / "theirs").touch()
+    os.chown(folder, 12345, -1)
+    with pytest.raises(HistoryError, match=r"node belongs to the user 12345.*history\.dir"):
+        open_store(folder)
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+
+
+def test_nobody_else_may_read_a_history(tmp_path):
+    folder, checkpoint = tmp_path / "h", tmp_path / "global_step_1"
+    folder.mkdir(mode=0o755)  # of an earlier version
+    before = os.umask(0o022)
+    try:
+        with open_store(folder) as store:
+            store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1)
+            store.snapshot(checkpoint / "history")
+            store.restore(checkpoint / "history")
+            data = [*folder.rglob("*.mdb"), *checkpoint.rglob("*.mdb")]
+            assert [path.stat().st_mode & 0o777 for path in (folder, checkpoint / "history")] == [0o700, 0o700]
+            assert {path.name for path in data} == {"data.mdb", "lock.mdb"}
+            assert {path.stat().st_mode & 0o777 for path in data} == {0o600}
+    finally:
+        os.umask(before)

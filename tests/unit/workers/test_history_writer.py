@@ -12,6 +12,7 @@ import pytest
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import share
+from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
@@ -138,3 +139,69 @@ def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monke
     finally:
         for writer in made:
             writer.close()
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """The user's folder in a place that runs and users share."""
+    return tmp_path / f"verl_rhyme-{os.getuid()}"
+
+
+def left_by_a_killed_run(base):
+    folder = node_history_dir(str(base), NODES[0])
+    command = [sys.executable, "-c", textwrap.dedent(WRITE), "killed", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGKILL)
+
+
+def test_what_this_users_killed_runs_left_on_the_node_goes(shared):
+    """Whatever checkpoint folder they had: on a preempting cluster it may never be used again here."""
+    left_by_a_killed_run(shared / "killed")
+    opened = writer(shared / "mine", NODES[0])
+    opened.open()
+    assert [path.name for path in shared.iterdir()] == ["mine"]
+    opened.close()
+    assert not list(shared.iterdir())
+
+
+def test_a_run_whose_writer_alone_died_keeps_its_history(shared):
+    """Its engines read on, and its next writer takes the folder over."""
+    left_by_a_killed_run(shared / "living")
+    reader = HistoryReader(node_history_dir(str(shared / "living"), NODES[0]), "vocabulary")
+    assert reader.get(KEY) is not None
+    opened = writer(shared / "mine", NODES[0])
+    opened.open()
+    assert tokens(shared / "living", NODES[0]) == [5, 6]
+    opened.close()
+    reader.close()
+    opened = writer(shared / "mine", NODES[0])
+    opened.open()
+    assert [path.name for path in shared.iterdir()] == ["mine"]
+    opened.close()
+
+
+def test_runs_of_a_folder_of_the_users_own_are_left_alone(tmp_path):
+    """``history.dir`` may lie among anything."""
+    left_by_a_killed_run(tmp_path / "other")
+    opened = writer(tmp_path / "mine", NODES[0])
+    opened.open()
+    opened.close()
+    assert tokens(tmp_path / "other", NODES[0]) == [5, 6]
+
+
+def test_the_users_folder_is_private_all_the_way_and_no_link(shared, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    shared.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HistoryError, match=r"is a link.*history\.dir"):
+        writer(shared / "mine", NODES[0]).open()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    shared.unlink()
+    before = os.umask(0o022)
+    try:
+        opened = writer(shared / "mine", NODES[0])
+        opened.open()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (shared, shared / "mine")] == [0o700, 0o700]
+    opened.close()

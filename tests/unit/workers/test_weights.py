@@ -1,6 +1,7 @@
 """The relay of weights, without verl and Ray: files of a node, and nodes that pass them on."""
 
 import asyncio
+import json
 import os
 import signal
 import stat
@@ -122,6 +123,55 @@ class TestFolder:
         finally:
             process.kill()
             process.communicate()
+
+    @pytest.mark.parametrize("stem", ["", "0" * 31, "*", "g" * 32])
+    def test_no_name_but_our_own_is_a_left_over(self, tmp_path, stem):
+        """In /dev/shm anybody may make files, and what they are called was a prefix of all that went."""
+        live = claim(tmp_path)
+        write(live, 1)
+        (tmp_path / f"verl_rhyme_weights_{stem}.lock").touch(0o666)
+        beside = tmp_path / f"verl_rhyme_weights_{stem}"
+        beside.mkdir()
+        claim(tmp_path)
+        assert same(live, 1)
+        assert beside.exists()
+
+    @pytest.mark.parametrize("signed", [{"host": "elsewhere", "boot": "another"}, None], ids=["another host", "nobody"])
+    def test_what_another_host_may_use_stays(self, tmp_path, signed):
+        """On a file system whose locks are each client's own, its lock can be had here."""
+        theirs = claim(tmp_path)
+        write(theirs, 1)
+        lock = theirs.path.with_suffix(".lock")
+        lock.write_text("" if signed is None else json.dumps({**json.loads(lock.read_text()), **signed}))
+        let_go(theirs)
+        claim(tmp_path)
+        assert same(theirs, 1)
+
+    def test_nothing_goes_through_a_link(self, tmp_path):
+        (tmp_path / "root").mkdir()
+        target = tmp_path / "global_step_10"
+        target.mkdir()
+        left = claim(tmp_path / "root")
+        let_go(left)
+        left.path.rmdir()
+        left.path.symlink_to(target)
+        (tmp_path / "aim").write_bytes(left.path.with_suffix(".lock").read_bytes())
+        linked = tmp_path / "root" / f"verl_rhyme_weights_{'a' * 32}"
+        linked.mkdir()
+        linked.with_suffix(".lock").symlink_to(tmp_path / "aim")
+        claim(tmp_path / "root")
+        assert target.is_dir()
+        assert linked.is_dir(), "its lock is somebody else's file"
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+    @pytest.mark.parametrize("what", ["lock", "folder"])
+    def test_another_users_stay(self, tmp_path, what):
+        theirs = claim(tmp_path)
+        write(theirs, 1)
+        let_go(theirs)
+        os.chown(theirs.path if what == "folder" else theirs.path.with_suffix(".lock"), 12345, -1)
+        claim(tmp_path)
+        assert same(theirs, 1)
 
 
 @pytest.fixture

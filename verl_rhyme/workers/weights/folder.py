@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from verl_rhyme.ownership import Owner, is_ours, lock
 from verl_rhyme.workers.weights.transfer import CHUNK_BYTES, Chunk, Part, digest, identity
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ _WRITERS = 2
 _DYING_S = 5.0
 
 _PREFIX = "verl_rhyme_weights_"
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _MANIFEST = "manifest.json"
 #: The manifest in a folder that was taken over.
 _LEFT = "manifest.left"
@@ -190,6 +193,7 @@ class Folder:
     def close(self) -> None:
         """All of it goes."""
         shutil.rmtree(self.path, ignore_errors=True)
+        _lock_of(self.path).unlink(missing_ok=True)
 
     def remove(self, version: int) -> None:
         (self._of(version) / _MANIFEST).unlink(missing_ok=True)  # first: it is not whole from now on
@@ -289,12 +293,11 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
         root.mkdir(parents=True, exist_ok=True)
         if heir_of is not None and _inherit(left := Path(heir_of)):
             return Folder(left)
-        while True:
-            lock = root / f"{_PREFIX}{uuid.uuid4().hex}.lock"
-            if _try_lock(lock, os.O_CREAT) >= 0 and lock.exists():  # until this process ends
-                break  # else a cleaner found it before it was locked
+        folder = root / f"{_PREFIX}{uuid.uuid4().hex}"
+        held = lock(_lock_of(folder), create=True)  # until this process ends
+        assert held is not None  # nobody knew the name, and nobody removes what is not signed
+        Owner.here("").sign(held)
         _remove_leftovers(root)
-        folder = lock.with_suffix("")
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise WeightsError(
@@ -304,11 +307,16 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
     return Folder(folder)
 
 
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
 def _inherit(left: Path) -> bool:
     """Take over a folder whose owner died, or is about to; whether it is there."""
     until = time.monotonic() + _DYING_S
-    while left.is_dir() and time.monotonic() < until:
-        if _try_lock(left.with_suffix(".lock")) >= 0:
+    while is_ours(left) and time.monotonic() < until:
+        if (held := _dead(left)) is not None:
+            Owner.here("").sign(held)
             for manifest in left.glob(f"*/{_MANIFEST}"):
                 manifest.rename(manifest.with_name(_LEFT))
             return True
@@ -316,29 +324,37 @@ def _inherit(left: Path) -> bool:
     return False
 
 
-def _try_lock(file: Path, flags: int = 0) -> int:
-    """The kernel's lock on a file, in whichever container its holder lives; -1 where a live process has it."""
+def _dead(folder: Path) -> int | None:
+    """The lock of a folder whose owner is dead: it signed on this host, where a live one's lock cannot be had."""
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-    except (FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
-        if flags:
-            raise
-        return -1
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return -1
-    return descriptor
+        held = lock(_lock_of(folder))
+    except OSError:  # gone meanwhile, or another user's
+        return None
+    if held is not None and ((owner := Owner.of(_lock_of(folder))) is None or owner.is_foreign()):
+        os.close(held)
+        return None
+    return held
 
 
 def _remove_leftovers(root: Path) -> None:
-    for lock in root.glob(f"{_PREFIX}*.lock"):
-        descriptor = _try_lock(lock)
-        if descriptor >= 0:
-            for left in root.glob(f"{lock.stem}*"):  # earlier versions left files beside it
-                try:
-                    left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
-                except OSError as error:  # another's, say; it is no reason not to run
-                    logger.warning("%s, of a run that ended, cannot be removed: %s", left, error.strerror)
-            os.close(descriptor)
+    for folder in left_behind(root):
+        try:
+            if is_ours(folder):
+                shutil.rmtree(folder)
+            if not os.path.lexists(folder):
+                _lock_of(folder).unlink()
+        except OSError as error:  # it is no reason not to run
+            logger.warning("%s, of a run that ended, cannot be removed: %s", folder, error.strerror)
+
+
+def left_behind(root: Path) -> Iterator[Path]:
+    """Folders whose owner was killed, of this user on this host, by the names that :func:`claim` gives; nobody can take
+    one over until the next is asked for.
+    """
+    for file in root.glob(f"{_PREFIX}*.lock"):
+        folder = file.with_suffix("")
+        if _NAME.fullmatch(folder.name) and (held := _dead(folder)) is not None:
+            try:
+                yield folder
+            finally:
+                os.close(held)
