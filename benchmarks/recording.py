@@ -194,7 +194,7 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
                 through_the_trainer(batch, step, writer, events)
             else:
                 recorder.start(batch, step=step, part=step, epoch=step)
-                recorder.join()
+                recorder.drain()
             figures = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
             figures |= {"bytes_per_token": traffic.bytes / samples / tokens, "peak_mb": (_peak() - before) / 1e6}
             found.append(figures)

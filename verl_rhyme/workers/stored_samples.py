@@ -140,6 +140,12 @@ class TrainedBatch:
         served = {key for key, nodes in zip(self.prompts, self.nodes, strict=True) if node in nodes or not nodes}
         return self._of([row for row, key in enumerate(self.prompts) if key in served]), set(self.prompts) - served
 
+    def pieces(self) -> Iterator[TrainedBatch]:
+        """In pieces that are fetched and recorded at a time: all samples of a prompt are in one, few megabytes else."""
+        token_bytes = _TOKEN_ID_BYTES + _FLOAT_BYTES * self.logprobs
+        for rows in self.stored.pieces(token_bytes, together=self.prompts):
+            yield self._of(rows)
+
     def _of(self, rows: list[int]) -> TrainedBatch:
         def pick(column: list[Any]) -> list[Any]:
             return [column[row] for row in rows]
