@@ -107,6 +107,7 @@ class HistoryService:
                 *(folders[node_id], set(folders.values()), self._namespace, self._config, self._run, serves)
             )
             self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
+            writer.give_way.remote()
             if self._ready:
                 writer.settle.remote()
 

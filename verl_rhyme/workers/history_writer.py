@@ -17,6 +17,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
+_NICENESS = 10
 #: In a writer's folder: what ``history.max_bytes=null`` stands for.
 _BOUND_FILE = "max_bytes"
 #: What the store counts by append, as opposed to what it says of itself.
@@ -96,6 +97,10 @@ class HistoryWriter:
         """
         assert self._store is not None
         return os.getpid()
+
+    def give_way(self) -> None:
+        """Let training and engines of this node have the cores first: of this thread, and of those that it starts."""
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
     def rewards(self, stored: StoredSamples) -> np.ndarray:
         """float64[N], of samples in TransferQueue; sent, instead of the tokens' rewards, to the trainer."""
