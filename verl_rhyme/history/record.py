@@ -233,7 +233,7 @@ class PromptHistory:
         tokens = packing.pack(self.tokens + np.int32(1), token_bits)
         labels = [getattr(self, name) for name in _PER_RESPONSE]
         arrays = [self.bounds, self.reward, *labels, tokens, packing.pack(self.suffixes, suffix_bits), self.confidence]
-        body: list[Any] = [struct.pack("<IIBBxx", n, len(self), token_bits, suffix_bits), *map(np.ascontiguousarray, arrays)]
+        body: list[Any] = [struct.pack("<IIBBxx", n, len(self), token_bits, suffix_bits), *arrays]
         checksum = 0
         for part in body:
             checksum = zlib.crc32(part, checksum)

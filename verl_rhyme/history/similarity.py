@@ -21,7 +21,7 @@ from verl_rhyme.history.record import PromptHistory, Trajectory
 #: Tokens that must agree in a row: as many as the drafter of RhymeRL asks for (``drafting.match.min``).
 MATCH = MatchConfig().min
 #: Tokens, new and old, that are compared in one append (about 50 ns each).
-BUDGET = 1 << 22
+BUDGET = 1 << 21
 CHANCE_BUDGET = BUDGET // 4
 
 
