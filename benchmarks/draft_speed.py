@@ -125,7 +125,7 @@ def build_seconds(tokens: np.ndarray, bounds: np.ndarray) -> float:
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
-        suffix_index.build(tokens, bounds)
+        suffix_index.build(tokens)
         seconds.append(time.perf_counter() - started)
     return float(np.median(seconds))
 

@@ -5,7 +5,8 @@
 Each arm is a process of its own with a Ray of its own, which records six synthetic steps of other prompts each, the
 first to warm up. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a
 step, packed it, and put it into Ray's store for the history writer. "by name" is the recorder: the writer fetches. Both
-write the event log. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it
+write the event log. A step's end waits ``wait_s``, until its samples may be cleared; after ``wall_s`` the history has
+them. Bytes are counted where they pass: messages of TransferQueue in the trainer's process, and what it
 puts into Ray or gets of it. Peak memory is the trainer's own, above what it had before the first step, and the whole of
 the writer's (of which some 330 MB are torch and TransferQueue, which only "by name" needs).
 """
@@ -30,7 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 ARMS = ("through the trainer", "by name")
 #: Samples, response tokens of each.
-SIZES = ((512, 2048), (512, 16384))
+SIZES = ((512, 2048), (512, 8192), (256, 32768))
 GROUP, PROMPT_TOKENS, STEPS = 16, 256, 6
 
 
@@ -192,10 +193,13 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
             wall, cpu = time.perf_counter(), time.process_time()
             if arm == ARMS[0]:
                 through_the_trainer(batch, step, writer, events)
+                waited = time.perf_counter() - wall
             else:
                 recorder.start(batch, step=step, part=step, epoch=step)
                 recorder.join()
-            figures = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+                waited = time.perf_counter() - wall
+                recorder.drain()
+            figures = {"wait_s": waited, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
             figures |= {"bytes_per_token": traffic.bytes / samples / tokens, "peak_mb": (_peak() - before) / 1e6}
             found.append(figures)
             tq.kv_clear(keys=keys, partition_id="train")
@@ -210,7 +214,7 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
         tq.close()
     ray.shutdown()
     shown: dict[str, Any] = {}
-    for name in ("wall_s", "cpu_s"):
+    for name in ("wait_s", "wall_s", "cpu_s"):
         warm = [row[name] for row in found[1:]]
         shown |= {name: round(float(np.median(warm)), 4), f"{name}_range": [round(f(warm), 4) for f in (min, max)]}
     peak = sum(row["peak_mb"] for row in found)  # of the process: a step adds what it takes beyond those before it

@@ -1,15 +1,17 @@
-"""The history at the size of DAPO-Math: 17,398 prompts x 16 responses, shorter ones than there, so that they fit here.
+"""The history of prompts with 16 responses of real lengths, 8k and 32k tokens: what recording costs a prompt.
 
-    python -m benchmarks.real_sizes history [--json] [--quick]
+    python -m benchmarks.real_sizes history [--json] [--quick] [--tokens 8192 ...] [--prompts N] [--threads N]
 
-The store alone, without TransferQueue and Ray (``benchmarks.recording`` has those): epochs of made responses are
-appended in steps of 512 prompts, then snapshotted, rewritten (what is kept is copied into a dense file) and restored
-into another folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the
-kernel takes back as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. A tenth of
-a response's tokens is new in the second epoch.
+The store alone, without TransferQueue and Ray (``benchmarks.recording`` has those, and what a step waits): epochs of
+made responses are appended, snapshotted, rewritten (what is kept is copied into a dense file) and restored into another
+folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the kernel takes back
+as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. From the fifth epoch on a
+prompt's history has its size: four epochs, one of which goes. Responses are made of phrases, most of which their prompt
+has in other responses, too, as reasoning about one problem has; one token in twenty is another.
 
-Last, one prompt of 500k tokens is read (four epochs of 16 responses): the fastest of many reads from a warm map, and of
-its parts: unpacking, and the value's checksum.
+Last, one prompt is read: the fastest of many reads from a warm map, and of its parts: unpacking, and the checksum.
+
+The seconds of an earlier commit: this file in the place of its own.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
 VOCABULARY = 152_064
-PROMPTS, SAMPLES, STEP = 17_398, 16, 512
+SAMPLES, EPOCHS = 16, 4
 NAMESPACE = "benchmark"
-READ_TOKENS = 500_000
+#: A prompt's phrases, their mean tokens, and which tokens are others.
+PHRASES, PHRASE_TOKENS, OTHERS = 3000, 6, 0.05
 
 
 def key(prompt: int) -> bytes:
@@ -44,18 +47,26 @@ def key(prompt: int) -> bytes:
 
 
 def responses(prompt: int, epoch: int, tokens: int) -> list[Trajectory]:
-    """16 of one prompt, of ``tokens`` each on average; ids fall off as a language's do."""
+    """16 of one prompt, of ``tokens`` each on average; phrases and ids fall off as a language's do."""
+    phrases = np.random.default_rng(prompt)
+    lengths = phrases.geometric(1 / PHRASE_TOKENS, PHRASES)
+    words = _ids(phrases, int(lengths.sum()))
+    starts = np.cumsum(lengths) - lengths
     made = []
     for sample in range(SAMPLES):
-        rng = np.random.default_rng([prompt, sample])
+        rng = np.random.default_rng([prompt, sample, epoch])
         length = max(1, int(rng.uniform(0.5, 1.5) * tokens))
-        text = np.minimum(rng.pareto(0.6, length) * 20, VOCABULARY - 1).astype(np.int32)
-        if epoch:
-            other = np.random.default_rng([prompt, sample, epoch]).integers(0, VOCABULARY, length)
-            text = np.where(rng.random(length) < 0.1, other, text).astype(np.int32)
+        said = np.minimum(rng.pareto(0.7, 16 + length // 2) * 3, PHRASES - 1).astype(np.int64)
+        within = np.arange(lengths[said].sum()) - np.repeat(np.cumsum(lengths[said]) - lengths[said], lengths[said])
+        text = np.resize(words[np.repeat(starts[said], lengths[said]) + within], length)
+        text = np.where(rng.random(length) < OTHERS, _ids(rng, length), text).astype(np.int32)
         logprobs = -rng.exponential(0.3, length).astype(np.float32)
         made.append(Trajectory(key(prompt), text, float(sample % 2), epoch, epoch, sample, logprobs))
     return made
+
+
+def _ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.minimum(rng.pareto(0.6, count) * 20, VOCABULARY - 1).astype(np.int32)
 
 
 class Watch:
@@ -99,35 +110,37 @@ def used(folder: Path) -> int:
     return total
 
 
-def record(folder: Path, bound: int, prompts: int, tokens: int, epoch: int) -> Iterator[dict[str, Any]]:
-    """One epoch, step by step; making the responses is not timed."""
-    seconds, made = 0.0, 0
-    with HistoryStore(folder / "store", NAMESPACE, bound, 4) as store:
-        order = np.random.default_rng(epoch).permutation(prompts)
-        for step, chosen in enumerate(np.split(order, range(STEP, prompts, STEP))):
-            batch = [t for prompt in chosen.tolist() for t in responses(prompt, epoch, tokens)]
-            made += sum(len(t.tokens) for t in batch)
-            with Watch(folder) as watch:
-                stats = store.append(batch, epoch * 1_000_000 + step)
-            seconds += watch.seconds
+def record(folder: Path, bound: int, prompts: int, tokens: int, threads: int | None) -> Iterator[dict[str, Any]]:
+    """Epoch by epoch, all prompts in one append; making the responses is not timed."""
+    given = {} if threads is None else {"threads": threads}  # earlier commits have none
+    with HistoryStore(folder / "warm", NAMESPACE, 1 << 24, EPOCHS, **given) as store:
+        for epoch in range(2):
+            store.append(responses(0, epoch, 64), epoch)
+    with HistoryStore(folder / "store", NAMESPACE, bound, EPOCHS, **given) as store:
+        for epoch in range(EPOCHS + 2):
+            batch = [t for prompt in range(prompts) for t in responses(prompt, epoch, tokens)]
+            began, cpu = time.perf_counter(), time.process_time()
+            stats = store.append(batch, epoch)
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             assert stats.dropped == 0, stats
-        told = store.stats()
-    yield {
-        "arm": f"record epoch {epoch + 1}",
-        "seconds": round(seconds, 1),
-        "tokens_a_second": int(made / seconds),
-        "tokens": told["tokens"],
-        "kept_share": round(told["kept_share"], 3),
-        "bytes_a_token": round(told["bytes"] / told["tokens"], 3),
-        "file_bytes_a_token": round(told["file_bytes"] / told["tokens"], 3),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-    }
+            told = store.stats()
+            yield {
+                "arm": "record",
+                "epoch": epoch + 1,
+                "seconds_a_prompt": round(seconds / prompts, 4),
+                "cpu_seconds_a_prompt": round(cpu / prompts, 4),
+                "tokens_a_second": int(sum(len(t.tokens) for t in batch) / seconds),
+                "kept_tokens_a_prompt": int(told["tokens"] / prompts),
+                "bytes_a_token": round(told["bytes"] / told["tokens"], 3),
+                "file_bytes_a_token": round(told["file_bytes"] / told["tokens"], 3),
+                "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            }
 
 
 def move(folder: Path, bound: int, what: str) -> Iterator[dict[str, Any]]:
     """``snapshot``, ``rewrite`` or ``restore``."""
     at = folder / ("restored" if what == "restore" else "store")
-    with HistoryStore(at, NAMESPACE, bound, 4) as store:
+    with HistoryStore(at, NAMESPACE, bound, EPOCHS) as store:
         calls: dict[str, Callable[[], Any]] = {
             "snapshot": lambda: store.snapshot(folder / "snapshot"),
             "rewrite": lambda: store._rewrite(1 << 50),
@@ -146,22 +159,18 @@ def move(folder: Path, bound: int, what: str) -> Iterator[dict[str, Any]]:
     }
 
 
-def read(folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
+def read(folder: Path) -> Iterator[dict[str, Any]]:
     """One prompt's history."""
-    each = tokens // (4 * SAMPLES)
-    bound = max(1 << 20, 40 * tokens)
-    with HistoryStore(folder / "one", NAMESPACE, bound, 4) as store:
-        for epoch in range(4):
-            store.append(responses(1, epoch, each), epoch)
-        reader = HistoryReader(folder / "one", NAMESPACE)
-        history = reader.get(key(1))
+    with HistoryStore(folder / "store", NAMESPACE, 1 << 40, EPOCHS):
+        reader = HistoryReader(folder / "store", NAMESPACE)
+        history = reader.get(key(0))
         assert history is not None
         value = history.encode()
         width = packing.width_of(int(history.tokens.max()) + 1)
         packed = packing.pack(history.tokens + np.int32(1), width)
         count = len(history.tokens)
         calls: dict[str, Callable[[], Any]] = {
-            "read_us": lambda: reader.get(key(1)),
+            "read_us": lambda: reader.get(key(0)),
             "decode_us": lambda: PromptHistory.decode(value),
             "unpack_tokens_us": lambda: packing.unpack(packed, count, width, -1),
             "checksum_us": lambda: zlib.crc32(value),
@@ -185,11 +194,10 @@ PARTS = {"record": record, "move": move, "read": read}
 
 
 def _run(queue: Any, part: str, *given: Any) -> None:
-    for row in PARTS[part](*given):
-        queue.put(row)
+    queue.put(list(PARTS[part](*given)))
 
 
-def apart(part: str, *given: Any) -> dict[str, Any]:
+def apart(part: str, *given: Any) -> list[dict[str, Any]]:
     """A part in a process of its own, so that its peaks are its own."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -203,21 +211,24 @@ def apart(part: str, *given: Any) -> dict[str, Any]:
 
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="a fiftieth of the prompts")] = False,
-    tokens: Annotated[int, typer.Option(help="of a response, on average")] = 256,
-    epochs: Annotated[int, typer.Option(help="that are recorded, one after another")] = 2,
+    quick: Annotated[bool, typer.Option(help="one prompt, of 8k")] = False,
+    tokens: Annotated[list[int] | None, typer.Option(help="of a response, on average")] = None,
+    prompts: Annotated[int | None, typer.Option(help="by default so many that they have 8 million tokens")] = None,
+    threads: Annotated[int | None, typer.Option(help="that index; by default the store's own number")] = None,
 ) -> None:
     """Record, snapshot, rewrite, restore and read; a line for each. 4 GB of disk at most."""
-    prompts = PROMPTS // 50 if quick else PROMPTS
-    # Room for all, in values of whole pages, and half as much for what a step writes before it frees.
-    bound = max(1 << 24, prompts * (SAMPLES * 2 * epochs * 7 * tokens + 4096 * 2))
-    about = {"benchmark": "real_sizes", "part": "history", "prompts": prompts, "samples": SAMPLES}
-    about |= {"vocabulary": VOCABULARY, "tokens_a_response": tokens}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs: list[tuple[Any, ...]] = [("record", folder, bound, prompts, tokens, epoch) for epoch in range(epochs)]
-        jobs += [("move", folder, bound, what) for what in ("snapshot", "rewrite", "restore")]
-        jobs += [("read", folder, READ_TOKENS // 10 if quick else READ_TOKENS)]
-        for job in jobs:
-            row = {**about, **apart(*job), "machine": describe(), "commit": commit()}
-            print(json.dumps(row) if as_json else row, flush=True)
+    for each in tokens or ((8192,) if quick else (8192, 32_768)):
+        count = prompts or (1 if quick else max(1, (1 << 17) // each))
+        # Room for all, and as much for what an append writes before it frees.
+        bound = max(1 << 24, count * SAMPLES * (EPOCHS + 1) * 40 * each)
+        about = {"benchmark": "real_sizes", "part": "history", "prompts": count, "samples": SAMPLES}
+        about |= {"vocabulary": VOCABULARY, "tokens_a_response": each, "threads": threads}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            jobs: list[tuple[Any, ...]] = [("record", folder, bound, count, each, threads)]
+            jobs += [("move", folder, bound, what) for what in ("snapshot", "rewrite", "restore")]
+            jobs += [("read", folder)]
+            for job in jobs:
+                for found in apart(*job):
+                    row = {**about, **found, "machine": describe(), "commit": commit()}
+                    print(json.dumps(row) if as_json else row, flush=True)

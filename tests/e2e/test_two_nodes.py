@@ -23,9 +23,9 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, read_responses
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.workers import stored_samples
+from verl_rhyme.workers import history_service, stored_samples
 from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
-from verl_rhyme.workers.history_writer import node_history_dir
+from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
 from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 
 # Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.
@@ -286,6 +286,31 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
     assert time.monotonic() - began < 60
 
 
+def test_an_update_may_take_longer_than_the_timeout_and_what_was_recorded_is_not_recorded_again(
+    one_node, tmp_path, monkeypatch
+):
+    log = tmp_path / "log"
+
+    class Slow(HistoryWriter):
+        def record(self, pieces, step):
+            pieces = list(pieces)
+            said = log.read_text() if log.exists() else ""
+            log.write_text(said + "".join(str(t.sample) for piece in pieces for t in piece) + "\n")
+            if said.count("\n") == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3)
+            return super().record(pieces, step)
+
+    monkeypatch.setattr(history_service, "HistoryWriter", Slow)
+    monkeypatch.setattr(stored_samples, "PIECE_BYTES", 2 * 20 * 12)
+    service = started(tmp_path / "history")
+    monkeypatch.setattr(service, "_config", replace(service._config, timeout=11.0))
+    stats = service.append(named(8), step=1)  # takes 12 s, and a process's start
+    assert (stats["prompts"], stats["responses"], stats["dropped"], service.restarts) == (8, 8, 0, 1)
+    assert log.read_text().split() == ["01", "23", "45", "45", "67"]
+    service.close()
+
+
 def test_what_a_writer_elsewhere_cannot_do_is_counted_once(one_node, tmp_path, monkeypatch):
     import ray
 
@@ -327,7 +352,7 @@ def test_recorded_are_tokens_rewards_and_requests_without_the_padding(one_node, 
     batch.tags[3] = {**batch.tags[3], "is_padding": True}
     recorder.start(batch, step=2, part=2, epoch=0)
     batch.keys.reverse()  # verl reorders it meanwhile
-    recorder.join()
+    recorder.drain()
     metrics = recorder.take_metrics(rollout_s=1.0)
     recorder.close()
     assert metrics["rollout/history/errors"] == 0
@@ -355,7 +380,7 @@ def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path,
     monkeypatch.setattr(service, "add_nodes", lambda: None)  # a node on which no writer starts again
     for step in (1, 2, 3):
         recorder.start(stored(4), step=step, part=step, epoch=0)
-        recorder.join()
+        recorder.drain()
         metrics = recorder.take_metrics(rollout_s=1.0)
         assert metrics["rollout/requests"] == 3
         assert metrics["rollout/history/errors"] == step - 1
@@ -376,7 +401,7 @@ def test_a_step_that_is_over_before_it_is_recorded_is_counted_and_told_once(one_
         batch = stored(4, epoch=step)
         tq.kv_clear(keys=batch.keys[:1], partition_id="train")
         recorder.start(batch, step=step, part=step, epoch=0)
-        recorder.join()
+        recorder.drain()
         assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == step
     assert caplog.text.count("recording failed; training goes on") == 1
     assert "1 of 4 samples were cleared" in caplog.text

@@ -36,8 +36,8 @@ class HistoryConfig:
         epochs: How many of a prompt's latest visits are kept: one an epoch, or more where the data repeat prompts.
         keep: ``"all"``: every node has every prompt; ``"served"``: a node has those that its own replicas answered
             last, but for the trainer's node, which has all, for the checkpoints.
-        timeout: Seconds that training waits for a history writer's answer before it goes on and starts the writer
-            anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
+        timeout: Seconds that a history writer has for a piece of an update (128 MiB), which is a deadline by progress:
+            then it is started anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
     """
 
     dir: str | None = None

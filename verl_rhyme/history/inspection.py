@@ -145,8 +145,8 @@ def reusable(history: PromptHistory) -> tuple[int, int]:
     older = [history.response(i) for i in range(len(history)) if history.visit[i] != newest]
     if not older:
         return 0, 0
-    text, bounds = suffix_index.join(older)
-    index = _Text(text, suffix_index.build(text, bounds))
+    text, _ = suffix_index.join(older)
+    index = _Text(text, suffix_index.build(text))
     foreseen = looked_at = 0
     for i in range(len(history)):
         if history.visit[i] != newest:

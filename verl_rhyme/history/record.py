@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -133,8 +134,15 @@ class PromptHistory:
 
     @classmethod
     def _build(
-        cls, responses: Sequence[np.ndarray], reward: Sequence[float], labels: Sequence, codes: Sequence[np.ndarray]
+        cls,
+        responses: Sequence[np.ndarray],
+        reward: Sequence[float],
+        labels: Sequence,
+        codes: Sequence[np.ndarray],
+        indexed: int = 0,
+        suffixes: np.ndarray | None = None,
     ) -> PromptHistory:
+        """``suffixes`` is the suffix array of the first ``indexed`` responses."""
         tokens, bounds = suffix_index.join(responses)
         columns = np.ascontiguousarray(np.array(labels, dtype=np.int32).reshape(len(responses), 4).T)
         confidence = np.zeros(len(tokens), dtype=np.uint8)
@@ -142,7 +150,7 @@ class PromptHistory:
             confidence[start + 1 : end] = code
         rewards = np.array(reward, dtype=np.float32)
         visit, version, sample, step = columns
-        suffixes = suffix_index.build(tokens, bounds)
+        suffixes = suffix_index.build(tokens, int(bounds[indexed]), suffixes)
         return cls(tokens, bounds, suffixes, rewards, visit, version, sample, step, confidence)
 
     @cached_property
@@ -204,7 +212,24 @@ class PromptHistory:
             [[getattr(self, name)[i] for name in _PER_RESPONSE] for i in old]
             + [[t.visit, t.policy_version, t.sample, step] for t in new],
             [self.confidence[self._span(i)] for i in old] + [confidence_codes(t.logprobs, len(t.tokens)) for t in new],
+            len(old),
+            self._suffixes_of(old),
         )
+
+    def _suffixes_of(self, responses: Sequence[int]) -> np.ndarray:
+        """Suffix array of some of the responses, in their order here, as a text of their own."""
+        if len(responses) == len(self):
+            return self.suffixes
+        spans: list[list[int]] = []  # of positions that stay and move as far
+        end = 0
+        for i in responses:
+            start, stop = int(self.bounds[i]), int(self.bounds[i + 1])
+            if spans and spans[-1][1] == start:
+                spans[-1][1] = stop
+            else:
+                spans.append([start, stop, start - end])
+            end += stop - start
+        return suffix_index.without(self.suffixes, np.array(spans, dtype=np.int32).reshape(-1, 3))
 
     def latest(self, epochs: int) -> PromptHistory:
         """This history without all but its latest visits."""
@@ -217,7 +242,7 @@ class PromptHistory:
         tokens = packing.pack(self.tokens + np.int32(1), token_bits)
         labels = [getattr(self, name) for name in _PER_RESPONSE]
         arrays = [self.bounds, self.reward, *labels, tokens, packing.pack(self.suffixes, suffix_bits), self.confidence]
-        body = [struct.pack("<IIBBxx", n, len(self), token_bits, suffix_bits), *(a.tobytes() for a in arrays)]
+        body: list[Any] = [struct.pack("<IIBBxx", n, len(self), token_bits, suffix_bits), *arrays]
         checksum = 0
         for part in body:
             checksum = zlib.crc32(part, checksum)

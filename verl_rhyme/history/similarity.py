@@ -3,8 +3,8 @@
 A token counts where it lies in a run of at least :data:`MATCH` tokens that some response of the visit before has as
 well. Short runs agree by chance, too: how often, the last visit of another prompt tells, the one that came before in
 the same append. A hash table of those runs is made for each prompt, in time linear in its tokens; runs are compared,
-not only their hashes. A process spends at most :data:`BUDGET` tokens an append on it, and a quarter of that on chance,
-on the prompts that come first.
+not only their hashes. An append spends at most :data:`BUDGET` tokens on it, and a quarter of that on chance, on the
+prompts that come first: a sample of a large one, which would take as long as indexing does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_rhyme.history.record import PromptHistory, Trajectory
 #: Tokens that must agree in a row: as many as the drafter of RhymeRL asks for (``drafting.match.min``).
 MATCH = MatchConfig().min
 #: Tokens, new and old, that are compared in one append (about 50 ns each).
-BUDGET = 1 << 25
+BUDGET = 1 << 21
 CHANCE_BUDGET = BUDGET // 4
 
 

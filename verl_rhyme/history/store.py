@@ -7,10 +7,13 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 import numpy as np
@@ -20,13 +23,19 @@ from verl_rhyme.history import environment, eviction, owner, similarity
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import Trajectory, encoded_bytes
+from verl_rhyme.history.record import PromptHistory, Trajectory, encoded_bytes
 from verl_rhyme.history.values import Values, entry_of, stored_bytes
 
 __all__ = ["AppendStats", "HistoryError", "HistoryMismatch", "HistoryReader", "HistoryStore"]
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
+#: A prompt's history before and after an append, and its value.
+_Extended = tuple[PromptHistory, PromptHistory, bytes]
+#: Threads that index prompts, at most.
+_MAX_THREADS = 8
 #: Part of the present bytes that is kept, at each successive attempt to make room.
 _KEPT = (1.0, 0.6, 0.3, 0.0)
 #: Seconds to wait for a writer that is just ending, or a reader that is just checking.
@@ -85,12 +94,19 @@ class HistoryStore:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], namespace: str, max_bytes: int, epochs: int, run: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        namespace: str,
+        max_bytes: int,
+        epochs: int,
+        run: str | None = None,
+        threads: int | None = None,
     ):
         self._path = Path(path)
         self._namespace = namespace
         self._map_size = max_bytes // 4096 * 4096
         self._epochs = epochs
+        self._threads = threads or min(max(1, len(os.sched_getaffinity(0)) // 4), _MAX_THREADS)
         self._warned: set[str] = set()
         self._mutex = threading.RLock()
         self._lock: int | None = owner.claim(self._path, run, _LOCK_TIMEOUT_S)
@@ -315,18 +331,24 @@ class HistoryStore:
             room.arrive(key, last[-1].epoch, last[-1].visit, stored_bytes(size), step)
         forgotten = room.forget()
         room.settle()
+        kept = []
         for key, group in groups.items():
-            epochs = room.epochs_for(key)
-            if epochs == 0:
-                unkept += len(group)
-                if key in room:
-                    gone.add(key)
-                    values.evict(txn, key)
+            if epochs := room.epochs_for(key):
+                kept.append((key, group, epochs))
                 continue
-            old = values.get(txn, key)
-            alike.add(old, group)
+            unkept += len(group)
+            if key in room:
+                gone.add(key)
+                values.evict(txn, key)
+
+        def extended(key: bytes, value: np.ndarray | None, group: list[Trajectory], epochs: int) -> _Extended:
+            old = values.decoded(key, value)
             history = old.extended(group, step, epochs)
-            value = history.encode()
+            return old, history, history.encode()
+
+        calls = (partial(extended, key, values.stored(txn, key), group, epochs) for key, group, epochs in kept)
+        for (key, group, _), (old, history, value) in zip(kept, _results(calls, self._threads), strict=True):
+            alike.add(old, group)
             if written + stored_bytes(len(value)) > room.bound:
                 dropped += len(group)
                 continue
@@ -442,6 +464,22 @@ class HistoryStore:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("history in %s: %s (told once)", self._path, message)
+
+
+def _results(calls: Iterable[Callable[[], _Result]], threads: int) -> Iterator[_Result]:
+    """What calls return, in their order. ``calls`` is read by the caller's thread, few ahead of what is taken here."""
+    if threads == 1:
+        for call in calls:
+            yield call()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="rhyme-history") as pool:
+        waiting: deque[Future[_Result]] = deque()
+        for call in calls:
+            waiting.append(pool.submit(call))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _before(snapshot: Path) -> Path:

@@ -4,6 +4,10 @@ The text is ``[-1, r0..., -1, r1..., -1]``: token ids are not negative, so no ma
 needs to look at bounds. An entry ``p`` of the array stands for the tokens read backwards from ``text[p]``; entries that
 share the last k tokens of a context lie side by side, and what followed each of them is ``text[p + 1]``.
 
+Entries are compared by :data:`DEPTH` tokens at most and never beyond their response; equal ones keep the order of the
+text. So their order does not depend on other responses: those of new responses are sorted among themselves and merged
+with the ones that are there, and a response that goes takes its entries with it.
+
 Every numba function here is self-contained: numba's disk cache does not notice a change in another file.
 """
 
@@ -20,6 +24,10 @@ SEPARATOR = -1
 
 #: Entries are sorted by this many tokens; longer contexts are matched up to here.
 DEPTH = 64
+#: Fewer entries than this are sorted by comparing their texts, more by keys of several tokens.
+_FEW = 16
+#: Bits of a key that one pass of the radix sort goes by.
+_DIGIT = 11
 
 
 class Index(Protocol):
@@ -51,19 +59,34 @@ def join(responses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return text, bounds
 
 
-def build(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def build(tokens: np.ndarray, begin: int = 0, known: np.ndarray | None = None) -> np.ndarray:
     """Suffix array of the reversed text, without its separators.
 
-    Prefix doubling (Manber and Myers, SIAM J. Comput. 22(5), 1993) stopped at :data:`DEPTH` tokens.
-
     Args:
-        tokens, bounds: As :func:`join` makes them, int32[n] and int32[m + 1].
+        tokens: int32[n], as :func:`join` makes it.
+        begin: Position of the separator from which on the text is new.
+        known: The suffix array of the text before, int32[k]; left as it is.
 
     Returns:
-        int32[n - m - 1], positions in ``tokens``, ordered by the tokens read backwards from each.
+        int32[n - m - 1] for m responses, positions in ``tokens``, ordered by the tokens read backwards from each.
     """
-    order = _sort_backwards(np.array(tokens, dtype=np.int32), DEPTH)
-    return order[len(bounds) :]  # a separator is the least token: the m + 1 of them come first
+    text = np.asarray(tokens, dtype=np.int32)
+    bits = max(1, (int(text.max()) + 1).bit_length())
+    each = min(64 // bits, DEPTH // 2)
+    new, keys = _sorted(text, begin, bits, each)
+    if known is None or not len(known):
+        return new
+    return _merged(text, known, new, keys, bits, each)
+
+
+def without(suffixes: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """The suffix array of what stays of a text, in its order.
+
+    Args:
+        suffixes: int32[n].
+        spans: int32[k, 3], disjoint: positions from the first to before the second stay, and move down by the third.
+    """
+    return _without(suffixes, spans)
 
 
 def first_tokens(tokens: np.ndarray) -> np.ndarray:
@@ -104,7 +127,9 @@ def tail(context: np.ndarray, length: int) -> np.ndarray:
 def warm() -> None:
     """Compile (or load from numba's disk cache) everything here, so that no request waits for it."""
     text, bounds = join([np.array([1, 2, 3], dtype=np.int32)])
-    suffixes = build(text, bounds)
+    suffixes = build(text, 0)
+    suffixes = build(np.concatenate([text, text[1:]]), int(bounds[-1]), suffixes)
+    without(suffixes, np.array([[0, 9, 0]], dtype=np.int32))
     _longest_match(text, suffixes, tail(text, 1))
     first_tokens(text)
 
@@ -183,67 +208,171 @@ def _first_tokens(text):
 
 
 @njit(cache=True, nogil=True)
-def _sort_backwards(text, depth):
-    n = len(text)
-    order = np.arange(n, dtype=np.int32)
-    spare = np.empty(n, dtype=np.int32)
-    top = text.max() + 1
-    # Depth 1: radix sort by token, 8 bits at a time (separators are -1, hence the + 1).
-    shift = 0
-    counts = np.empty(257, dtype=np.int64)
-    while (top >> shift) > 0:
-        counts[:] = 0
+def _key(text, position, depth, bits, each):
+    """The next ``each`` tokens, those at ``depth`` and before, as a number by which entries are ordered.
+
+    Its lowest token is 0 where the response, or what is compared, ends with these: entries of that key are equal.
+    """
+    key = np.uint64(0)
+    taken = 0
+    while taken < min(each, DEPTH - depth):
+        token = text[position - depth - taken]
+        key = (key << np.uint64(bits)) | np.uint64(token + 1)
+        taken += 1
+        if token < 0:
+            break
+    return key << np.uint64(bits * (each - taken))
+
+
+@njit(cache=True, nogil=True)
+def _before(text, one, other, depth):
+    """Whether an entry comes before another, with which it agrees on ``depth`` tokens."""
+    while depth < DEPTH:
+        a, b = text[one - depth], text[other - depth]
+        if a != b:
+            return a < b
+        if a < 0:
+            return False
+        depth += 1
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _sorted(text, begin, bits, each):
+    """Entries of ``text[begin:]`` in order, int32[n], and their keys at depth 0, uint64[n]."""
+    n = 0
+    for position in range(begin, len(text)):
+        n += text[position] >= 0
+    order, spare = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)
+    keys, spare_keys = np.empty(n, dtype=np.uint64), np.empty(n, dtype=np.uint64)
+    n = 0
+    for position in range(begin, len(text)):
+        if text[position] >= 0:
+            order[n], keys[n] = position, _key(text, position, 0, bits, each)
+            n += 1
+    low = np.uint64((1 << _DIGIT) - 1)
+    free = np.empty((1 << _DIGIT) + 1, dtype=np.int64)
+    for shift in range(0, bits * each, _DIGIT):  # radix sort, the lowest digit first
+        free[:] = 0
         for i in range(n):
-            counts[(((text[i] + 1) >> shift) & 255) + 1] += 1
-        for digit in range(256):
-            counts[digit + 1] += counts[digit]
+            free[((keys[i] >> np.uint64(shift)) & low) + np.uint64(1)] += 1
+        for digit in range(1 << _DIGIT):
+            free[digit + 1] += free[digit]
         for i in range(n):
-            position = order[i]
-            digit = ((text[position] + 1) >> shift) & 255
-            spare[counts[digit]] = position
-            counts[digit] += 1
+            digit = (keys[i] >> np.uint64(shift)) & low
+            spare[free[digit]], spare_keys[free[digit]] = order[i], keys[i]
+            free[digit] += 1
         order, spare = spare, order
-        shift += 8
-    # A rank is the place of its class's first entry: the next free place of each class needs no histogram.
-    rank = np.empty(n, dtype=np.int32)
-    classes = 0
-    head = 0
-    for i in range(n):
-        if i == 0 or text[order[i]] != text[order[i - 1]]:
-            head = i
-            classes += 1
-        rank[order[i]] = head
-    free = np.empty(n, dtype=np.int32)
-    refined = np.empty(n, dtype=np.int32)
-    agreed = 1
-    while agreed < depth and classes < n:
-        for i in range(n):
-            free[i] = i
-        # Positions in the order of the `agreed` tokens that precede their own `agreed`; none precede the first ones.
-        for position in range(min(agreed, n)):
-            slot = rank[position]
-            spare[free[slot]] = position
-            free[slot] += 1
-        for i in range(n):
-            position = order[i] + agreed
-            if position < n:
-                slot = rank[position]
-                spare[free[slot]] = position
-                free[slot] += 1
-        order, spare = spare, order
-        classes = 0
-        head = 0
-        before_rank = -1
-        before_second = -1
-        for i in range(n):
-            position = order[i]
-            second = rank[position - agreed] if position >= agreed else -1
-            if i == 0 or rank[position] != before_rank or second != before_second:
-                head = i
-                classes += 1
-            before_rank = rank[position]
-            before_second = second
-            refined[position] = head
-        rank, refined = refined, rank
-        agreed *= 2
-    return order
+        keys, spare_keys = spare_keys, keys
+    work = keys.copy()
+    groups = np.empty((n // 2 + 1, 3), dtype=np.int32)
+    _refine(text, order, work, spare, spare_keys, groups, bits, each)
+    return order, keys
+
+
+@njit(cache=True, nogil=True)
+def _refine(text, order, keys, spare, spare_keys, groups, bits, each):
+    """Sort entries, which are sorted by their keys at depth 0, to the full depth, where two have the same key.
+
+    Args:
+        text, order, keys: Of n entries; the last two are changed in place.
+        spare, spare_keys: As large.
+        groups: int32[n // 2 + 1, 3], room for a stack: first entry, entry after the last, depth of agreement.
+    """
+    last_token = np.uint64((1 << bits) - 1)
+    end, waiting = 0, 0
+    while end < len(order) or waiting:
+        if waiting:
+            waiting -= 1
+            low, high, depth = groups[waiting, 0], groups[waiting, 1], groups[waiting, 2]
+        else:
+            low, high, depth = end, end + 1, each
+            while high < len(order) and keys[high] == keys[low]:
+                high += 1
+            end = high
+            if keys[low] & last_token == 0:
+                continue
+        if high - low <= _FEW:
+            for i in range(low + 1, high):
+                entry = order[i]
+                while i > low and _before(text, entry, order[i - 1], depth):
+                    order[i] = order[i - 1]
+                    i -= 1
+                order[i] = entry
+            continue
+        alike = True
+        for i in range(low, high):
+            keys[i] = _key(text, order[i], depth, bits, each)
+            alike &= keys[i] == keys[low]
+        if not alike:
+            _merge_sort(order, keys, spare, spare_keys, low, high)
+        first = low
+        for i in range(low + 1, high + 1):
+            if i == high or keys[i] != keys[first]:
+                if i - first > 1 and keys[first] & last_token and depth + each < DEPTH:
+                    groups[waiting, 0], groups[waiting, 1], groups[waiting, 2] = first, i, depth + each
+                    waiting += 1
+                first = i
+
+
+@njit(cache=True, nogil=True)
+def _merge_sort(order, keys, spare, spare_keys, low, high):
+    """Sort entries from ``low`` to before ``high`` by key, equal ones in the order that they have."""
+    for start in range(low, high, _FEW):
+        for i in range(start + 1, min(start + _FEW, high)):
+            key, entry = keys[i], order[i]
+            while i > start and keys[i - 1] > key:
+                keys[i], order[i] = keys[i - 1], order[i - 1]
+                i -= 1
+            keys[i], order[i] = key, entry
+    run = _FEW
+    while run < high - low:
+        for start in range(low, high - run, 2 * run):
+            middle, end = start + run, min(start + 2 * run, high)
+            spare[start:middle], spare_keys[start:middle] = order[start:middle], keys[start:middle]
+            left, right = start, middle
+            for to in range(start, end):
+                if left == middle:
+                    break  # the rest is in its place
+                if right < end and keys[right] < spare_keys[left]:
+                    order[to], keys[to] = order[right], keys[right]
+                    right += 1
+                else:
+                    order[to], keys[to] = spare[left], spare_keys[left]
+                    left += 1
+        run *= 2
+
+
+@njit(cache=True, nogil=True)
+def _merged(text, old, new, new_keys, bits, each):
+    """Two sorted arrays of entries as one; of equal entries those of ``old`` come first."""
+    last_token = np.uint64((1 << bits) - 1)
+    old_keys = np.empty(len(old), dtype=np.uint64)  # apart from the merge, so that the memory serves many at a time
+    for i in range(len(old)):
+        old_keys[i] = _key(text, old[i], 0, bits, each)
+    merged = np.empty(len(old) + len(new), dtype=np.int32)
+    i = 0
+    for j in range(len(new)):
+        key = new_keys[j]
+        whole = key & last_token == 0
+        while i < len(old) and (
+            old_keys[i] < key or (old_keys[i] == key and (whole or not _before(text, new[j], old[i], each)))
+        ):
+            merged[i + j] = old[i]
+            i += 1
+        merged[i + j] = new[j]
+    merged[i + len(new) :] = old[i:]
+    return merged
+
+
+@njit(cache=True, nogil=True)
+def _without(suffixes, spans):
+    kept = np.empty(len(suffixes), dtype=np.int32)
+    n = 0
+    for entry in suffixes:
+        for i in range(len(spans)):
+            if spans[i, 0] <= entry < spans[i, 1]:
+                kept[n] = entry - spans[i, 2]
+                n += 1
+                break
+    return kept[:n]

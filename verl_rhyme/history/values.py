@@ -46,7 +46,15 @@ class Values:
 
     def get(self, txn: Any, key: bytes) -> PromptHistory:
         """What is kept of a prompt; an empty history where that is nothing, or damaged."""
+        return self.decoded(key, self.stored(txn, key))
+
+    def stored(self, txn: Any, key: bytes) -> np.ndarray | None:
+        """A prompt's value, uint8[n], a copy; ``None`` where there is none."""
         value = txn.get(key, db=self.opened.prompts)
+        return None if value is None else np.frombuffer(value, dtype=np.uint8).copy()
+
+    def decoded(self, key: bytes, value: np.ndarray | None) -> PromptHistory:
+        """What a prompt's value says; as :meth:`get`. From any thread."""
         if value is not None:
             try:
                 return PromptHistory.decode(value)

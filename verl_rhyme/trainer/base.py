@@ -215,7 +215,7 @@ class RhymeTrainerMixin(PPOTrainer):
             router.expect_running.remote()  # verl's client resumes what the weight sync cuts short
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next
-        self._history.add_nodes()
+        self._recorder.call(self._history.add_nodes)
 
     @_hook
     def _compute_metrics(
@@ -284,7 +284,7 @@ class RhymeTrainerMixin(PPOTrainer):
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         try:
             # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
-            self._history.snapshot(os.path.abspath(folder))
+            self._recorder.call(self._history.snapshot, os.path.abspath(folder)).result()
         except Exception:
             logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
         super()._save_checkpoint()

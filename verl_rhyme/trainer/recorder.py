@@ -1,7 +1,9 @@
 """Carries finished trajectories into history and event log, in a thread of its own, while training runs.
 
 Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once. Event log and
-metrics do not wait for the history.
+metrics do not wait for the history. A step ends when history writers have fetched its samples, so that verl may clear
+them; these are recorded after that, piece by piece and in order, while the next steps train. Where recording falls
+more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
 
 Through the trainer's process goes what the servers say of the requests, and a reward for each sample: history writers
 fetch tokens themselves. Where the event log shall have the responses, it fetches these.
@@ -10,8 +12,9 @@ fetch tokens themselves. Where the event log shall have the responses, it fetche
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +38,9 @@ from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
 
+#: Steps that may end before samples of an earlier one are recorded.
+MAX_LAG = 2
+
 
 class Recorder:
     """One step may come in several parts (verl's ``parameter_sync_step``); their metrics are computed over all."""
@@ -52,6 +58,11 @@ class Recorder:
         self._logprobs, self._log_responses = logprobs, log_responses
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-recorder")
         self._pending: list[Future] = []
+        self._backlog: deque[_Piece] = deque()  # fetched, not yet recorded; the thread's alone
+        self._closing = False
+        self._steps = 0  # that ended
+        self._lock = threading.Lock()  # of what appends and take_metrics change: _store, _tokens
+        self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._draft_errors, self._draft_seconds = 0.0, 0.0  # of requests whose samples were not trained
@@ -74,8 +85,8 @@ class Recorder:
     def start_untrained(self, batch: Any, step: int, epoch: int) -> None:
         """Begin to record finished samples that nobody will train (``KVBatchMeta``): filtered groups, surplus.
 
-        The history has them like those that are trained. They are cleared from TransferQueue when it does, or could
-        not: verl must not clear them before. Returns at once.
+        The history has them like those that are trained. They are cleared from TransferQueue when writers have fetched
+        them, or could not: verl must not clear them before. Returns at once.
         """
         self._guarded(self._start_untrained, batch, step, epoch)
 
@@ -104,12 +115,27 @@ class Recorder:
         self._insight.stages(stages, step)
 
     def join(self) -> None:
-        """Wait for what was started."""
+        """Wait until all that was started is in the event log, and writers have fetched what they are to record."""
         while self._pending:
             self._pending.pop().result()
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Future:
+        """Call a function in the recorder's thread, after what was started and between pieces of the history."""
+        return self._executor.submit(function, *args)
+
+    def drain(self) -> None:
+        """Wait until the history has all that was started."""
+        self.join()
+        while self.call(len, self._backlog).result():
+            pass
+
     def take_metrics(self, rollout_s: float) -> dict[str, float]:
-        """Metrics of the parts recorded since the last call."""
+        """Metrics of a step that ended, and of what was recorded since the last call."""
+        self._steps += 1
+        with self._lock:
+            return self._take_metrics(rollout_s)
+
+    def _take_metrics(self, rollout_s: float) -> dict[str, float]:
         requests, self._requests = self._requests, []
         metrics: dict[str, float] = {
             names.ROLLOUT_S: rollout_s,
@@ -139,6 +165,8 @@ class Recorder:
         return metrics
 
     def close(self) -> None:
+        """End after the piece that is being recorded; the history leaves out the others."""
+        self._closing = True
         self._executor.shutdown(wait=True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
@@ -166,13 +194,44 @@ class Recorder:
                 if self._log_responses:
                     self._append_responses(batch, step)
         finally:
-            self._append(batch, part)
+            self._fetch(batch, part)
             self._insight.requests(rows, step)
+
+    def _fetch(self, batch: TrainedBatch, step: int) -> None:
+        """Have the writers fetch a batch, and record it later."""
+        if self._backlog and self._steps - self._backlog[0].steps > MAX_LAG:
+            self._drop(batch)
+            return
+        for piece in batch.pieces():
+            self._history.fetch(piece)
+            self._backlog.append(_Piece(piece, step, self._steps))
+            if len(self._backlog) == 1:
+                self.call(self._record_next)
+
+    def _record_next(self) -> None:
+        """Record a piece, then let the thread do what came meanwhile before the next one."""
+        piece = self._backlog[0]
+        self._guarded(self._append, piece.batch, piece.step)
+        self._backlog.popleft()
+        if self._backlog and not self._closing:
+            self.call(self._record_next)
 
     def _append(self, batch: TrainedBatch, step: int) -> None:
         stats = self._history.append(batch, step=step)
-        self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
-        self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
+        with self._lock:
+            self._tokens.update({name: stats.pop(name, 0) for name in TOKEN_COUNTS})
+            self._store = {**stats, **{name: self._store.get(name, 0) + stats[name] for name in STORE_COUNTS}}
+
+    def _drop(self, batch: TrainedBatch) -> None:
+        with self._lock:
+            self._store["dropped"] = self._store.get("dropped", 0) + len(batch.prompts)
+        if not self._late:
+            self._late = True
+            logger.warning(
+                f"recording is more than {MAX_LAG} steps behind training: the history leaves out whole batches, and "
+                "drafts come from older responses (rollout/history/dropped; told once). The node of the trainer has "
+                "too few free cores or a slow disk below history.dir; history.epochs bounds what a prompt costs"
+            )
 
     def _record_untrained(self, samples: _Samples, step: int, epoch: int) -> None:
         stored = samples.stored
@@ -183,7 +242,7 @@ class Recorder:
                 rewards = self._rewards(stored)
             except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
                 rewards = np.full(len(prompts), np.nan)
-            self._append(samples.batch(prompts, rewards, epoch, self._logprobs, records), step)
+            self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs, records), step)
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -228,6 +287,15 @@ class Recorder:
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
         self._insight.requests(rows, step)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Samples that writers hold: of which update, and how many steps had ended when they were fetched."""
+
+    batch: TrainedBatch
+    step: int
+    steps: int
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import owner
 from verl_rhyme.history.store import HistoryError
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
+from verl_rhyme.workers.history_writer import STORE_COUNTS, TOKEN_COUNTS, HistoryWriter, node_history_dir
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class HistoryService:
                 *(folders[node_id], set(folders.values()), self._namespace, self._config, self._run, serves)
             )
             self._writers[node_id], self._opening[node_id] = writer, writer.open.remote()
+            writer.give_way.remote()
             if self._ready:
                 writer.settle.remote()
 
@@ -145,19 +147,39 @@ class HistoryService:
         except RayError as error:
             raise HistoryUnavailable(f"this node's history writer summed no rewards: {error}") from error
 
-    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Have every node's writer fetch and record a step; returns this node's statistics.
+    def fetch(self, piece: TrainedBatch) -> None:
+        """Have every node's writer fetch samples into its memory: they may be cleared then, and recorded later.
 
-        When it returns no writer fetches any more: the samples may be cleared.
+        Args:
+            piece: One of :meth:`TrainedBatch.pieces`; :meth:`append` must be given the same one.
+
+        Raises:
+            HistoryUnavailable: This node's writer does not fetch now.
+            SamplesGone: They were cleared before they were fetched.
+        """
+        put = ray.put(piece)
+        self._ask(lambda writer: writer.fetch.remote(put), self._config.timeout)
+
+    def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
+        """Have every node's writer record samples, which it fetches where it has not; returns this node's statistics.
+
+        ``history.timeout`` bounds each piece (:meth:`TrainedBatch.pieces`), not the whole: a writer may take as long as
+        it makes progress, and one that is started anew is asked for the piece that is missing, not for those before.
 
         Raises:
             HistoryUnavailable: This node's writer does not record now.
             SamplesGone: They were cleared before they were fetched.
         """
-        put = ray.put(batch)
-        stats = self._ask(lambda writer: writer.append.remote(put, step), self._config.timeout, others=self._look)
+        counts: Counter[str] = Counter()
+        stats: dict[str, Any] = {}
+        for piece in list(batch.pieces()) or [batch]:
+            stats = self._append(ray.put(piece), step)
+            counts.update({name: stats[name] for name in (*STORE_COUNTS, *TOKEN_COUNTS)})
         self._bytes = int(stats["bytes"])
-        return stats
+        return {**stats, **counts}
+
+    def _append(self, put: Any, step: int) -> dict[str, Any]:
+        return self._ask(lambda writer: writer.append.remote(put, step), self._config.timeout, others=self._look)
 
     def _look(self, others: dict[str, dict[str, Any]]) -> None:
         self.bytes_elsewhere = float(np.mean([told["bytes"] for told in others.values()])) if others else None

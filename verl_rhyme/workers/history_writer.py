@@ -17,6 +17,7 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
+_NICENESS = 10
 #: In a writer's folder: what ``history.max_bytes=null`` stands for.
 _BOUND_FILE = "max_bytes"
 #: What the store counts by append, as opposed to what it says of itself.
@@ -55,6 +56,7 @@ class HistoryWriter:
         self._living = set(map(Path, living)) | {self._folder}
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
+        self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first of their keys
 
     @property
     def _store(self) -> HistoryStore:
@@ -97,25 +99,47 @@ class HistoryWriter:
         assert self._store is not None
         return os.getpid()
 
+    def give_way(self) -> None:
+        """Let training and engines of this node have the cores first: of this thread, and of those that it starts."""
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+
     def rewards(self, stored: StoredSamples) -> np.ndarray:
         """float64[N], of samples in TransferQueue; sent, instead of the tokens' rewards, to the trainer."""
         return stored.rewards()
 
+    def fetch(self, batch: TrainedBatch) -> None:
+        """Fetch samples from TransferQueue and hold them for :meth:`append`, after which they may be cleared there.
+
+        Raises:
+            SamplesGone: They have been.
+        """
+        if mine := list(self._mine(batch).trajectories()):
+            self._fetched[batch.stored.keys[0]] = mine
+
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
-        """Fetch one step from TransferQueue and record it, piece by piece: a killed writer leaves whole prompts.
+        """Record samples, which are fetched from TransferQueue where :meth:`fetch` has not, piece by piece.
+
+        A killed writer leaves whole prompts, and what it held is lost.
 
         Returns:
             The store's statistics, what was dropped and evicted (:data:`STORE_COUNTS`), and tokens that were compared.
 
         Raises:
-            SamplesGone: The step is over; the pieces before are recorded.
+            SamplesGone: They were cleared before they were fetched; the pieces before are recorded.
         """
+        first = batch.stored.keys[0] if batch.stored.keys else ""
+        held = None
+        while first in self._fetched:  # those before it, which nobody asked to record, go
+            held = self._fetched.pop(next(iter(self._fetched)))
+        told = self.record(self._mine(batch).trajectories() if held is None else held, step)
         if self._serves is None:
-            return self.record(batch.trajectories(), step)
-        mine, elsewhere = batch.served_by(self._serves)
-        told = self.record(mine.trajectories(), step)
-        self._store.leave(elsewhere)
+            return told
+        self._store.leave(batch.served_by(self._serves)[1])
         return {**told, **self._store.stats()}
+
+    def _mine(self, batch: TrainedBatch) -> TrainedBatch:
+        """The samples that this node keeps."""
+        return batch if self._serves is None else batch.served_by(self._serves)[0]
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""

@@ -144,6 +144,12 @@ class TrainedBatch:
         others = {key: visit for key, visit in zip(self.prompts, self.visits, strict=True) if key not in served}
         return self._of([row for row, key in enumerate(self.prompts) if key in served]), others
 
+    def pieces(self) -> Iterator[TrainedBatch]:
+        """In pieces that are fetched and recorded at a time: all samples of a prompt are in one, few megabytes else."""
+        token_bytes = _TOKEN_ID_BYTES + _FLOAT_BYTES * self.logprobs
+        for rows in self.stored.pieces(token_bytes, together=self.prompts):
+            yield self._of(rows)
+
     def _of(self, rows: list[int]) -> TrainedBatch:
         def pick(column: list[Any]) -> list[Any]:
             return [column[row] for row in rows]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.history import environment
-from verl_rhyme.history.record import encoded_bytes
+from verl_rhyme.history.record import PromptHistory, encoded_bytes
 from verl_rhyme.history.store import AppendStats, HistoryError, HistoryMismatch, HistoryReader, HistoryStore
 from verl_rhyme.history.values import stored_bytes
 
@@ -70,6 +70,34 @@ def test_epochs_are_bounded_and_a_repeated_step_replaces(store, reader):
     assert responses(reader.get(key(1))) == [[2, 9], [3, 9]]
     assert store.stats()["epochs"] == 2
     assert store.stats()["responses"] == 2
+
+
+def test_several_threads_record_what_one_does(tmp_path):
+    rng = np.random.default_rng(0)
+    stores = [HistoryStore(tmp_path / str(n), NAMESPACE, 32 << 20, epochs=2, threads=n) for n in (1, 3)]
+    for epoch in range(4):
+        made = [trajectory(i % 7, rng.integers(0, 9, 50 * (1 + i % 7)), epoch, i // 7) for i in range(28)]
+        one, several = (store.append(made, step=epoch) for store in stores)
+        assert one == several
+        values = []
+        for store in stores:
+            opened = store._values.opened
+            with opened.env.begin(db=opened.prompts) as txn:
+                values.append(dict(txn.cursor()))
+        assert len(values[0]) == 7
+        assert values[0] == values[1]
+    for store in stores:
+        store.close()
+
+
+def test_an_append_of_several_threads_that_fails_records_nothing(tmp_path, reader, monkeypatch):
+    with HistoryStore(tmp_path / "h", NAMESPACE, 32 << 20, epochs=2, threads=2) as store:
+        store.append([trajectory(1, [5, 6])], step=1)
+        monkeypatch.setattr(PromptHistory, "encode", lambda history: (_ for _ in ()).throw(MemoryError("no memory")))
+        assert store.append([trajectory(i, [7]) for i in range(9)], step=2).dropped == 9
+        monkeypatch.undo()
+        assert responses(reader.get(key(1))) == [[5, 6]]
+        assert store.append([trajectory(1, [7])], step=3).trajectories == 1
 
 
 def test_a_reader_may_come_first_and_follows(tmp_path, reader):

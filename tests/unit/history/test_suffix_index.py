@@ -33,14 +33,49 @@ def found(history, low, high):
     return {(int(i), int(p - history.bounds[i] - 1)) for i, p in zip(owners, history.suffixes[low:high], strict=True)}
 
 
+def in_order(text):
+    """By brute force: positions by the tokens read backwards from them to where their response begins."""
+
+    def backwards(position):
+        tokens = text[: position + 1][::-1]
+        return tokens[: tokens.index(-1) + 1][: suffix_index.DEPTH], position
+
+    return sorted((p for p, token in enumerate(text) if token >= 0), key=backwards)
+
+
+loops = st.builds(lambda head, loop, times: head + loop * times, few_tokens, few_tokens, st.integers(0, 6))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(loops | few_tokens | any_tokens, max_size=4), min_size=1, max_size=5), st.data())
+def test_an_array_that_grows_and_loses_responses_is_the_one_that_is_built_anew(steps, data):
+    """Whatever goes and comes, matches and the order in which they are looked at are the same."""
+    history = PromptHistory.build([])
+    for step, responses in enumerate(steps):
+        epoch = data.draw(st.integers(0, 3), label="epoch")
+        again = data.draw(st.booleans(), label="a step comes again")
+        new = [Trajectory(b"k", np.array(r, np.int32), 0.0, 0, epoch, i) for i, r in enumerate(responses)]
+        history = history.extended(new, max(0, step - again), epochs=2)
+        assert history.suffixes.tolist() == in_order(history.tokens.tolist())
+        assert history.suffixes.dtype == np.int32
+        found = PromptHistory.decode(history.encode())
+        assert found.suffixes.tolist() == history.suffixes.tolist()
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 255, 152_063, 2**31 - 1])
+def test_many_entries_of_few_tokens_are_in_order(largest):
+    """More than are compared one by one, alike to any depth and beyond the one that counts."""
+    rng = np.random.default_rng(largest)
+    made = [rng.choice([largest, largest // 2, 0], 150, p=[0.9, 0.05, 0.05]) for _ in range(4)]
+    history = index([*made, np.full(150, largest), np.full(90, largest)])
+    assert history.suffixes.tolist() == in_order(history.tokens.tolist())
+
+
 @settings(max_examples=300, deadline=None)
 @given(texts)
 def test_array_holds_every_position_in_order(responses):
     history = index(responses)
-    text = history.tokens.tolist()
-    assert sorted(history.suffixes) == [p for p, token in enumerate(text) if token >= 0]
-    backwards = [text[: p + 1][::-1][: suffix_index.DEPTH] for p in history.suffixes]
-    assert backwards == sorted(backwards)
+    assert history.suffixes.tolist() == in_order(history.tokens.tolist())
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,5 +1,6 @@
 """What becomes of requests and responses that are not trained."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from verl_rhyme.history.store import HistoryReader
 from verl_rhyme.observability import metrics
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.trainer.recorder import Recorder, _Samples
+from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 from verl_rhyme.workers.history_writer import HistoryWriter
 
 
@@ -65,6 +66,88 @@ class Queue:
         )
 
 
+class Slow:
+    """A history on this machine, whose writer records as many pieces as it is permitted to."""
+
+    errors, restarts, bytes_elsewhere = 0, 0, None
+
+    def __init__(self, folder):
+        self.writer = HistoryWriter(str(folder), set(), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
+        self.permits = threading.Semaphore(0)
+        self.fetch, self.rewards = self.writer.fetch, self.writer.rewards
+
+    def append(self, batch, step):
+        assert self.permits.acquire(timeout=60)
+        return self.writer.append(batch, step)
+
+
+PROMPTS = 9
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """A recorder, its queue, and its history, which gets each prompt's samples as a piece."""
+    queue, history = Queue(), Slow(tmp_path / "h")
+    for module in ("verl_rhyme.workers.stored_samples", "verl_rhyme.trainer.recorder"):
+        monkeypatch.setattr(f"{module}.tq", queue)
+    monkeypatch.setattr("verl_rhyme.workers.stored_samples.PIECE_BYTES", 1)
+    recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
+    yield recorder, queue, history
+    history.permits.release(1000)
+    recorder.close()
+    history.writer.close()
+
+
+def step_of(recorder, queue, history, step):
+    """A step that trains groups of two and clears them while one piece of the history is recorded."""
+    for prompt in range(PROMPTS):
+        queue.put_group(prompt, f"u{step}p{prompt}", [0.0, 1.0])
+    keys = list(queue.data)
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
+    recorder.start(batch, step=step, part=step, epoch=step)
+    history.permits.release()
+    recorder.join()
+    queue.kv_clear(keys, "train")
+    return recorder.take_metrics(rollout_s=1.0)
+
+
+def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
+    recorder, queue, history = slow
+    for step in (1, 2):
+        told = step_of(recorder, queue, history, step)
+        assert told["rollout/history/errors"] == 0
+        assert told.get("rollout/history/responses", 0) <= 2 * step
+    history.permits.release(1000)
+    recorder.drain()
+    assert recorder.take_metrics(rollout_s=1.0)["rollout/history/responses"] == 4 * PROMPTS
+    reader = HistoryReader(tmp_path / "h", "vocabulary")
+    for prompt in range(PROMPTS):
+        assert reader.get(prompt_key([prompt, prompt])).step.tolist() == [1, 1, 2, 2]
+    reader.close()
+    assert not history.writer._fetched
+
+
+def test_recording_that_stays_behind_leaves_out_whole_batches_and_says_so_once(slow, caplog):
+    recorder, queue, history = slow
+    told = [step_of(recorder, queue, history, step) for step in range(1, MAX_LAG + 4)]
+    assert [metrics["rollout/history/errors"] for metrics in told] == [0] * len(told)
+    dropped = [metrics.get("rollout/history/dropped", 0) for metrics in told]
+    assert dropped == [0] * (MAX_LAG + 1) + [2 * PROMPTS] * 2
+    assert caplog.text.count("steps behind training") == 1
+    history.permits.release(1000)
+    recorder.drain()
+    assert recorder.take_metrics(rollout_s=1.0)["rollout/history/dropped"] == 0
+    assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "it has caught up"
+
+
+def test_a_run_that_ends_does_not_wait_for_what_is_not_recorded(slow):
+    recorder, queue, history = slow
+    step_of(recorder, queue, history, 1)
+    threading.Timer(0.2, history.permits.release).start()
+    recorder.close()
+    assert history.writer.record([], 9)["responses"] <= 4
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, monkeypatch, asynchronous):
     """Filtered ones and surplus, by verl's own buffers, with the version that made them; each is cleared then."""
@@ -92,7 +175,8 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes older ones first
 
     writer = HistoryWriter(str(tmp_path / "h"), set(), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
-    history = SimpleNamespace(append=writer.append, rewards=writer.rewards, errors=0, restarts=0, bytes_elsewhere=None)
+    calls = {name: getattr(writer, name) for name in ("fetch", "append", "rewards")}
+    history = SimpleNamespace(**calls, errors=0, restarts=0, bytes_elsewhere=None)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     trainer = SimpleNamespace(replay_buffer=buffer, _recorder=recorder, _part=lambda: 1, _epoch=lambda: 0)
     RhymeTrainerMixin._watch_dropped(trainer)
@@ -101,7 +185,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
         assert sorted(batch.keys) == ["trained_0_0", "trained_1_0"]
         assert told["training/filter_groups/evicted_samples"] == 1
         recorder.start(batch, step=1, part=1, epoch=0)
-        recorder.join()
+        recorder.drain()
         kept = recorder.take_metrics(rollout_s=1.0)
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
