@@ -451,7 +451,7 @@ def test_little_memory_and_disk(world, monkeypatch):
 
 def test_checkpoints_hold_a_copy_of_the_history_each(world, monkeypatch):
     """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
-    monkeypatch.setattr(history_room, "_prompts", lambda config: 17_398)
+    monkeypatch.setattr(history_room, "_prompts", lambda config: history_room._Counted(17_398, 17_398))
     sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
     assert ("checkpoints", "fail") not in complaints(preflight(world))
