@@ -60,7 +60,7 @@ async def evidence(listing: dict[str, dict[str, dict]], running: set[str]) -> di
             running=name in running,
             stored=name in stored,
             reported=name in reported,
-            records=list(records.get(name) or report.get("records", [])),
+            records=list(records[name] if name in records else report.get("records", [])),
             scores=train[stored[name]].get("scores", []) if name in stored else [],
         )
     return found
