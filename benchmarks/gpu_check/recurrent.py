@@ -1,4 +1,6 @@
-"""Greedy text of a gated delta net: vLLM's, ours without drafts, and vLLM's with drafts that come and go.
+"""Greedy text of a gated delta net: stock vLLM's, ours without drafts, and vLLM's with drafts that come and go.
+
+Each token is compared with the likeliest by the model itself: bf16 moves logits by tenths, a wrong state by units.
 
 Drafts for models with recurrent layers are refused: by vLLM's metadata a request without drafts reads a stale state
 after a step whose drafts were accepted (``tests/contract/test_recurrent_states.py``). Its CPU build verifies no drafts
@@ -8,16 +10,18 @@ of such models, so that only a GPU can show it on text.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_check import engines, models
-from benchmarks.gpu_check.telling import asked, tell
+from benchmarks.gpu_check.telling import asked, device, tell
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
-    "stock, other batches": {"max_num_seqs": 3},  # how much of the text hangs on the kernels' shapes
     "ours, undrafted": {"worker_extension_cls": "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods"},
     "drafts of vLLM's ngram": {
         "speculative_config": {
@@ -29,13 +33,15 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 ENTRIES, ROWS, TOKENS = 32, 16, 128
+PROMPTS = [[(row + i * i) % ENTRIES for i in range(24)] * 2 for row in range(ROWS)]
 
 
-def generate(arm: str, model: str, texts: Path) -> None:
-    """Of one engine, into a file."""
+def generate(arm: str) -> None:
+    """Of one engine, into a file of its folder."""
     engines.prepare()
     from vllm import LLM, SamplingParams
 
+    folder = Path(os.environ["GPU_CHECK_FOLDER"])
     settings = {
         "dtype": "bfloat16",
         "mamba_ssm_cache_dtype": "float32",
@@ -43,29 +49,39 @@ def generate(arm: str, model: str, texts: Path) -> None:
         "max_num_seqs": ROWS,
         "skip_tokenizer_init": True,
     }
-    llm = LLM(model=model, **{**settings, **engines.settings(0.3), "load_format": "auto", **ARMS[arm]})
+    llm = LLM(model=str(folder / "model"), **{**settings, **engines.settings(0.3), "load_format": "auto", **ARMS[arm]})
     if arm.startswith("ours"):
         assert llm.collective_rpc("install_sampler") == [""]
-    prompts = [{"prompt_token_ids": [(row + i * i) % ENTRIES for i in range(24)] * 2} for row in range(ROWS)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    said = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
-    (texts / f"{arm}.json").write_text(json.dumps(said))
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    (folder / f"{arm}.json").write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+
+
+def behind(model: Any, texts: list[list[int]]) -> torch.Tensor:
+    """float32 [rows, tokens]: the likeliest token's logit less that of the text's own."""
+    rows = torch.tensor([prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)], device=model.device)
+    with torch.no_grad():
+        logits = model(rows).logits[:, len(PROMPTS[0]) - 1 : -1].float()
+    said = rows[:, len(PROMPTS[0]) :, None]
+    return (logits.max(-1).values - logits.gather(-1, said)[..., 0]).cpu()
 
 
 def main() -> None:
     chosen = asked()
     if chosen.one:
-        arm, model, texts = json.loads(chosen.one)
-        generate(arm, model, Path(texts))
+        generate(chosen.one)
         return
+    from transformers import AutoModelForCausalLM
+
     with tempfile.TemporaryDirectory() as top:
-        model = models.delta_net(Path(top) / "model", ENTRIES)
-        runs: dict[str, dict[str, str]] = {json.dumps([arm, model, top]): {} for arm in ARMS}
-        engines.each("benchmarks.gpu_check.recurrent", runs, tell)
-        texts = {arm: json.loads(file.read_text()) for arm in ARMS if (file := Path(top) / f"{arm}.json").exists()}
-    for arm in [arm for arm in texts if arm != "stock" and "stock" in texts]:
-        same = sum(ours == theirs for ours, theirs in zip(texts[arm], texts["stock"], strict=True))
-        tell(arm=arm, rows=ROWS, tokens=TOKENS, as_stock=same)
+        path = models.delta_net(Path(top) / "model", ENTRIES)
+        engines.each("benchmarks.gpu_check.recurrent", {arm: {"GPU_CHECK_FOLDER": top} for arm in ARMS}, tell)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device())
+        for arm in ARMS:
+            if (file := Path(top) / f"{arm}.json").exists():
+                gaps = behind(model, json.loads(file.read_text()))
+                far = int((gaps > 1).any(1).sum())
+                tell(arm=arm, rows=ROWS, tokens=TOKENS, most_behind=round(float(gaps.max()), 3), rows_over_1=far)
 
 
 if __name__ == "__main__":

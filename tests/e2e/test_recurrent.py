@@ -14,7 +14,7 @@ from verl_rhyme.workers.vllm.server import RhymeHttpServer
 pytestmark = pytest.mark.xdist_group("recurrent")
 
 OPTIONS = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 64}
-PROMPTS = [[1, 2, 3, 4, 5], [7] * 20]
+PROMPTS = [[1, 2, 3, 4, 5], [7, 0, 3, 11] * 5]
 LENGTH = 16
 
 
@@ -43,10 +43,12 @@ def test_our_draws_are_the_models_own(build_engine, delta_net):
     answers = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(delta_net, dtype=torch.float32)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        said = list(answer.outputs[0].token_ids)
+        said = torch.tensor(answer.outputs[0].token_ids)
         with torch.no_grad():
-            best = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1].argmax(-1)
-        assert said == best.tolist()
+            logits = model(torch.tensor([prompt + said.tolist()])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(-1).values - logits.gather(-1, said[:, None])[:, 0]
+        # The engine's bf16 moves logits, of deviation 6, by tenths; a wrong state by units.
+        assert behind.max() < 1
 
 
 @pytest.mark.asyncio
