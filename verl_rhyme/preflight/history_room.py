@@ -102,7 +102,8 @@ def check(config: Any) -> Iterator[Check]:
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
         f"{prompts} prompts x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x {epochs} epochs "
-        f"= {gib(low.all)} to {gib(high.all)} a node, up to {copied} of it in each checkpoint; kept: {kept}. {where}"
+        f"= {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {copied} of it in each checkpoint; "
+        f"kept: {kept}. {where}"
     )
     if high.level(bound) >= 1:
         yield Check(name, OK, detail)

@@ -2,8 +2,8 @@
 
 Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The
 client makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that
-it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes and short strings only,
-since vLLM copies every object in there.
+it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes, numbers and short strings
+only, since vLLM copies every object in there.
 
 Back comes a list with the :class:`RequestRecord` of each request, as dicts, in ``TokenOutput.extra_fields``, which verl
 stores with the trajectory.
@@ -26,7 +26,7 @@ DIED = "rhyme_died"
 #: What placement goes by.
 PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
 #: What proposer and sampler go by.
-ENGINE = ("id", "key", "noise", "previous")
+ENGINE = ("id", "key", "asked", "noise", "previous")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
 DRAFT_COUNTS = {
@@ -62,6 +62,8 @@ class RequestMeta:
         previous: int32 little-endian, tokens of the response that an interruption cut short and that this request
             generates anew.
         id: The server's name of the request, set there.
+        asked: When the server asked for a copy of the prompt's history, in ns since the epoch, set there; 0: the
+            history is on its node.
     """
 
     key: str = ""
@@ -78,6 +80,7 @@ class RequestMeta:
     noise: str = ""
     previous: bytes = b""
     id: str = ""
+    asked: int = 0
 
     @classmethod
     def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:

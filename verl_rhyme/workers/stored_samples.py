@@ -7,7 +7,7 @@ sample's place to another: what comes is compared with what was asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,6 @@ class TrainedBatch:
         versions: Version of the weights that ended it.
         epoch: Pass over the data, from 0.
         logprobs: verl keeps the log-probs of sampled tokens (``rollout.calculate_log_probs``).
-        nodes: Of each sample, the nodes whose replicas answered it, by Ray's ids; ``None``: nobody asks.
     """
 
     stored: StoredSamples
@@ -132,28 +131,6 @@ class TrainedBatch:
     versions: list[int]
     epoch: int
     logprobs: bool = True
-    nodes: list[frozenset[str]] | None = None
-
-    def served_by(self, node: str) -> tuple[TrainedBatch, set[bytes]]:
-        """All samples of the prompts of which a node answered some, or nobody knows who did; the other prompts."""
-        assert self.nodes is not None
-        served = {key for key, nodes in zip(self.prompts, self.nodes, strict=True) if node in nodes or not nodes}
-        return self._of([row for row, key in enumerate(self.prompts) if key in served]), set(self.prompts) - served
-
-    def _of(self, rows: list[int]) -> TrainedBatch:
-        def pick(column: list[Any]) -> list[Any]:
-            return [column[row] for row in rows]
-
-        stored = replace(self.stored, keys=pick(self.stored.keys), lengths=self.stored.lengths[rows])
-        return replace(
-            self,
-            stored=stored,
-            prompts=pick(self.prompts),
-            rewards=self.rewards[rows],
-            numbers=pick(self.numbers),
-            versions=pick(self.versions),
-            nodes=self.nodes and pick(self.nodes),
-        )
 
     def trajectories(self) -> Iterator[list[Trajectory]]:
         """Fetched piece by piece; all samples of a prompt come in one piece."""

@@ -17,7 +17,7 @@ from verl_rhyme.workers.history_writer import HistoryWriter
 
 
 def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log():
-    history = SimpleNamespace(errors=0, restarts=0, bytes_elsewhere=None)
+    history = SimpleNamespace(restarts=0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     try:
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
@@ -90,8 +90,8 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes older ones first
 
-    writer = HistoryWriter(str(tmp_path / "h"), set(), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
-    history = SimpleNamespace(append=writer.append, rewards=writer.rewards, errors=0, restarts=0, bytes_elsewhere=None)
+    writer = HistoryWriter(str(tmp_path / "h"), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
+    history = SimpleNamespace(append=writer.append, rewards=writer.rewards, restarts=0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     trainer = SimpleNamespace(replay_buffer=buffer, _recorder=recorder, _part=lambda: 1, _epoch=lambda: 0)
     RhymeTrainerMixin._watch_dropped(trainer)
