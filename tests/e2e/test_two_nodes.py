@@ -25,7 +25,7 @@ from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, r
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import stored_samples
-from verl_rhyme.workers.history_copies import HistoryRequests, fetchers, node_copies_dir
+from verl_rhyme.workers.history_copies import HistoryFetcher, HistoryRequests, fetchers, node_copies_dir
 from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
 from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
@@ -239,6 +239,12 @@ def test_a_node_fetches_what_its_requests_need_and_nothing_twice(cluster, one_no
         assert fetched(there, reader, KEYS[1:]) == [2, 1, 0]
         assert 0 < service.append(named(2, epoch=2), step=3)["sent_bytes"] < once, "one of them has changed"
         assert len(fetchers(str(folder))) == 1
+        service.append(named(3, length=120_000, epoch=3), step=4)
+        small = HistoryFetcher("small", HistoryConfig(dir=str(folder), max_bytes=1 << 20))
+        now = time.time_ns()
+        small.fetch(dict.fromkeys(KEYS, now))  # more than the bound: the first ones go, and it ends
+        assert [CopyReader(node_copies_dir(str(folder), "small")).arrived(key, now) for key in KEYS[2:]] == [True] * 2
+        small.close()
     finally:
         service.close()
     assert not list(folder.iterdir())

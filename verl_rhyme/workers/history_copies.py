@@ -79,7 +79,8 @@ class HistoryFetcher:
             HistoryError, OSError: The folder cannot be written.
         """
         copies = self._opened()
-        while outdated := copies.outdated(asked):
+        outdated = copies.outdated(asked)
+        while outdated:
             began = time.time_ns()
             try:
                 if self._writer is None:
@@ -94,12 +95,14 @@ class HistoryFetcher:
                 self._writer = None  # another one may have taken its place
                 raise
             for key, ref in answers.items():
+                del outdated[key]
+                as_of = max(began, asked[key])  # a clock may be set back
                 if ref is not None:
-                    copies.put(key, next(values), began)
+                    copies.put(key, next(values), as_of)
                 elif known[key]:
-                    copies.confirm(key, began)
+                    copies.confirm(key, as_of)
                 else:
-                    copies.put(key, b"", began)
+                    copies.put(key, b"", as_of)
 
     def _remove_dead(self) -> None:
         """What killed runs left; once the writer has answered: its folder, which may be beside, is not a dead one's."""
