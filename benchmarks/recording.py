@@ -179,12 +179,12 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
         events, config = EventLog(Path(folder) / "events"), HistoryConfig(dir=f"{folder}/history", max_bytes=8 << 30)
         if arm == ARMS[0]:
             name = f"{folder}/history/here"
-            writer = ray.remote(packed_writer()).options(num_cpus=0).remote(name, set(), "benchmark", config, "run")
+            writer = ray.remote(packed_writer()).options(num_cpus=0).remote(name, "benchmark", config, "run")
             pid = ray.get(writer.open.remote())
         else:
             service = HistoryService(config, "benchmark")
             recorder = Recorder(service, events, lambda: samples, DraftCounts(dict))
-            (pid,) = ray.get(list(service._opening.values()))
+            pid = ray.get(service._opening)
         putter = ray.remote(store).options(num_cpus=1)
         for step in range(STEPS):
             keys, tags = ray.get(putter.remote(step, samples, tokens))

@@ -203,12 +203,6 @@ TABLE = (
         f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
     ),
     Combination(
-        ("rhyme.history.keep", "rhyme.placement.policy"),
-        lambda keep, placement: keep == "served" and placement in (None, "least_loaded"),
-        "prompts come back to any node, which then has no history of most",
-        f"set {CONFIG_PATH}.placement.policy=sticky_group (those by forecasts bring fewer back), or keep=all",
-    ),
-    Combination(
         ("rhyme.sampling.coupled", "rhyme.drafting.enable"),
         lambda coupled, drafting: coupled and not drafting,
         "coupling pays by verifying drafts of what was interrupted",

@@ -35,6 +35,8 @@ RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 _GONE = {
     "drafting.sampler_memory": f"drop it; what drafts may take is now {CONFIG_PATH}.drafting.logits_memory, and its "
     "default is enough for all that pay",
+    "history.keep": "drop it; the trainer's node keeps all prompts, and another one copies of those that its replicas "
+    "answer",
 }
 
 

@@ -15,10 +15,9 @@ tokens on average, 20,480 at most. An epoch is 17,398 prompts, in another order 
 requests (tokens in KV caches) at a replica over the mean of all, both summed over time; `tokens_to_mean`: the most
 tokens that a replica made in a step over the mean. `prompts_a_node`: share of an epoch's prompts that a node of eight
 replicas served, the most of any; `history_gib`: of that many of 17,398 prompts with 16 responses; `home`: of the second
-epoch's samples the share that came to a node which had served their prompt. With ``history.keep=served`` a node has
-what it answered last: `served_hits`, share of the samples, from the second epoch on, whose node has any history of
-their prompt; `served_bytes`, what a node but the first, the trainer's, which has all, has in the end over what it has
-with ``keep=all``, mean. `rollout_s`: a step's, virtual.
+epoch's samples the share that came to a node which had served their prompt. `copies_a_prompt`: nodes but the first,
+the trainer's, that fetch a prompt's history in a step; `copied_gib_a_step`: what they fetch, where it has one epoch.
+`rollout_s`: a step's, virtual.
 
 Times are processor time of one thread: microseconds of a routing decision and of a report of an attempt; milliseconds
 that the coordinator's loop stands still at most (`coordinator_still_ms`) and takes for a step all in all; messages are
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -104,29 +102,16 @@ def histories(world: World, first: list[Ran], second: list[Ran]) -> dict[str, An
     }
 
 
-def served(world: World, steps: list[Ran]) -> dict[str, Any]:
-    """``history.keep=served``, by its rule (:meth:`~verl_rhyme.workers.stored_samples.TrainedBatch.served_by`): a
-    step's groups are recorded where any of theirs was answered, and what other nodes had of them goes."""
-    has = [Counter[int]() for _ in range(-(-len(world.replicas) // world.replicas_a_node))]
-    asked = met = 0
-    for step in steps:
-        answered: dict[int, set[int]] = {}
+def fetched(world: World, steps: list[Ran]) -> dict[str, Any]:
+    """How many nodes besides the first, the trainer's, fetch a prompt's history in a step, mean; and of how much."""
+    nodes: set[tuple[int, str, int]] = set()
+    for number, step in enumerate(steps):
         for uid, replica in zip(step.groups, step.replicas, strict=True):
-            (epoch, prompt), node = world.prompt(uid), replica // world.replicas_a_node
-            answered.setdefault(prompt, set()).add(node)
-            asked += epoch > 0
-            met += epoch > 0 and prompt in has[node]
-        for prompt, nodes in answered.items():
-            for node, mine in enumerate(has):
-                if node in nodes or node == 0:  # the trainer's
-                    mine[prompt] += 1
-                else:
-                    mine.pop(prompt, None)
-    everything = world.lengths.shape[0] * world.lengths.shape[1]
-    return {
-        "served_hits": round(met / asked, 4),
-        "served_bytes": round(sum(mine.total() for mine in has[1:]) / len(has[1:]) / everything, 4),
-    }
+            if node := replica // world.replicas_a_node:
+                nodes.add((number, uid, node))
+    copies = len(nodes) / sum(len(set(step.groups)) for step in steps)
+    prompt = world.samples * (TOKEN_BYTES * float(world.lengths.mean()) + RESPONSE_BYTES)
+    return {"copies_a_prompt": round(copies, 2), "copied_gib_a_step": round(copies * world.batch * prompt / 2**30, 2)}
 
 
 def costs(world: World, steps: int) -> dict[str, Any]:
@@ -178,7 +163,7 @@ def main(
                 **routed(world, world.steps),
                 "siblings_met_first_epoch": routed(world, first)["siblings_met"],
                 **histories(world, first, second),
-                **served(world, world.steps),
+                **fetched(world, world.steps),
                 **costs(world, epochs * steps),
             }
             print(json.dumps({**about, **row}) if as_json else row, flush=True)

@@ -1,4 +1,4 @@
-"""The history is present on every node, and its writers may fail: a local Ray cluster of two."""
+"""The trainer's node records, other nodes fetch, and any of it may fail: a local Ray cluster of two."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.keys import prompt_key
@@ -24,6 +25,7 @@ from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, r
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.workers import history_service, stored_samples
+from verl_rhyme.workers.history_copies import HistoryFetcher, HistoryRequests, fetchers, node_copies_dir
 from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
 from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
 from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
@@ -82,8 +84,8 @@ def stored(n, length=20, epoch=0, logprobs=True):
     return KVBatchMeta(partition_id="train", keys=keys, tags=tags, fields=put.fields)
 
 
-def named(n, length=20, epoch=0, nodes=None):
-    """What the recorder tells the writers of it; ``nodes`` answered, one for each sample."""
+def named(n, length=20, epoch=0):
+    """What the recorder tells the writer of it."""
     made = trajectories(n, length, epoch)
     batch = stored(n, length, epoch)
     return TrainedBatch(
@@ -94,7 +96,6 @@ def named(n, length=20, epoch=0, nodes=None):
         [t.sample for t in made],
         [t.policy_version for t in made],
         epoch,
-        nodes=nodes and [frozenset([node]) for node in nodes],
     )
 
 
@@ -148,72 +149,130 @@ def test_what_was_cleared_is_told_and_never_taken_for_another(cluster, tmp_path)
     service.close()
 
 
-def test_every_node_has_the_history_also_after_restore_and_growth(cluster, tmp_path):
-    import ray
-
+def test_the_trainers_node_records_and_restores_alone(cluster, tmp_path):
     built, options = cluster
-    built.add_node(**options)
+    other = built.add_node(**options)
     built.wait_for_nodes()
-    folder = tmp_path / "history"
+    folder, checkpoint = tmp_path / "history", tmp_path / "global_step_1"
     service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
-    stats = service.append(named(4), step=1)
-    assert (stats["prompts"], stats["dropped"]) == (4, 0)
-    assert list(on_each_node(folder, prompt_key([2])).values()) == [1, 1]
-
-    checkpoint = tmp_path / "global_step_1"
-    service.snapshot(str(checkpoint))
-    service.append(named(4, epoch=1), step=2)
-    assert list(on_each_node(folder, prompt_key([2])).values()) == [2, 2]
-
-    restored = service.restore(str(checkpoint))
-    assert restored is not None
-    assert restored["responses"] == 4
-    assert list(on_each_node(folder, prompt_key([2])).values()) == [1, 1]
-    assert service.restore(str(tmp_path / "global_step_9")) is None
-
-    third = built.add_node(**options)
-    built.wait_for_nodes()
-    service.add_nodes()
-    service.append(named(4, epoch=1), step=2)
-    assert sorted(on_each_node(folder, prompt_key([2])).values()) == [1, 2, 2]
-
-    built.remove_node(third)
-    service.add_nodes()
-    service.append(named(4, epoch=2), step=3)
-    service.close()
-    assert not [path for path in folder.iterdir() if path.name in {n["NodeID"][:16] for n in ray.nodes() if n["Alive"]}]
+    try:
+        assert service.append(named(4), step=1)["responses"] == 4
+        assert sorted(on_each_node(folder, prompt_key([2])).values()) == [0, 1]
+        service.snapshot(str(checkpoint))
+        assert service.append(named(4, epoch=1), step=2)["responses"] == 8
+        assert service.restore(str(checkpoint))["responses"] == 4
+        assert sorted(on_each_node(folder, prompt_key([2])).values()) == [0, 1]
+        assert service.restore(str(tmp_path / "global_step_9")) is None
+        assert len(list(folder.iterdir())) == 1
+    finally:
+        service.close()
+        built.remove_node(other)
 
 
-def test_a_node_keeps_what_it_serves_and_the_trainers_keeps_all(cluster, tmp_path):
+# ---- other nodes ----
+
+
+@pytest.fixture
+def second_node(cluster):
+    """Its id; it is there for one test."""
     import ray
 
     built, options = cluster
     before = {node["NodeID"] for node in ray.nodes()}
-    other = built.add_node(**options)
+    added = built.add_node(**options)
     built.wait_for_nodes()
-    here = ray.get_runtime_context().get_node_id()
     [there] = {node["NodeID"] for node in ray.nodes()} - before
+    yield there
+    built.remove_node(added)
+
+
+def server_on(node, folder):
+    """As much of an engine's server, on a node, as asks for histories."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Server:
+        def __init__(self, node, config):
+            self.requests = HistoryRequests(node, config)
+            self.requests.start()
+
+        async def ask(self, keys):
+            return [self.requests.ask(key) for key in keys]
+
+        async def errors(self):
+            return self.requests.take_errors()
+
+    where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    config = HistoryConfig(dir=str(folder), max_bytes=1 << 26)
+    return ray.remote(Server).options(num_cpus=0, scheduling_strategy=where).remote(node, config)
+
+
+def fetched(server, reader, keys, seconds=120.0):
+    """Number of responses of each prompt's copy, once all have arrived."""
+    import ray
+
+    asked = ray.get(server.ask.remote(keys), timeout=120)
+    end = time.monotonic() + seconds
+    while not all(reader.arrived(key, since) for key, since in zip(keys, asked, strict=True)):
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+    found = [reader.get(key) for key in keys]
+    return [0 if history is None else len(history) for history in found]
+
+
+KEYS = [prompt_key([i]) for i in range(4)]
+
+
+def test_a_node_fetches_what_its_requests_need_and_nothing_twice(cluster, one_node, second_node, tmp_path):
+    import ray
+
     folder = tmp_path / "history"
-    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, keep="served"), NAMESPACE)
-
-    def responses(prompt):
-        found = on_each_node(folder, prompt_key([prompt]))
-        return found[here], found[there]
-
+    service = started(folder)
+    here, there, sibling = (server_on(node, folder) for node in (one_node, second_node, second_node))
+    reader = CopyReader(node_copies_dir(str(folder), second_node))
     try:
-        assert service.append(named(3, nodes=[here, there, there]), step=1)["prompts"] == 3
-        assert [responses(prompt) for prompt in range(3)] == [(1, 0), (1, 1), (1, 1)]
-        assert 0 < service.bytes_elsewhere < 3 * 4096
-        assert service.append(named(3, epoch=1, nodes=[there, here, there]), step=2)["responses"] == 6
-        assert [responses(prompt) for prompt in range(3)] == [(2, 1), (2, 0), (2, 2)]
-        service.snapshot(str(tmp_path / "global_step_2"))
-        assert service.restore(str(tmp_path / "global_step_2"))["responses"] == 6
-        assert [responses(prompt) for prompt in range(3)] == [(2, 2)] * 3, "who will serve it nobody knows yet"
-        service.append(named(3, epoch=2, nodes=[there, here, there]), step=3)
-        assert [responses(prompt) for prompt in range(3)] == [(3, 3), (3, 0), (3, 3)]
+        service.append(named(3), step=1)
+        assert ray.get(here.ask.remote(KEYS)) == [0] * 4, "its engines read the store"
+        assert fetched(there, reader, KEYS[1:]) == [1, 1, 0]
+        assert fetched(sibling, reader, KEYS[1:]) == [1, 1, 0]
+        once = service.append(named(2, epoch=1), step=2)["sent_bytes"]
+        assert once == 2 * os.path.getsize(node_copies_dir(str(folder), second_node) + "/" + KEYS[1].hex())
+        assert fetched(there, reader, KEYS[1:]) == [2, 1, 0]
+        assert 0 < service.append(named(2, epoch=2), step=3)["sent_bytes"] < once, "one of them has changed"
+        assert len(fetchers(str(folder))) == 1
+        service.append(named(3, length=120_000, epoch=3), step=4)
+        small = HistoryFetcher("small", HistoryConfig(dir=str(folder), max_bytes=1 << 20))
+        now = time.time_ns()
+        small.fetch(dict.fromkeys(KEYS, now))  # more than the bound: the first ones go, and it ends
+        assert [CopyReader(node_copies_dir(str(folder), "small")).arrived(key, now) for key in KEYS[2:]] == [True] * 2
+        small.close()
     finally:
         service.close()
-        built.remove_node(other)
+    assert not list(folder.iterdir())
+    assert ray.get([server.errors.remote() for server in (here, there, sibling)]) == [0, 0, 0]
+
+
+def test_others_go_on_when_fetcher_or_writer_die(cluster, one_node, second_node, tmp_path):
+    import ray
+
+    folder = tmp_path / "history"
+    service = started(folder)
+    server = server_on(second_node, folder)
+    reader = CopyReader(node_copies_dir(str(folder), second_node))
+    try:
+        service.append(named(3), step=1)
+        assert fetched(server, reader, KEYS[:2]) == [1, 1]
+        ray.kill(*fetchers(str(folder)))
+        assert fetched(server, reader, KEYS[:2]) == [1, 1]
+        os.kill(pid_of(service), signal.SIGKILL)
+        ray.get(server.ask.remote(KEYS[2:]))
+        errors = 0
+        while not errors:
+            errors = ray.get(server.errors.remote())
+        assert service.append(named(3, epoch=1), step=2)["responses"] == 6
+        assert fetched(server, reader, KEYS[:3]) == [2, 2, 2]
+    finally:
+        service.close()
 
 
 # ---- a writer that fails ----
@@ -221,13 +280,10 @@ def test_a_node_keeps_what_it_serves_and_the_trainers_keeps_all(cluster, tmp_pat
 
 @pytest.fixture
 def one_node(cluster):
-    """Services on the cluster's first node alone: a local one, as most runs have."""
+    """The trainer's node."""
     import ray
 
-    here, nodes = ray.get_runtime_context().get_node_id(), ray.nodes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "nodes", lambda: [node for node in nodes() if node["NodeID"] == here])
-        yield here
+    return ray.get_runtime_context().get_node_id()
 
 
 def started(folder):
@@ -236,20 +292,20 @@ def started(folder):
     return service
 
 
-def pid_of(service, node):
+def pid_of(service):
     import ray
 
-    return ray.get(service._opening[node], timeout=120)
+    return ray.get(service._opening, timeout=120)
 
 
 def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, caplog):
     service = started(tmp_path / "history")
     service.append(named(4), step=1)
-    os.kill(pid_of(service, one_node), signal.SIGKILL)
+    os.kill(pid_of(service), signal.SIGKILL)
     stats = service.append(named(4, epoch=1), step=2)
     assert (stats["prompts"], stats["responses"], service.restarts) == (4, 8, 1)
     assert "started anew" in caplog.text
-    os.kill(pid_of(service, one_node), signal.SIGKILL)
+    os.kill(pid_of(service), signal.SIGKILL)
     service.snapshot(str(tmp_path / "global_step_2"))  # where nobody noticed before
     assert inspect(tmp_path / "global_step_2" / "history").responses == 8
     service.close()
@@ -262,7 +318,7 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
     impatient = replace(patient, timeout=12.0)
     service.append(named(4), step=1)
     service._config = impatient
-    os.kill(pid_of(service, one_node), signal.SIGSTOP)
+    os.kill(pid_of(service), signal.SIGSTOP)
     began = time.monotonic()
     for step in (2, 3, 4):
         with suppress(HistoryUnavailable):
@@ -278,7 +334,7 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
         time.sleep(1)
     assert stats["responses"] >= 8
     service._config = impatient
-    os.kill(pid_of(service, one_node), signal.SIGSTOP)
+    os.kill(pid_of(service), signal.SIGSTOP)
     began = time.monotonic()
     with suppress(HistoryUnavailable):
         service.snapshot(str(tmp_path / "global_step_9"))
@@ -308,25 +364,6 @@ def test_an_update_may_take_longer_than_the_timeout_and_what_was_recorded_is_not
     stats = service.append(named(8), step=1)  # takes 12 s, and a process's start
     assert (stats["prompts"], stats["responses"], stats["dropped"], service.restarts) == (8, 8, 0, 1)
     assert log.read_text().split() == ["01", "23", "45", "45", "67"]
-    service.close()
-
-
-def test_what_a_writer_elsewhere_cannot_do_is_counted_once(one_node, tmp_path, monkeypatch):
-    import ray
-
-    @ray.remote(num_cpus=0)
-    class Full:
-        def append(self, batch, step):
-            raise OSError("no space left on device")
-
-    service = started(tmp_path / "history")
-    nodes = [*ray.nodes(), {"NodeID": "elsewhere", "Alive": True}]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    service._writers["elsewhere"] = Full.remote()
-    for step in (1, 2):
-        assert service.append(named(4, epoch=step), step=step)["responses"] == 4 * step
-    assert service.errors == 2
-    del service._writers["elsewhere"]
     service.close()
 
 
@@ -377,7 +414,7 @@ def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path,
     service = started(tmp_path / "history")
     events = EventLog(tmp_path / "events")
     recorder = Recorder(service, events, lambda: 4, DraftCounts(dict))
-    monkeypatch.setattr(service, "add_nodes", lambda: None)  # a node on which no writer starts again
+    monkeypatch.setattr(service, "_start", lambda: None)  # a node on which no writer starts again
     for step in (1, 2, 3):
         recorder.start(stored(4), step=step, part=step, epoch=0)
         recorder.drain()
@@ -387,7 +424,7 @@ def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path,
         if step == 1:
             assert metrics["rollout/history/evicted"] == 0
             assert metrics["rollout/history/kept_share"] == 1
-            os.kill(pid_of(service, one_node), signal.SIGKILL)
+            os.kill(pid_of(service), signal.SIGKILL)
     recorder.close()
     assert read_requests(tmp_path / "events")["reward"].to_pylist() == [1.0, 2.0, 3.0] * 3
     assert caplog.text.count("rewards are fetched by the trainer") == 1
@@ -441,6 +478,6 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
     trainer._history = started(tmp_path / "history")
     trainer._rhyme = RhymeConfig()
     trainer._recorder = Recorder(trainer._history, None, lambda: 4, DraftCounts(dict))
-    os.kill(pid_of(trainer._history, one_node), signal.SIGKILL)
+    os.kill(pid_of(trainer._history), signal.SIGKILL)
     trainer.fit(None)
     assert ray.get(engine.was_stopped.remote(), timeout=60)

@@ -94,16 +94,6 @@ CASES = [
         [f"{R}.data_parallel_size=2 with {CONFIG_PATH}.drafting.enable=true", "data_parallel_size=1", "replicas"],
     ),
     (
-        "histospec",
-        [f"{CONFIG_PATH}.history.keep=served"],
-        [
-            f"{CONFIG_PATH}.history.keep=served with",
-            "come back to any node",
-            "placement.policy=sticky_group",
-            "keep=all",
-        ],
-    ),
-    (
         "sorted",
         [f"{CONFIG_PATH}.sampling.coupled=true", f"{CONFIG_PATH}.drafting.enable=false"],
         [f"{CONFIG_PATH}.sampling.coupled=true with {CONFIG_PATH}.drafting.enable=false", "drop coupled"],

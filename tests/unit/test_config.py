@@ -76,6 +76,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ({"placement": {"options": {"factor": 2}}}, ["placement.options", "without a policy"]),
         ({"placement": {"policy": "sticky_group", "options": 2}}, ["placement.options must be dict", "2"]),
         ({"drafting": {"sampler_memory": 1 << 30}}, ["sampler_memory is gone", "drop it", "drafting.logits_memory"]),
+        ({"history": {"keep": "served"}}, ["history.keep is gone", "drop it", "copies"]),
     ],
 )
 def test_errors_name_the_place_and_the_mend(tree, words):

@@ -49,12 +49,9 @@ def test_figures_are_of_what_ran(world):
         assert told["siblings_met"] < 0.2
         assert where["prompts_a_node"] == 1
         assert where["home"] == 1
-        kept = routing.served(world, world.steps)
-        assert kept == {"served_hits": 1.0, "served_bytes": 1.0}, "all nodes answer some of each"
+        assert routing.fetched(world, world.steps)["copies_a_prompt"] == where["nodes"] - 1, "all answer some of each"
     if world.policy == "sticky_group":
-        kept = routing.served(world, world.steps)
-        assert where["home"] - 0.02 <= kept["served_hits"] <= 1, "the trainer's node has all"
-        assert kept["served_bytes"] < 1
+        assert 0 < routing.fetched(world, world.steps)["copies_a_prompt"] < 1, "the trainer's node needs none"
     assert told["requests_to_mean"] >= 1
     assert told["tokens_to_mean"] >= 1
     assert where["history_gib"] <= where["history_gib_of_all"]

@@ -28,22 +28,20 @@ class HistoryConfig:
 
     Attributes:
         dir: Node-local folder of the store; ``None`` derives one from the run's checkpoint folder's name.
-        max_bytes: Upper bound of the store on each node, in bytes, of which values fill 0.7; the oldest visits go
-            first, then whole prompts by a hash of their key. ``None``: half of what is free, when the run starts, of
-            the folder's disk or of memory, whichever is less; nodes that share a disk or a machine share that half.
+        max_bytes: Upper bound, in bytes, of the store on the trainer's node, of which values fill 0.7; the oldest
+            visits go first, then whole prompts by a hash of their key. ``None``: half of what is free, when the run
+            starts, of the folder's disk or of memory, whichever is less; nodes that share a disk or a machine share
+            that half. It also bounds, on each other node, the copies of histories that its replicas' requests need.
             While the file is rewritten the values stand there twice: 1.7 times as many bytes. Each checkpoint takes a
             copy of the values.
         epochs: How many of a prompt's latest visits are kept: one an epoch, or more where the data repeat prompts.
-        keep: ``"all"``: every node has every prompt; ``"served"``: a node has those that its own replicas answered
-            last, but for the trainer's node, which has all, for the checkpoints.
-        timeout: Seconds that a history writer has for a piece of an update (128 MiB), which is a deadline by progress:
-            then it is started anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
+        timeout: Seconds that the history writer has for a piece of an update (128 MiB), which is a deadline by
+            progress: then it is started anew; for a snapshot or a restore as many more as copying takes at 50 MB/s.
     """
 
     dir: str | None = None
     max_bytes: int | None = None
     epochs: int = 4
-    keep: str = "all"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -54,7 +52,6 @@ class HistoryConfig:
             "null or at least 1048576 (1 MiB)",
         )
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
-        require(self.keep in ("all", "served"), "history.keep", self.keep, "all or served")
         require(self.timeout > 0, "history.timeout", self.timeout, "above 0 (seconds)")
 
     def bound(self, disk: int, memory: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -49,10 +51,7 @@ class HistoryReader:
         Args:
             key: See :func:`verl_rhyme.history.keys.prompt_key`.
         """
-        opened = self._environment
-        if time.monotonic() >= self._next_look or (opened is not None and opened.pid != os.getpid()):
-            self.refresh()
-            opened = self._environment
+        opened = self._latest()
         if opened is None:
             return None
         try:
@@ -61,6 +60,28 @@ class HistoryReader:
         except (lmdb.Error, CorruptRecord, MemoryError) as error:
             self._bad(f"prompt {key.hex()}: {error}")
             return None
+
+    @contextmanager
+    def value(self, key: bytes) -> Iterator[memoryview]:
+        """A prompt's value where it lies, unchecked; empty where there is none.
+
+        It is valid within the block. For the writer's process, which alone changes the size of the map.
+
+        Raises:
+            lmdb.Error: It cannot be read.
+        """
+        opened = self._latest()
+        if opened is None:
+            yield memoryview(b"")
+            return
+        with opened.env.begin(db=opened.prompts, buffers=True) as txn:
+            yield memoryview(txn.get(key, b""))
+
+    def _latest(self) -> Environment | None:
+        opened = self._environment
+        if time.monotonic() >= self._next_look or (opened is not None and opened.pid != os.getpid()):
+            self.refresh()
+        return self._environment
 
     def refresh(self) -> None:
         """Look now whether the store was made or replaced."""

@@ -37,6 +37,11 @@ def encoded_bytes(tokens: int, responses: int, most: int) -> int:
     return _size(n, responses, packing.width_of(most + 1), packing.width_of(n - 1))
 
 
+def version_of(value: bytes | memoryview | np.ndarray) -> bytes:
+    """What tells a prompt's value from an earlier or later one: its header, with checksum and sizes; empty of none."""
+    return bytes(value[: _HEADER.size])
+
+
 def _size(n: int, m: int, token_bits: int, suffix_bits: int) -> int:
     packed = packing.words(n, token_bits) + packing.words(n - m - 1, suffix_bits)
     return _HEADER.size + 4 * (m + 1) + 20 * m + 4 * packed + n

@@ -233,11 +233,6 @@ class Room:
             self._table[row] = self._table[last]
             self._row[self._table["key"][row].tobytes()] = row
 
-    def seen_before(self, key: bytes, visit: int) -> bool:
-        """Whether a prompt is known, by another visit than this one."""
-        row = self._row.get(key)
-        return row is not None and int(self._table["visit"][row]) != visit
-
     def _gone(self, table: np.ndarray) -> np.ndarray:
         """Whole epochs passed it by: the data has changed."""
         return self.now - table["epoch"] > max(_PATIENCE, self.epochs)

@@ -1,4 +1,4 @@
-"""The history of a node: one writer, one LMDB transaction per training step, bounded by bytes and by visits."""
+"""The history of a run: one writer, one LMDB transaction per training step, bounded by bytes and by visits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,34 +166,6 @@ class HistoryStore:
             self._warn(f"a step is not recorded, the history stays as it was: {error}")
             return AppendStats(dropped=sum(map(len, groups.values())) + bad, evicted=len(gone))
 
-    def leave(self, visits: Mapping[bytes, int]) -> int:
-        """Forget prompts whose visit other nodes answer, but for those of whose visit some was recorded here.
-
-        Args:
-            visits: Label of the visit, by the prompt's key.
-
-        Returns:
-            How many of those that were kept went. Where it cannot be written, none, with a warning.
-        """
-        with self._mutex:
-            room = self._values.room
-            left = [key for key, visit in visits.items() if room.seen_before(key, visit)]
-            kept = sum(key in room for key in left)
-            if not left:
-                return 0
-            opened = self._values.opened
-            try:
-                opened.env.reader_check()  # as in an append
-                with opened.env.begin(write=True, buffers=True) as txn:
-                    for key in left:
-                        self._values.drop(txn, key)
-                environment.fill_up(opened.folder, opened.env)
-            except (lmdb.Error, OSError, MemoryError) as error:
-                self._values = self._load(self._values.opened)  # as of the last transaction
-                self._warn(f"prompts that other nodes answer are kept for now: {error}")
-                return 0
-            return kept
-
     def snapshot(self, dest_dir: str | os.PathLike[str]) -> None:
         """Copy the history, compacted, into a folder; it appears whole or not at all, replacing an older one.
 
@@ -224,12 +196,11 @@ class HistoryStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
 
-    def restore(self, src_dir: str | os.PathLike[str], take: bool = False) -> bool:
+    def restore(self, src_dir: str | os.PathLike[str]) -> bool:
         """Replace the history by a snapshot's.
 
         Args:
             src_dir: A snapshot; where a killed writer was just replacing it, the one before counts.
-            take: The snapshot lies on this disk and nobody else needs it: it is moved, not copied.
 
         Returns:
             True; or False, with a warning and the present history kept, where the snapshot is missing or damaged or
@@ -245,8 +216,7 @@ class HistoryStore:
             folder = environment.new_folder(self._path)
             try:
                 folder.mkdir(mode=0o700)
-                bring = os.replace if take else shutil.copyfile
-                bring(source / environment.DATA_FILE, folder / environment.DATA_FILE)
+                shutil.copyfile(source / environment.DATA_FILE, folder / environment.DATA_FILE)
                 (folder / environment.DATA_FILE).chmod(environment.FILE_MODE)
                 self._replace(self._open_checked(folder), folder)
             except (OSError, lmdb.Error, Damaged) as error:

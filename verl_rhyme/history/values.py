@@ -72,12 +72,6 @@ class Values:
         txn.delete(key, db=self.opened.prompts)
         self.room.evict(key)
 
-    def drop(self, txn: Any, key: bytes) -> None:
-        """Keep nothing of a prompt, and know nothing of it."""
-        txn.delete(key, db=self.opened.prompts)
-        txn.delete(key, db=self.opened.seen)
-        self.room.drop(key)
-
     def note(self, txn: Any, changed: Iterable[bytes], forgotten: Iterable[bytes]) -> None:
         """Bring the environment's list of prompts up to the ledger."""
         for key in changed:

@@ -67,7 +67,6 @@ SPEC_ALARM = "rollout/spec/alarm"
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
-HISTORY_BYTES_ELSEWHERE = "rollout/history/bytes_elsewhere"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 HISTORY_RESTARTS = "rollout/history/writer_restarts"
 HISTORY_SIMILARITY = "rollout/history/similarity"

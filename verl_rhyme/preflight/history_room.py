@@ -108,8 +108,8 @@ def check(config: Any) -> Iterator[Check]:
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
         f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x "
-        f"{epochs} visits "
-        f"= {gib(low.all)} to {gib(high.all)} a node, up to {copied} of it in each checkpoint; kept: {kept}. {where}"
+        f"{epochs} visits = {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {copied} of it in each "
+        f"checkpoint; kept: {kept}. {where}"
     )
     if high.level(bound) >= 1:
         yield Check(name, OK, detail)

@@ -215,7 +215,6 @@ class RhymeTrainerMixin(PPOTrainer):
             router.expect_running.remote()  # verl's client resumes what the weight sync cuts short
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next
-        self._recorder.call(self._history.add_nodes)
 
     @_hook
     def _compute_metrics(

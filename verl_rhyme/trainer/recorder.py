@@ -140,12 +140,10 @@ class Recorder:
         metrics: dict[str, float] = {
             names.ROLLOUT_S: rollout_s,
             names.HISTORY_UPDATE_S: self._seconds,
-            names.HISTORY_ERRORS: float(self._errors + self._history.errors),
+            names.HISTORY_ERRORS: float(self._errors),
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
-        if self._history.bytes_elsewhere is not None:
-            metrics[names.HISTORY_BYTES_ELSEWHERE] = self._history.bytes_elsewhere
         for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
             if compared := self._tokens[f"{how}compared"]:
                 metrics[name] = self._tokens[f"{how}similar"] / compared
@@ -187,7 +185,7 @@ class Recorder:
         self._requests.extend(rows)
         prompts = samples.prompts(records)
         rewards = self._rewards(samples.stored)
-        batch = samples.batch(prompts, rewards, epoch, self._logprobs, records)
+        batch = samples.batch(prompts, rewards, epoch, self._logprobs)
         try:  # neither stops the other
             if self._events is not None:
                 self._events.append_requests(step, epoch, {**_columns(rows), "reward": rewards[owners]})
@@ -242,7 +240,7 @@ class Recorder:
                 rewards = self._rewards(stored)
             except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
                 rewards = np.full(len(prompts), np.nan)
-            self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs, records), step)
+            self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs), step)
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -339,13 +337,10 @@ class _Samples:
         ]
         return rows, owners
 
-    def batch(
-        self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool, records: list[list[dict[str, Any]]]
-    ) -> TrainedBatch:
+    def batch(self, prompts: list[bytes], rewards: np.ndarray, epoch: int, logprobs: bool) -> TrainedBatch:
         """For the history."""
-        nodes = [frozenset(record["node"] for record in told) - {""} for told in records]
         visits = list(map(visit_label, self.uids))
-        return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs, nodes)
+        return TrainedBatch(self.stored, prompts, visits, rewards, self.numbers, self.versions, epoch, logprobs)
 
     def prompts(self, records: list[list[dict[str, Any]]]) -> list[bytes]:
         """Keys of the prompts: as the servers tell of a sample, or of others of its group; else those of its tokens,

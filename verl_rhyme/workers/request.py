@@ -26,7 +26,7 @@ DIED = "rhyme_died"
 #: What placement goes by.
 PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
 #: What proposer, sampler and the engine's front end go by.
-ENGINE = ("id", "key", "noise", "previous", "made")
+ENGINE = ("id", "key", "asked", "noise", "previous", "made")
 
 #: The drafter's counts of a request (``HistoryProposer.take_counts``), and their columns in its record.
 DRAFT_COUNTS = {
@@ -63,6 +63,8 @@ class RequestMeta:
             generates anew.
         made: Tokens at the prompt's end that are this response's own: it goes on from them.
         id: The server's name of the request, set there.
+        asked: When the server asked for a copy of the prompt's history, in ns since the epoch, set there; 0: the
+            history is on its node.
     """
 
     key: str = ""
@@ -80,6 +82,7 @@ class RequestMeta:
     previous: bytes = b""
     made: int = 0
     id: str = ""
+    asked: int = 0
 
     @classmethod
     def of(cls, extra_args: dict[str, Any] | None) -> RequestMeta:

@@ -123,7 +123,6 @@ class TrainedBatch:
         versions: Version of the weights that ended it.
         epoch: Pass over the data, from 0.
         logprobs: verl keeps the log-probs of sampled tokens (``rollout.calculate_log_probs``).
-        nodes: Of each sample, the nodes whose replicas answered it, by Ray's ids; ``None``: nobody asks.
     """
 
     stored: StoredSamples
@@ -134,15 +133,6 @@ class TrainedBatch:
     versions: list[int]
     epoch: int
     logprobs: bool = True
-    nodes: list[frozenset[str]] | None = None
-
-    def served_by(self, node: str) -> tuple[TrainedBatch, dict[bytes, int]]:
-        """All samples of the prompts of which a node answered some, or nobody knows who did; the other prompts, with
-        the labels of their latest visits."""
-        assert self.nodes is not None
-        served = {key for key, nodes in zip(self.prompts, self.nodes, strict=True) if node in nodes or not nodes}
-        others = {key: visit for key, visit in zip(self.prompts, self.visits, strict=True) if key not in served}
-        return self._of([row for row, key in enumerate(self.prompts) if key in served]), others
 
     def pieces(self) -> Iterator[TrainedBatch]:
         """In pieces that are fetched and recorded at a time: all samples of a prompt are in one, few megabytes else."""
@@ -163,7 +153,6 @@ class TrainedBatch:
             rewards=self.rewards[rows],
             numbers=pick(self.numbers),
             versions=pick(self.versions),
-            nodes=self.nodes and pick(self.nodes),
         )
 
     def trajectories(self) -> Iterator[list[Trajectory]]:

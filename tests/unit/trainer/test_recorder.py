@@ -19,7 +19,7 @@ from verl_rhyme.workers.history_writer import HistoryWriter
 
 
 def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log():
-    history = SimpleNamespace(errors=0, restarts=0, bytes_elsewhere=None)
+    history = SimpleNamespace(restarts=0)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     try:
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
@@ -69,11 +69,12 @@ class Queue:
 class Slow:
     """A history on this machine, whose writer records as many pieces as it is permitted to."""
 
-    errors, restarts, bytes_elsewhere = 0, 0, None
+    restarts = 0
 
-    def __init__(self, folder):
-        self.writer = HistoryWriter(str(folder), set(), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
-        self.permits = threading.Semaphore(0)
+    def __init__(self, folder, permits=0, epochs=4):
+        config = HistoryConfig(max_bytes=1 << 22, epochs=epochs)
+        self.writer = HistoryWriter(str(folder), "vocabulary", config, "run")
+        self.permits = threading.Semaphore(permits)
         self.fetch, self.rewards = self.writer.fetch, self.writer.rewards
 
     def append(self, batch, step):
@@ -174,9 +175,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes older ones first
 
-    writer = HistoryWriter(str(tmp_path / "h"), set(), "vocabulary", HistoryConfig(max_bytes=1 << 20), "run")
-    calls = {name: getattr(writer, name) for name in ("fetch", "append", "rewards")}
-    history = SimpleNamespace(**calls, errors=0, restarts=0, bytes_elsewhere=None)
+    history = Slow(tmp_path / "h", permits=1000)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     trainer = SimpleNamespace(replay_buffer=buffer, _recorder=recorder, _part=lambda: 1, _epoch=lambda: 0)
     RhymeTrainerMixin._watch_dropped(trainer)
@@ -200,7 +199,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
         reader.close()
     finally:
         recorder.close()
-        writer.close()
+        history.writer.close()
 
 
 @pytest.fixture
@@ -209,9 +208,7 @@ def recorded(tmp_path, monkeypatch):
     queue = Queue()
     for module in ("verl_rhyme.workers.stored_samples", "verl_rhyme.trainer.recorder"):
         monkeypatch.setattr(f"{module}.tq", queue)
-    config = HistoryConfig(max_bytes=1 << 22, epochs=2)
-    writer = HistoryWriter(str(tmp_path / "h"), set(), "vocabulary", config, "run")
-    history = SimpleNamespace(append=writer.append, rewards=writer.rewards, errors=0, restarts=0, bytes_elsewhere=None)
+    history = Slow(tmp_path / "h", permits=1000, epochs=2)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
 
     def record(step, *groups, start=recorder.start, **where):
@@ -222,7 +219,7 @@ def recorded(tmp_path, monkeypatch):
             keys += [f"{uid}_{n}_0" for n in numbers]
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
         start(batch, step=step, epoch=0, **where)
-        recorder.join()
+        recorder.drain()
         assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == 0
 
     def kept(prompt):
@@ -233,7 +230,7 @@ def recorded(tmp_path, monkeypatch):
 
     yield recorder, record, kept
     recorder.close()
-    writer.close()
+    history.writer.close()
 
 
 def test_of_a_prompt_that_recurs_within_an_epoch_the_latest_visits_are_kept(recorded):

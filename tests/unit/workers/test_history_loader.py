@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from verl_rhyme.drafting.histories import PENDING
+from verl_rhyme.history.copies import Copies, CopyReader
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.workers.vllm import history_loader
 from verl_rhyme.workers.vllm.history_loader import HistoryLoader
@@ -134,6 +135,63 @@ def test_at_once_where_one_must_wait(folder):
     assert len(loader.get(KEYS[0]).response(0)) == 50
     assert loader.get(KEYS[-1]) is None
     assert (loader.pending, loader._thread) == (0, None)
+    loader.close()
+
+
+@pytest.fixture
+def copies(tmp_path):
+    opened = Copies(tmp_path / "copies", 1 << 24)
+    yield opened
+    opened.close()
+
+
+def value(token):
+    return PromptHistory.build([Trajectory(KEYS[0], np.array([token], np.int32), 1.0, 0, 0, 0)]).encode()
+
+
+def test_a_copy_is_waited_for_and_holds_no_other_up(folder, copies, tmp_path):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
+    copies.put(KEYS[0], value(7), 10)
+    loader.expect(KEYS[0], 20)  # what is there is older
+    assert loader.get(KEYS[0]) is PENDING
+    assert loader.get(KEYS[1]) is PENDING  # recorded here
+    until(lambda: loader._work.done)
+    assert [(key, len(found.response(0))) for key, found in loader.ready()] == [(KEYS[1], 50)]
+    loader.expect(KEYS[2], 20)
+    assert loader.get(KEYS[2]) is PENDING
+    copies.put(KEYS[2], b"", 25)
+    until(lambda: loader._work.done)
+    assert loader.ready() == [(KEYS[2], None)]
+    assert loader.pending == 1
+    copies.put(KEYS[0], value(8), 20)
+    until(lambda: loader._work.done)
+    assert [(key, found.response(0).tolist()) for key, found in loader.ready()] == [(KEYS[0], [8])]
+    assert loader.errors == 0
+    loader.close()
+
+
+def test_a_copy_that_nobody_needs_any_more_is_not_waited_for(folder, copies, tmp_path):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), copies=CopyReader(tmp_path / "copies"))
+    loader.expect(KEYS[0], 20)
+    loader.get(KEYS[0])
+    loader.release(KEYS[0], None)
+    until(lambda: not loader.pending)
+    assert loader.get(KEYS[0]) is PENDING, "a later request may find it on its own node"
+    until(lambda: loader._work.done)
+    assert len(loader.ready()[0][1].response(0)) == 50
+    loader.close()
+
+
+def test_an_engine_that_waits_waits_for_a_copy_but_not_for_ever(folder, copies, tmp_path, monkeypatch):
+    loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True, copies=CopyReader(tmp_path / "copies"))
+    loader.expect(KEYS[0], 20)
+    late = threading.Timer(0.2, copies.put, (KEYS[0], value(8), 20))
+    late.start()
+    assert loader.get(KEYS[0]).response(0).tolist() == [8]
+    late.join()
+    monkeypatch.setattr(history_loader, "_COPY_TIMEOUT_S", 0.1)
+    loader.expect(KEYS[1], 20)
+    assert loader.get(KEYS[1]) is None
     loader.close()
 
 

@@ -1,10 +1,11 @@
-"""The writers of several Ray nodes on one machine, without Ray: each has its folder, below one base."""
+"""Writers without Ray: each has its folder, below one base."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import share
+from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
+from verl_rhyme.workers import history_writer
+from verl_rhyme.workers.history_copies import node_copies_dir
 from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
 
 KEY = b"k" * 16
@@ -26,7 +30,7 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.workers.history_writer import HistoryWriter
 for folder in sys.argv[2:]:
-    writer = HistoryWriter(folder, set(sys.argv[2:]), "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
+    writer = HistoryWriter(folder, "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
     writer.open()
     writer.record([[Trajectory(b"k" * 16, np.array([5, 6], np.int32), 1.0, 0, 0, 0)]], 1)
     globals()[folder] = writer
@@ -35,9 +39,13 @@ time.sleep(600)
 """
 
 
-def writer(base, node, run="first", living=NODES):
-    living = {node_history_dir(str(base), name) for name in living}
-    return HistoryWriter(node_history_dir(str(base), node), living, "vocabulary", HistoryConfig(max_bytes=1 << 20), run)
+def writer(base, node, run="first"):
+    return HistoryWriter(node_history_dir(str(base), node), "vocabulary", HistoryConfig(max_bytes=1 << 20), run)
+
+
+def writer_of(base, node):
+    """One that finds its bound itself."""
+    return HistoryWriter(node_history_dir(str(base), node), "vocabulary", HistoryConfig(), "run")
 
 
 def record(opened, token, step=1):
@@ -65,7 +73,7 @@ def killed(tmp_path):
     return tmp_path
 
 
-def test_two_nodes_on_one_machine_leave_each_other_alone(tmp_path):
+def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
     writers = [writer(tmp_path, node) for node in NODES]
     for token, opened in enumerate(writers):
         assert opened.open() == os.getpid()
@@ -77,38 +85,13 @@ def test_two_nodes_on_one_machine_leave_each_other_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_writer_started_anew_leaves_its_runs_other_dead_ones_to_their_nodes(killed):
-    """Whatever killed one may have killed them all; each is started anew on its own time."""
-    opened = [writer(killed, node) for node in NODES]
-    for one in opened:
-        one.open()
-        assert [tokens(killed, node) for node in NODES] == [[5, 6], [5, 6]]
-    for one in opened:
-        one.close()
-
-
-@pytest.mark.parametrize(("node", "run"), [("a" * 16, "first"), ("c" * 16, "second")])
-def test_what_dead_writers_left_is_deleted_where_their_nodes_are_gone(killed, node, run):
-    opened = writer(killed, node, run, living=[node])
+@pytest.mark.parametrize(("node", "run", "kept"), [("a" * 16, "first", [5, 6]), ("c" * 16, "second", None)])
+def test_what_dead_writers_left_is_deleted_but_a_run_takes_its_own_over(killed, node, run, kept):
+    opened = writer(killed, node, run)
     opened.open()
     assert [path.name for path in killed.iterdir()] == [node]
+    assert tokens(killed, node) == kept
     opened.close()
-
-
-def test_a_snapshot_that_comes_in_pieces_is_restored_and_leaves_nothing(tmp_path):
-    first, second = (writer(tmp_path, node) for node in NODES)
-    record(first, 3)
-    first.snapshot(str(tmp_path / "snapshot"))
-    for file in (tmp_path / "snapshot").iterdir():
-        content = file.read_bytes()
-        for start in range(0, len(content), 5000):
-            second.receive(file.name, content[start : start + 5000], start == 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*NODES, "snapshot"]
-    assert second.restore_received()["responses"] == 1
-    assert tokens(tmp_path, NODES[1]) == [3]
-    first.close()
-    second.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
 
 
 @pytest.mark.parametrize(("disk", "memory"), [(1 << 30, 8 << 30), (8 << 30, 1 << 30)], ids=["disk", "memory"])
@@ -116,29 +99,29 @@ def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monke
     """Also when one starts anew after others have filled theirs: its bound stays."""
     monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk))
     monkeypatch.setattr(share, "available_memory", lambda: memory)
-    living = {node_history_dir(str(tmp_path), f"node{i}") for i in range(4)}
-    made = [HistoryWriter(folder, living, "vocabulary", HistoryConfig(), "run") for folder in sorted(living)]
+    stores = [writer_of(tmp_path, f"node{i}") for i in range(3)]
+    copies = []
     try:
-        for writer in made:
-            writer.open()
-        assert all("shared by 4" in writer.settle() for writer in made)
-        bounds = [writer._store._map_size for writer in made]
+        for one in stores:
+            one.open()
+        copies.append(Copies(node_copies_dir(str(tmp_path), "node3"), None))
+        assert all("shared by 4" in one.settle() for one in stores)
+        bounds = [copies[0]._bound, *(one._store._map_size for one in stores)]
         assert bounds == pytest.approx([(1 << 29) // 4] * 4, rel=1e-2)
         text = np.arange(20_000, dtype=np.int32)
-        made[0].record([[Trajectory(bytes([i]) * 16, text, 1.0, 0, 0, 0) for i in range(16)]], 1)
-        kept = made[0]._store.stats()
-        os.close(made[0]._store._lock)  # it dies
+        stores[0].record([[Trajectory(bytes([i]) * 16, text, 1.0, 0, 0, 0) for i in range(16)]], 1)
+        kept = stores[0]._store.stats()
+        os.close(stores[0]._store._lock)  # it dies
         monkeypatch.setattr(share, "available_memory", lambda: 0)  # engines and trainer have it
-        again = made[0] = HistoryWriter(str(made[0]._folder), living, "vocabulary", HistoryConfig(), "run")
+        again = stores[0] = writer_of(tmp_path, "node0")
         assert again.settle() == ""
-        assert again._store._map_size == bounds[0]
+        assert again._store._map_size == bounds[1]
         assert again._store.stats() == kept, "its history fits as before"
-        alone = HistoryWriter(str(tmp_path / "elsewhere" / "x"), set(), "vocabulary", HistoryConfig(), "run")
-        made.append(alone)
-        assert "shared by 1" in alone.settle()
+        stores.append(writer_of(tmp_path / "elsewhere", "x"))
+        assert "shared by 1" in stores[-1].settle()
     finally:
-        for writer in made:
-            writer.close()
+        for one in [*stores, *copies]:
+            one.close()
 
 
 @pytest.fixture
@@ -205,3 +188,69 @@ def test_the_users_folder_is_private_all_the_way_and_no_link(shared, tmp_path):
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in (shared, shared / "mine")] == [0o700, 0o700]
     opened.close()
+
+
+# ---- what other nodes fetch ----
+
+
+@pytest.fixture
+def sharing(tmp_path, monkeypatch):
+    """A writer whose values do not go into Ray's store."""
+    monkeypatch.setattr(history_writer.ray, "put", lambda value: value.copy())
+    opened = writer(tmp_path, NODES[0])
+    yield opened
+    opened.close()
+
+
+def test_what_changed_since_is_sent_and_nothing_else(sharing):
+    assert sharing.values({KEY: b""}) == {KEY: None}, "it opens the store itself"
+    record(sharing, 3)
+    answers = sharing.values({KEY: b"", b"other" + bytes(11): b""})
+    assert PromptHistory.decode(answers[KEY]).response(0).tolist() == [3]
+    assert answers[b"other" + bytes(11)] is None
+    version = version_of(answers[KEY])
+    assert sharing.values({KEY: version}) == {KEY: None}
+    told = record(sharing, 4, step=2)
+    assert told["sent_bytes"] == len(answers[KEY])
+    later = sharing.values({KEY: version})[KEY]
+    assert [PromptHistory.decode(later).response(i).tolist() for i in range(2)] == [[3], [4]]
+    sharing._store.clear()
+    assert len(sharing.values({KEY: version_of(later)})[KEY]) == 0, "nothing is kept of it any more"
+
+
+def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
+    keys = [bytes([i]) * 16 for i in range(8)]
+    text = np.arange(2000, dtype=np.int32)
+    sharing.record([[Trajectory(key, text + i, 1.0, 0, 0, 0) for i, key in enumerate(keys)]], 1)
+    size = len(sharing.values({keys[0]: b""})[keys[0]])
+    monkeypatch.setattr(history_writer, "_ANSWER_BYTES", 2 * size)
+    sharing._shared_bytes = 2 * size
+    wanted = dict.fromkeys(keys, b"")
+    found = {}
+    while wanted:
+        answers = sharing.values(wanted)
+        assert 1 <= len(answers) <= 3
+        assert len(sharing._shared) <= 2
+        found |= answers
+        wanted = {key: version for key, version in wanted.items() if key not in answers}
+    assert [int(PromptHistory.decode(found[key]).response(0)[0]) for key in keys] == list(range(8))
+
+
+def test_values_are_read_while_a_step_is_recorded(sharing, monkeypatch):
+    """Other nodes' engines would wait for it: minutes, where responses are long."""
+    record(sharing, 3)
+    inside, leave = threading.Event(), threading.Event()
+
+    def pieces():
+        yield [Trajectory(b"o" * 16, np.array([1], np.int32), 1.0, 0, 1, 0)]
+        inside.set()
+        assert leave.wait(20)
+
+    recording = threading.Thread(target=sharing.record, args=(pieces(), 2))
+    recording.start()
+    try:
+        assert inside.wait(20)
+        assert len(sharing.values({KEY: b"", b"o" * 16: b""})[b"o" * 16]) > 0
+    finally:
+        leave.set()
+        recording.join()

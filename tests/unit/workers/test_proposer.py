@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from verl_rhyme.drafting.bounds import logits_budget, table_bounds
+from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.workers.request import RequestMeta
 from verl_rhyme.workers.vllm.proposer import HistoryProposer
@@ -21,7 +22,14 @@ NAMESPACE = "test"
 
 def proposer_for(folder, one_pass=False, **drafting):
     config = SimpleNamespace(
-        additional_config={"rhyme": {"drafting": drafting, "history_dir": str(folder), "namespace": NAMESPACE}},
+        additional_config={
+            "rhyme": {
+                "drafting": drafting,
+                "history_dir": str(folder),
+                "copies_dir": f"{folder}.copies",
+                "namespace": NAMESPACE,
+            }
+        },
         model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=STEP_TOKENS, max_num_scheduled_tokens=STEP_TOKENS, max_num_seqs=ROWS
@@ -190,10 +198,10 @@ def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
     assert proposer.totals()["errors"] == 0
 
 
-def admit(proposer, names, prompt):
+def admit(proposer, names, prompt, asked=0):
     runner = proposer._runner
     for name in names:
-        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name).put({}))
+        params = SimpleNamespace(max_tokens=100, **RequestMeta(id=name, asked=asked).put({}))
         runner.requests[name] = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
     runner.input_batch.req_ids = list(names)
     runner.input_batch.spec_token_ids = [[] for _ in names]
@@ -309,13 +317,18 @@ def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait, copied):
     prompt, response = [1, 2, 3], np.random.default_rng(0).permutation(VOCABULARY - 4)[:30] + 4
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
-        store.append([Trajectory(prompt_key(prompt), response.astype(np.int32), 1.0, 0, 0, 0)], 0)
+    recorded = [Trajectory(prompt_key(prompt), response.astype(np.int32), 1.0, 0, 0, 0)]
+    if copied:  # from another node
+        Copies(tmp_path / "h.copies", 1 << 22).put(recorded[0].key, PromptHistory.build(recorded).encode(), 5)
+    else:
+        with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:
+            store.append(recorded, 0)
     proposer = proposer_for(tmp_path / "h", wait_for_history=wait)
     names = ["gone", "a", "b"]
-    admit(proposer, names, prompt)
+    admit(proposer, names, prompt, asked=5 if copied else 0)
     tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, 3, np.int32)
     tokens[:, :3] = prompt
 

@@ -28,6 +28,20 @@ class Engine:
         return [{id: {"drafted": 9, "history_hit": True} for id in args[0]}, {}]  # rank 0 drafts
 
 
+class Histories:
+    """A node's that does not record."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, key):
+        self.asked.append(key)
+        return 77
+
+    def take_errors(self):
+        return 0
+
+
 @pytest.fixture
 def server(monkeypatch):
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
@@ -38,7 +52,7 @@ def server(monkeypatch):
     built = object.__new__(RhymeHttpServer)
     built.engine, built.global_steps, built.replica_rank, built._node_id = Engine(), 3, 0, "node"
     built._rhyme, built._final, built._names, built._finished = RhymeConfig(), {}, {}, deque(maxlen=4)
-    built._gate, built._cut, built._began = Gate(), set(), {}
+    built._gate, built._cut, built._began, built._histories = Gate(), set(), {}, Histories()
     return built
 
 
@@ -79,7 +93,9 @@ async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     told = server.given["extra_args"].pop(FIELD)
     assert server.given == {"temperature": 1.0, "extra_args": {"theirs": 1}}
-    assert told == {"id": "r", "key": "00ff", "noise": "ab", "previous": previous, "made": 0}
+    engine = {"id": "r", "key": "00ff", "asked": 77, "noise": "ab", "previous": previous, "made": 0}
+    assert told == engine
+    assert server._histories.asked == [bytes.fromhex("00ff")]
     assert told["previous"] is previous
     assert RequestMeta.of({FIELD: told}).previous is previous
     (record,) = output.extra_fields[FIELD]

@@ -20,6 +20,7 @@ from verl_rhyme.drafting import recurrent
 from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
+from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
@@ -49,7 +50,8 @@ class _Batch:
 class HistoryProposer:
     """Built by vLLM from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
 
-    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``.
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``; with
+    ``copies_dir``, requests may say that their prompt's history is copied from another node.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -64,7 +66,8 @@ class HistoryProposer:
         self._logit_bytes = vllm_config.model_config.dtype.itemsize
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         reader = HistoryReader(settings["history_dir"], settings["namespace"])
-        self._history = HistoryLoader(reader, self._config.wait_for_history)
+        copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
+        self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
         self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
@@ -223,6 +226,7 @@ class HistoryProposer:
             key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
         except (TypeError, ValueError):  # no prompt in tokens, or no key of ours: no history, and others keep theirs
             key = uuid4().bytes
+        self._history.expect(key, meta.asked)
         drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         self._requests[req_id] = request

@@ -19,7 +19,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from verl_rhyme import config_tree, patches
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.drafting import recurrent
+from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.sampling.continuation import continued
+from verl_rhyme.workers.history_copies import HistoryRequests, node_copies_dir
 from verl_rhyme.workers.history_service import tokenizer_namespace
 from verl_rhyme.workers.history_writer import node_history_dir
 from verl_rhyme.workers.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
@@ -53,6 +55,7 @@ class RhymeHttpServer(vLLMHttpServer):
         assert rhyme is not None, "RhymeReplica builds this server only when rhyme is enabled"
         self._rhyme = rhyme
         self._node_id = ray.get_runtime_context().get_node_id()
+        self._histories = HistoryRequests(self._node_id, rhyme.history)
         self._final: dict[str, Any] = {}  # request id -> vLLM's latest output for it
         self._began: dict[str, int | None] = {}  # request id -> policy version under which the engine got it
         self._gate = Gate()
@@ -93,6 +96,7 @@ class RhymeHttpServer(vLLMHttpServer):
             FIELD: {
                 "drafting": self._rhyme.to_dict()["drafting"],
                 "history_dir": node_history_dir(self._rhyme.history.dir, self._node_id),
+                "copies_dir": node_copies_dir(self._rhyme.history.dir, self._node_id),
                 "namespace": tokenizer_namespace(self.model_config.tokenizer),
             },
         }
@@ -110,6 +114,8 @@ class RhymeHttpServer(vLLMHttpServer):
             raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
         if self._rhyme.drafting.enable and self._rhyme.sampling.verify == "ours":
             await self._install_sampler()
+        if self._rhyme.drafting.enable:
+            self._histories.start()
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
         earlier_text.install(self.engine.output_processor)
@@ -261,6 +267,8 @@ class RhymeHttpServer(vLLMHttpServer):
         self._final[request_id] = None
         if meta.name:
             self._names[request_id] = meta.name
+        if self._rhyme.drafting.enable:
+            meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
         params = continued(sampling_params, meta.made, noise_by_position=self._draws)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
@@ -329,11 +337,15 @@ class RhymeHttpServer(vLLMHttpServer):
         ids = list(self._finished)
         self._finished.clear()
         told = await self.engine.collective_rpc("take_request_counts", args=(ids,))
-        return {
+        found = {
             id: {DRAFT_COUNTS[name]: count for name, count in counts.items()}
             for worker in told
             for id, counts in worker.items()
         }
+        for counts in found.values():
+            if "draft_errors" in counts:  # one of them has the errors of all
+                counts["draft_errors"] += self._histories.take_errors()
+        return found
 
 
 def _cut_short(output: Any) -> Any:

@@ -1,0 +1,111 @@
+"""Copies of histories on nodes that do not record."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+
+from verl_rhyme.history.copies import Copies, CopyReader
+from verl_rhyme.history.environment import HistoryError
+from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
+
+KEYS = [bytes([i]) * 16 for i in range(6)]
+
+
+def value(length, start=0):
+    tokens = np.arange(start, start + length, dtype=np.int32)
+    return PromptHistory.build([Trajectory(KEYS[0], tokens, 1.0, 0, 0, 0)]).encode()
+
+
+@pytest.fixture
+def copies(tmp_path):
+    opened = Copies(tmp_path / "c", 1 << 15)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reader(tmp_path):
+    return CopyReader(tmp_path / "c")
+
+
+def test_a_copy_has_arrived_once_it_is_as_late_as_it_was_asked_for(copies, reader):
+    assert copies.outdated({KEYS[0]: 5}) == {KEYS[0]: b""}
+    assert not reader.arrived(KEYS[0], 5)
+    assert reader.get(KEYS[0]) is None
+    first = value(9)
+    copies.put(KEYS[0], np.frombuffer(first, np.uint8), 5)
+    assert reader.arrived(KEYS[0], 5)
+    assert reader.get(KEYS[0]).response(0).tolist() == list(range(9))
+    assert copies.outdated({KEYS[0]: 5}) == {}
+    assert not reader.arrived(KEYS[0], 6)
+    assert copies.outdated({KEYS[0]: 6}) == {KEYS[0]: version_of(first)}
+    copies.confirm(KEYS[0], 7)
+    assert reader.arrived(KEYS[0], 7)
+    assert copies.outdated({KEYS[0]: 7}) == {}
+    copies.put(KEYS[0], value(3, start=40), 8)
+    assert reader.get(KEYS[0]).response(0).tolist() == [40, 41, 42]
+    copies.put(KEYS[0], b"", 9)
+    assert reader.arrived(KEYS[0], 9)
+    assert reader.get(KEYS[0]) is None, "it has no history any more"
+    assert copies.outdated({KEYS[0]: 10}) == {KEYS[0]: b""}
+
+
+def test_those_needed_longest_ago_go_first_and_all_stay_within_the_bound(copies, reader, tmp_path):
+    for step, key in enumerate(KEYS[:4]):
+        copies.put(key, value(2000), step)  # 2 pages each, of 8
+    copies.confirm(KEYS[0], 9)
+    copies.put(KEYS[4], value(2000), 9)
+    assert [reader.get(key) is not None for key in KEYS[:5]] == [True, False, True, True, True]
+    copies.put(KEYS[2], value(4000), 10)
+    assert [reader.get(key) is not None for key in KEYS[:5]] == [True, False, True, False, True]
+    held = sum(-(-os.path.getsize(tmp_path / "c" / key.hex()) // 4096) * 4096 for key in (KEYS[0], KEYS[2], KEYS[4]))
+    assert held == copies._bytes == 1 << 15
+
+
+def test_a_value_without_room_counts_as_no_history(copies, reader, caplog):
+    copies.put(KEYS[0], value(9), 1)
+    with caplog.at_level(logging.WARNING):
+        copies.put(KEYS[1], bytes((1 << 15) + 1), 2)
+    assert reader.arrived(KEYS[1], 2)
+    assert reader.get(KEYS[1]) is None
+    assert reader.get(KEYS[0]) is not None
+    assert "larger than" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_leaves_the_copy_as_it_was(copies, reader, monkeypatch, tmp_path):
+    copies.put(KEYS[0], value(9), 1)
+    with monkeypatch.context() as full:
+        full.setattr(os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError("no space left on device")))
+        with pytest.raises(OSError, match="no space"):
+            copies.put(KEYS[0], value(5), 2)
+    assert not reader.arrived(KEYS[0], 2)
+    assert len(reader.get(KEYS[0]).response(0)) == 9
+    assert not [file for file in (tmp_path / "c").iterdir() if file.name.startswith(f".{KEYS[0].hex()}")]
+    copies.put(KEYS[0], value(5), 2)
+    assert copies.outdated({KEYS[0]: 2}) == {}
+
+
+@pytest.mark.parametrize("harm", [lambda v: v[:-1], lambda v: v[:40] + b"?" + v[41:], lambda v: b"?"])
+def test_a_damaged_copy_is_no_history_a_count_and_one_warning(copies, reader, caplog, harm):
+    with caplog.at_level(logging.WARNING):
+        for turn in (1, 2):
+            copies.put(KEYS[0], harm(value(9)), turn)
+            assert reader.get(KEYS[0]) is None
+            assert reader.errors == turn
+    assert caplog.text.count("told once") == 1
+
+
+def test_one_writer_and_what_a_dead_one_left_goes(copies, reader, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_rhyme.history.copies._LOCK_TIMEOUT_S", 0.1)
+    with pytest.raises(HistoryError, match="another process writes"):
+        Copies(tmp_path / "c", 1 << 15)
+    copies.put(KEYS[0], value(9), 1)
+    os.close(copies._lock)  # it dies
+    copies._lock = None
+    again = Copies(tmp_path / "c", None)
+    assert reader.get(KEYS[0]) is None
+    assert again.outdated({KEYS[0]: 1}) == {KEYS[0]: b""}
+    again.close()
+    assert not (tmp_path / "c").exists()
