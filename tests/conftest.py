@@ -17,9 +17,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def our_logger() -> Iterator[None]:
-    """As it was: a trainer in a test's own process gives it a handler of its own, and caplog hears nothing."""
+    """caplog has its warnings: verl's server, where a test imports it, raises the root's level. And it is afterwards as
+    it was: a trainer in a test's own process gives it a handler of its own."""
     logger = logging.getLogger("verl_rhyme")
     before = logger.handlers[:], logger.propagate, logger.level
+    logger.setLevel(logging.WARNING)
     yield
     logger.handlers[:], logger.propagate = before[:2]
     logger.setLevel(before[2])
