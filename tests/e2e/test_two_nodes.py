@@ -354,14 +354,14 @@ def test_an_update_may_take_longer_than_the_timeout_and_what_was_recorded_is_not
             log.write_text(said + "".join(str(t.sample) for piece in pieces for t in piece) + "\n")
             if said.count("\n") == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3)
+            time.sleep(4)
             return super().record(pieces, step)
 
     monkeypatch.setattr(history_service, "HistoryWriter", Slow)
     monkeypatch.setattr(stored_samples, "PIECE_BYTES", 2 * 20 * 12)
     service = started(tmp_path / "history")
-    monkeypatch.setattr(service, "_config", replace(service._config, timeout=11.0))
-    stats = service.append(named(8), step=1)  # takes 12 s, and a process's start
+    monkeypatch.setattr(service, "_config", replace(service._config, timeout=15.0))
+    stats = service.append(named(8), step=1)  # takes 16 s, and a process's start
     assert (stats["prompts"], stats["responses"], stats["dropped"], service.restarts) == (8, 8, 0, 1)
     assert log.read_text().split() == ["01", "23", "45", "45", "67"]
     service.close()

@@ -1,12 +1,12 @@
 """Carries finished trajectories into history and event log, in a thread of its own, while training runs.
 
 Recording can fail, training can't: an error is counted in ``rollout/history/errors`` and told once. Event log and
-metrics do not wait for the history. A step ends when history writers have fetched its samples, so that verl may clear
+metrics do not wait for the history. A step ends when the history writer has fetched its samples, so that verl may clear
 them; these are recorded after that, piece by piece and in order, while the next steps train. Where recording falls
 more than :data:`MAX_LAG` steps behind, the history leaves out whole batches (``rollout/history/dropped``).
 
-Through the trainer's process goes what the servers say of the requests, and a reward for each sample: history writers
-fetch tokens themselves. Where the event log shall have the responses, it fetches these.
+Through the trainer's process goes what the servers say of the requests, and a reward for each sample: the history
+writer fetches tokens itself. Where the event log shall have the responses, it fetches these.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Recorder:
     def start_untrained(self, batch: Any, step: int, epoch: int) -> None:
         """Begin to record finished samples that nobody will train (``KVBatchMeta``): filtered groups, surplus.
 
-        The history has them like those that are trained. They are cleared from TransferQueue when writers have fetched
-        them, or could not: verl must not clear them before. Returns at once.
+        The history has them like those that are trained. They are cleared from TransferQueue when the writer has
+        fetched them, or could not: verl must not clear them before. Returns at once.
         """
         self._guarded(self._start_untrained, batch, step, epoch)
 
@@ -115,7 +115,7 @@ class Recorder:
         self._insight.stages(stages, step)
 
     def join(self) -> None:
-        """Wait until all that was started is in the event log, and writers have fetched what they are to record."""
+        """Wait until all that was started is in the event log, and the writer has fetched what it is to record."""
         while self._pending:
             self._pending.pop().result()
 
@@ -196,7 +196,7 @@ class Recorder:
             self._insight.requests(rows, step)
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
-        """Have the writers fetch a batch, and record it later."""
+        """Have the writer fetch a batch, and record it later."""
         if self._backlog and self._steps - self._backlog[0].steps > MAX_LAG:
             self._drop(batch)
             return
@@ -289,7 +289,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Samples that writers hold: of which update, and how many steps had ended when they were fetched."""
+    """Samples that the writer holds: of which update, and how many steps had ended when they were fetched."""
 
     batch: TrainedBatch
     step: int

@@ -20,6 +20,7 @@ from verl_rhyme.workers import agent_loop
 from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
 from verl_rhyme.workers.client import RhymeLLMServerClient
 from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.room import Room
 from verl_rhyme.workers.session import STARTS
 
 #: What the template puts before each prompt; it changes at midnight.
@@ -74,6 +75,7 @@ def answered(worker_class, prompt, validate=False):
             self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
             self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
             self._coupled, self._attempts, self._sessions, self._reports = False, {}, {}, self
+            self._tool_timeout, self.room = 60.0, Room()
 
         async def send(self, ended, left=None):
             assert ended.status != "failed", ended.error
