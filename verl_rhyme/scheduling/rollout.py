@@ -251,7 +251,11 @@ class Rollout:
         return [attempt.name for attempt in attempts if attempt.sample not in empty]
 
     def take(self) -> Batch:
-        """The update batch (:meth:`Scheduler.harvest`)."""
+        """The update batch (:meth:`Scheduler.harvest`).
+
+        Raises:
+            Hopeless: There is no trajectory in it.
+        """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
         harvest = self.scheduler.harvest()
@@ -259,6 +263,8 @@ class Rollout:
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
         stored = [sample for sample in harvest.samples if sample not in self._remembered.empty]
+        if not stored:
+            raise Hopeless(f"the agent loop gave no trajectory for any of an update's {len(harvest.samples)} samples")
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         for uid, _ in harvest.samples:
             self._whole.pop(uid, None)

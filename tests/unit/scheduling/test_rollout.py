@@ -300,6 +300,19 @@ def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
         leave_nothing(made, 16)
 
 
+def test_an_update_without_any_trajectory_ends_the_run():
+    """Where samples are trained one by one, the others of their groups may still run."""
+    rules = named("on_policy", batch_prompts=2, batch_samples=4, unit="trajectory")
+    made = Rollout(rules)
+    made.publish(0, None)
+    made.hand([(f"p{number}", 2) for number in range(8)])
+    for start in made.fill():
+        if start.name.endswith("_0"):
+            tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
+    with pytest.raises(Hopeless, match="no trajectory for any of an update's 4 samples"):
+        made.take()
+
+
 def leave_nothing(made, groups):
     """Groups of which no sample leaves a trajectory."""
     for _ in range(groups):
