@@ -97,8 +97,9 @@ class Expectations:
         return [self.prompts.of(self._keys.get(uid, _NOBODY)) for uid in uids]
 
     def generated(self, uid: str, number: int, tokens: int) -> None:
-        """A sample came to its end; what an earlier attempt at it had counts no more."""
-        if uid in self._lengths:
+        """A sample came to its end; what an earlier attempt at it had counts no more. Without tokens it tells nothing:
+        its agent loop may have dropped them."""
+        if uid in self._lengths and tokens:
             self._lengths[uid][number] = tokens
 
     def keep(self, needed: Callable[[str], bool]) -> dict[str, list[int]]:

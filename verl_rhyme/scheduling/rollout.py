@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl_rhyme.scheduling.admission import priority
-from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
+from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
 from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
@@ -183,7 +183,7 @@ class Rollout:
                 else:
                     self._remembered.stored.add((uid, number))
                     self._obsolete.append(report.name)
-                self.scheduler.finish(uid, number)
+                self.scheduler.finish(uid, number, bool(self._stored(self.scheduler.ledger.prompt(uid))))
                 self._filter(uid)
                 self._see_whole(uid)
         elif sample.state == "running":
@@ -251,7 +251,11 @@ class Rollout:
         return [attempt.name for attempt in attempts if attempt.sample not in empty]
 
     def take(self) -> Batch:
-        """The update batch (:meth:`Scheduler.harvest`)."""
+        """The update batch (:meth:`Scheduler.harvest`).
+
+        Raises:
+            Hopeless: There is no trajectory in it.
+        """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
         harvest = self.scheduler.harvest()
@@ -259,6 +263,8 @@ class Rollout:
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
         stored = [sample for sample in harvest.samples if sample not in self._remembered.empty]
+        if not stored:
+            raise Hopeless(f"the agent loop gave no trajectory for any of an update's {len(harvest.samples)} samples")
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         for uid, _ in harvest.samples:
             self._whole.pop(uid, None)
@@ -311,11 +317,13 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain, for JSON: with what the queue holds it is all that :meth:`restore` needs."""
+        ledger, empty = self.scheduler.ledger, self._remembered.empty
         names = [Attempt(*sample, attempt).name for sample, attempt in self._remembered.attempt.items()]
         return {
             **self.scheduler.state_dict(),
             "stock": list(self._stock.items()),
             "reports": sorted(names),
+            "empty": sorted(Attempt(uid, n, ledger.prompt(uid).samples[n].attempt).name for uid, n in empty),
             "generation": self._generation,
             "failed": self._failed,
             "filtered": list(self._filtered.items()),
@@ -355,6 +363,7 @@ class Rollout:
             self._waste(attempt.sample)
             if evidence[attempt.name].running:
                 self._abandoned.append(attempt.name)
+        self._remembered.empty = {sample_of(name) for name in state.get("empty", []) if self.may_train(name)}
         if self._filters:
             recovery.recall_scores()
             for uid in [prompt.uid for prompt in self.scheduler.ledger]:
@@ -386,6 +395,7 @@ class Rollout:
     def _waste(self, sample: Name) -> None:
         """What it has may not be trained any more."""
         self._wasted += self._remembered.records.pop(sample, [])
+        self._remembered.empty.discard(sample)
         if self.rules.continues:  # nor gone on from; where nothing is, it is drafted from
             self._remembered.attempt.pop(sample, None)
             self._remembered.stored.discard(sample)
@@ -415,9 +425,10 @@ class Rollout:
     def _filter(self, uid: str) -> None:
         """A group whose samples all have one score teaches nothing; another prompt takes its place."""
         prompt = self.scheduler.ledger.prompt(uid)
-        if not self._filters or not prompt.complete("finished"):
+        stored = self._stored(prompt)
+        if not self._filters or not prompt.complete("finished") or not stored:
             return
-        by_sample = [self._remembered.scores.get(name) for name in self._stored(prompt)]
+        by_sample = [self._remembered.scores.get(name) for name in stored]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
         if not (all(by_sample) and len(scores) > 1 and min(scores) == max(scores)):
             self._fruitless.clear()

@@ -174,11 +174,11 @@ class Scheduler:
         self.ledger.progress(uid, number, self.version if first_version is None else first_version)
         return not self._regenerate_stale(uid, number)
 
-    def finish(self, uid: str, number: int) -> None:
-        """A generated response has its reward."""
+    def finish(self, uid: str, number: int, good: bool = True) -> None:
+        """A generated response has its reward; ``good``: its prompt does not fail when all of them have."""
         if uid in self.ledger:
             self.ledger.finish(uid, number)
-            if self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
+            if good and self._failed and self.ledger.prompt(uid).complete("finished", "trained"):
                 self._failed.clear()
 
     def interrupt(self, uid: str, number: int, tokens: int, first_version: int | None) -> bool:

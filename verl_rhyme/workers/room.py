@@ -41,6 +41,7 @@ class Room:
     def __init__(self) -> None:
         self._coordinator: Any = None
         self._waiting = 0
+        self._line = asyncio.Lock()
 
     def attach(self, coordinator: Any) -> None:
         """``coordinator`` is told from now on that something waits."""
@@ -48,20 +49,27 @@ class Room:
 
     async def wait(self, put: Callable[[], Awaitable[T]]) -> T:
         """What ``put`` gives, as soon as there is room for it; other errors of it are raised."""
-        waiting = False
         try:
-            while True:
-                try:
-                    return await put()
-                except Exception as error:
-                    if FULL not in str(error):
-                        raise
-                    if not self._waiting:
-                        logger.warning("TransferQueue is full: what is finished waits until training frees entries")
-                    self._waiting += not waiting
-                    waiting = True
-                    if self._coordinator is not None:
-                        self._coordinator.full.remote(str(error))
-                await asyncio.sleep(RETRY_S)
+            return await put()
+        except Exception as error:
+            self._check(error)
+        if not self._waiting:
+            logger.warning("TransferQueue is full: what is finished waits until training frees entries")
+        self._waiting += 1
+        try:
+            async with self._line:  # one tries for all: each try stores whole trajectories, and thousands may wait
+                while True:
+                    try:
+                        return await put()
+                    except Exception as error:
+                        self._check(error)
+                    await asyncio.sleep(RETRY_S)
         finally:
-            self._waiting -= waiting
+            self._waiting -= 1
+
+    def _check(self, error: Exception) -> None:
+        """Tell the coordinator; raise what says something else."""
+        if FULL not in str(error):
+            raise error
+        if self._coordinator is not None:
+            self._coordinator.full.remote(str(error))

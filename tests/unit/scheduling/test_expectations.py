@@ -51,6 +51,17 @@ def test_a_prompt_that_leaves_early_has_told_what_came():
     assert expectations.measures() == {}
 
 
+def test_what_left_no_token_tells_no_length():
+    """Its agent loop gave no trajectory; how long it ran nobody knows."""
+    expectations = Expectations(1000)
+    expectations.hand({"u": "key", "v": "other"})
+    for number in range(4):
+        expectations.generated("u", number, 0 if number else 500)
+        expectations.generated("v", number, 0)
+    assert expectations.keep(lambda uid: False) == {"key": [500], "other": []}
+    assert expectations.predictor.forecast(["key", "other"]).seen.tolist() == [1, 0]
+
+
 def test_a_prompt_that_is_here_twice_has_the_siblings_of_both():
     expectations = Expectations(30_000)
     expectations.hand({"first": "key", "second": "key", "other": "another"})

@@ -266,6 +266,72 @@ def test_a_group_without_any_trajectory_is_replaced():
     assert made._failed == 1
 
 
+def test_what_left_no_trajectory_is_known_after_a_restart():
+    """It was finished before the state was saved, and nothing in the queue shows it."""
+    made = rollout()
+    tell(made, Ended("a_0", "generated"), Ended("a_0", "finished", empty=True), generated("a_1"))
+    state = json.loads(json.dumps(made.state_dict()))
+    again = Rollout(made.rules, generation=1)
+    again.restore(state, 0, 9, {"a_0": Evidence("generated"), "a_1": Evidence("generated", 5, 0, stored=True)}, {"a"})
+    assert states(again) == ["finished", "finished"]
+    assert again.take().attempts == ["a_1"]
+    again = Rollout(made.rules, generation=1)
+    again.restore(state, 2, 9, {}, {"a"})  # it is too old to be trained
+    assert states(again) == ["pending", "pending"]
+    assert again.state_dict()["empty"] == []
+
+
+def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
+    made = rollout(prompts=[("a", 2), ("b", 2)], group_batches=2)
+    tell(made, Ended("a_0", "generated"), Ended("a_0", "finished", empty=True))
+    made.publish(2, None)  # it is too old to be trained
+    names = {sample_of(start.name): start.name for start in made.fill()}
+    made.lost(["a_1"])
+    names |= {sample_of(start.name): start.name for start in made.fill()}
+    for number in range(2):
+        tell(made, generated(names["a", number], version=2), finished(names["a", number]))
+    assert sorted(made.take().attempts) == sorted(names["a", number] for number in range(2))
+
+
+def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
+    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8))
+    made.publish(0, None)
+    with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop gave no trajectory"):
+        leave_nothing(made, 16)
+
+
+def test_an_update_without_any_trajectory_ends_the_run():
+    """Where samples are trained one by one, the others of their groups may still run."""
+    rules = named("on_policy", batch_prompts=2, batch_samples=4, unit="trajectory")
+    made = Rollout(rules)
+    made.publish(0, None)
+    made.hand([(f"p{number}", 2) for number in range(8)])
+    for start in made.fill():
+        if start.name.endswith("_0"):
+            tell(made, Ended(start.name, "generated"), Ended(start.name, "finished", empty=True))
+    with pytest.raises(Hopeless, match="no trajectory for any of an update's 4 samples"):
+        made.take()
+
+
+def leave_nothing(made, groups):
+    """Groups of which no sample leaves a trajectory."""
+    for _ in range(groups):
+        uid = f"g{made.scheduler.ledger.loaded}"
+        made.hand([(uid, 2)])
+        made.fill()
+        for name in (f"{uid}_0", f"{uid}_1"):
+            tell(made, Ended(name, "generated"), Ended(name, "finished", empty=True))
+
+
+def test_a_group_without_any_trajectory_is_none_that_the_filter_kept():
+    made = Rollout(named("on_policy", batch_prompts=1, batch_samples=2), "acc")
+    made.publish(0, None)
+    score_groups(made, 100, (0.0, 0.0))
+    leave_nothing(made, 1)
+    with pytest.raises(Hopeless, match="all 128 groups"):
+        score_groups(made, 28, (0.0, 0.0))
+
+
 def test_a_part_has_no_name_of_what_left_no_trajectory():
     made = stream(prompts=1)
     name = next(iter(made.attempts())).uid

@@ -145,3 +145,26 @@ async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue)
     one.cancel()
     await other
     assert "a_1" in queue.told[0]
+
+
+async def test_of_those_who_wait_for_room_one_tries(monkeypatch):
+    """A try stores a whole trajectory; thousands may wait. Where there is room they follow at once."""
+    monkeypatch.setattr(room_module, "RETRY_S", 0.02)
+    room, tries, full = room_module.Room(), 0, True
+
+    async def put(number):
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0)
+        if full:
+            raise ValueError(room_module.FULL)
+        return number
+
+    waiting = [asyncio.create_task(room.wait(lambda number=number: put(number))) for number in range(50)]
+    await asyncio.sleep(0.2)
+    assert 50 < tries < 70
+    waiting[1].cancel()
+    full = False
+    done = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 0.5)
+    assert [number for number in done if isinstance(number, int)] == [0, *range(2, 50)]
+    assert await room.wait(lambda: put(50)) == 50
