@@ -23,7 +23,8 @@ from verl_rhyme.history.record import Trajectory, version_of
 from verl_rhyme.history.store import HistoryStore
 from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
-_NICENESS = 10
+#: The most: Ray starts all of its processes with 15.
+_NICENESS = 19
 #: In a writer's folder: what ``history.max_bytes=null`` stands for.
 _BOUND_FILE = "max_bytes"
 #: What is counted by append, as opposed to what the store says of itself.

@@ -94,6 +94,21 @@ def test_what_dead_writers_left_is_deleted_but_a_run_takes_its_own_over(killed, 
     opened.close()
 
 
+def test_who_records_comes_after_rays_other_processes(tmp_path):
+    """Ray starts each of them with a niceness of 15, and takes none of that back for a user who is not root."""
+    found = []
+
+    def recording():
+        os.setpriority(os.PRIO_PROCESS, 0, 15)
+        writer(tmp_path, NODES[0]).give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    thread = threading.Thread(target=recording)
+    thread.start()
+    thread.join()
+    assert found[0] > 15
+
+
 @pytest.mark.parametrize(("disk", "memory"), [(1 << 30, 8 << 30), (8 << 30, 1 << 30)], ids=["disk", "memory"])
 def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monkeypatch, disk, memory):
     """Also when one starts anew after others have filled theirs: its bound stays."""
