@@ -302,8 +302,8 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         if score is None or not math.isfinite(score):
             uid, number = sample_of(session.name)
             raise ValueError(
-                f"the reward of prompt {uid}, sample {number}, is {score}, and the update needs a finite number: see the "
-                "reward function (reward.custom_reward_function)"
+                f"the reward of prompt {uid}, sample {number}, is {score}, and an update needs a finite number: see "
+                "the reward function (reward.custom_reward_function)"
             )
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
