@@ -312,9 +312,9 @@ def _told(found: Inspection) -> str:
         visit = (
             f"{before} visits before" if before > 1 else "the visit before" if before else "each prompt's latest visit"
         )
-        lines.append(
-            f"  {visit}: {row['responses']} responses, {row['tokens']} tokens, mean reward {row['reward_mean']:.3f}"
-        )
+        mean = row["reward_mean"]
+        reward = "unknown" if mean is None else f"{mean:.3f}"
+        lines.append(f"  {visit}: {row['responses']} responses, {row['tokens']} tokens, mean reward {reward}")
     if found.reusable is not None:
         lines.append(f"  {found.reusable:.0%} of the latest visits' tokens followed the same 4 tokens in an older one")
     return "\n".join(lines)

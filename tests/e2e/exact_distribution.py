@@ -23,3 +23,14 @@ def history_of(kind, distribution):
     else:
         cells = []
     return [(PROMPT, [int(token) for token in np.unravel_index(cell, joint.shape)]) for cell in cells]
+
+
+def letters(**special):
+    """A tokenizer of this vocabulary, a letter each."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(ord("a") + token): token for token in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,7 +1,11 @@
 """Drafting beside what else vLLM does: greedy output stays the undrafted one, and drafts are still accepted."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+from exact_distribution import letters
 
 from verl_rhyme.history.keys import prompt_key
 
@@ -148,30 +152,122 @@ def test_later_turns_draft_from_the_first_prompts_history(pressed, stock, write_
 
 
 def test_lora(build_engine, write_history, small_model, tmp_path):
-    """Drafts are verified by the adapted model."""
+    """Drafts are verified with the adapter that each request asks for, whichever wrote the history (vllm 20284)."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest
 
-    torch.manual_seed(0)
-    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32), config)
-    adapted.save_pretrained(tmp_path / "adapter")
-    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts(8, longest=20)]
+    adapters = []
+    for number in (1, 2):
+        torch.manual_seed(number)
+        config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32), config)
+        adapted.save_pretrained(tmp_path / f"adapter{number}")
+        adapters.append(LoRARequest(f"adapter{number}", number, str(tmp_path / f"adapter{number}")))
+    requests = prompts(8, longest=20)
 
-    def answers(engine, lora):
-        outputs = engine.generate(requests, greedy(), use_tqdm=False, lora_request=lora)
+    def answers(engine):
+        inputs = [{"prompt_token_ids": request} for request in requests for _ in adapters]
+        outputs = engine.generate(inputs, greedy(), use_tqdm=False, lora_request=adapters * len(requests))
         return [list(o.outputs[0].token_ids) for o in outputs]
 
-    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-    plain = build_engine(**options)
-    expected = answers(plain, adapter)
-    assert expected != answers(plain, None), "the adapter must change the output"
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    expected = answers(build_engine(**options))
+    assert expected[::2] != expected[1::2], "each adapter must change the output"
     folder = tmp_path / "history"
-    pairs = [(r["prompt_token_ids"], e) for r, e in zip(requests, half_true(expected), strict=True)]
-    write_history(folder, pairs)
+    asked = [request for request in requests for _ in adapters]
+    write_history(folder, list(zip(asked, half_true(expected), strict=True)))
     engine = build_engine(folder, drafting={"floor": 0.01}, **options)
     with Drafted(engine):
-        assert answers(engine, adapter) == expected
+        assert answers(engine) == expected
+
+
+#: Of letters a token each: what the tests' model says of itself never is of this form.
+PATTERN = "((ab|cd|e[fg]h)(i|jk)?)+l"
+
+
+@pytest.fixture
+def grammars(pressed, stock, monkeypatch):
+    """Both engines know what their tokens say, as those that verl starts do."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    tokenizer = get_cached_tokenizer(letters(eos_token="l"))
+    with ThreadPoolExecutor(1) as executor:
+        for engine in (pressed, stock):
+            manager = engine.llm_engine.engine_core.engine_core.structured_output_manager
+            monkeypatch.setattr(manager, "tokenizer", tokenizer, raising=False)
+            monkeypatch.setattr(manager, "executor", executor, raising=False)
+            monkeypatch.setattr(engine.llm_engine.renderer, "tokenizer", tokenizer)
+        yield
+
+
+def constrained(engine, requests, form=PATTERN, **more):
+    """Two of three requests have a grammar. What each said, and why it ended."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    each = []
+    for i in range(len(requests)):
+        wanted = {"structured_outputs": StructuredOutputsParams(regex=form), **more} if i % 3 else {}
+        each.append(greedy(stop_token_ids=[VOCABULARY - 1], **wanted))
+    outputs = engine.generate([{"prompt_token_ids": request} for request in requests], each, use_tqdm=False)
+    return [(list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs]
+
+
+def test_grammars_under_pressure(pressed, stock, grammars, write_history):
+    """Drafts that are not of the grammar's form, or in step with it after a preemption (vllm 30916, 52620). Nor does
+    the engine end where a request leaves no token at all that may come (vllm 53665): in either engine it is an error of
+    that request."""
+    requests = prompts(24)
+    expected = constrained(stock, requests)
+    write_history(pressed.history_folder, list(zip(requests, half_true([said for said, _ in expected]), strict=True)))
+    before = metric(pressed, "num_preemptions")
+    with Drafted(pressed):
+        assert constrained(pressed, requests) == expected
+    assert metric(pressed, "num_preemptions") > before, "the test must see preemptions"
+    said = ["".join(chr(ord("a") + token) for token in tokens) for tokens, _ in expected]
+    forms = [(text, why) for i, (text, (_, why)) in enumerate(zip(said, expected, strict=True)) if i % 3]
+    assert all(re.fullmatch(PATTERN, text) for text, why in forms if why == "stop")
+    impossible = {"form": "(ab|cd)l", "min_tokens": 20}
+    found = constrained(pressed, requests[:6], **impossible)
+    assert [why for i, (_, why) in enumerate(found) if i % 3] == ["error"] * 4
+    assert found == constrained(stock, requests[:6], **impossible)
+
+
+def test_a_reset_preempts_all_with_their_drafts(pressed, stock, write_history):
+    """Drafts that were granted and not yet verified are of no use then (vllm 41190, 49620)."""
+    requests = prompts(12)
+    expected = generate(stock, requests)
+    write_history(pressed.history_folder, list(zip(requests, half_true(expected), strict=True)))
+    engine = pressed.llm_engine
+    found, steps = {}, 0
+    with Drafted(pressed):
+        for i, request in enumerate(requests):
+            engine.add_request(f"r-{i}", {"prompt_token_ids": request}, greedy())
+        while engine.has_unfinished_requests():
+            steps += 1
+            if steps % 4 == 0:
+                assert pressed.reset_prefix_cache(reset_running_requests=True)
+            for output in engine.step():
+                if output.finished:
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+    assert [found[f"r-{i}"] for i in range(len(requests))] == expected
+
+
+def test_the_end_of_the_context(pressed, stock, write_history):
+    """Drafts go up to it, and not beyond, whoever else is in the batch (vllm 41758)."""
+    rng = np.random.default_rng(4)
+    requests = [rng.integers(0, VOCABULARY, SEQUENCE - left).tolist() for left in (1, 2, 3, 4, 7, 9, 12)]
+    requests += prompts(3)
+
+    def all_that_fits(engine):
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=SEQUENCE, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": request} for request in requests]
+        return [list(o.outputs[0].token_ids) for o in engine.generate(inputs, params, use_tqdm=False)]
+
+    expected = all_that_fits(stock)
+    write_history(pressed.history_folder, [(r, e + [0, 1, 2] * 8) for r, e in zip(requests, expected, strict=True)])
+    with Drafted(pressed):
+        assert all_that_fits(pressed) == expected

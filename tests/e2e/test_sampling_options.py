@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from exact_distribution import LENGTH, PROMPT, VOCABULARY, history_of
+from exact_distribution import LENGTH, PROMPT, history_of, letters
 from scipy import stats
 
 from verl_rhyme.sampling.noise import key_of
@@ -92,17 +92,6 @@ def test_drafts_change_nothing(drafting, plain, name):
                 assert one[token].rank == other[token].rank
 
 
-def letters():
-    """A tokenizer of this vocabulary, a letter each."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {chr(ord("a") + token): token for token in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 @pytest.mark.parametrize("min_tokens", [0, 6])
 def test_a_response_ends_at_its_stop_string(drafting, plain, monkeypatch, min_tokens):
     """Of one letter, or of two tokens; a draft goes on after it."""
@@ -149,12 +138,16 @@ def same_distribution(first, second):
 
 
 def test_a_seed_repeats_its_tokens(drafting, plain):
-    """As with vLLM's own; here drafted or not, and whatever else is in the batch."""
-    seeds = [Option({"seed": seed}) for seed in range(48)]
+    """As with vLLM's own; here drafted or not, and whatever else is in the batch (vllm 6038, 9441, 11123)."""
+    greedy = {"temperature": 0}
+    seeds = [Option({"seed": seed} | (greedy if seed % 4 == 3 else {})) for seed in range(48)]
     first = [list(o.token_ids) for o in generate(drafting, seeds, [None] * 48, length=20)]
-    again = [list(o.token_ids) for o in generate(plain, seeds[::-1] + [PLAIN] * 9, [None] * 57, length=20)][47::-1]
-    assert first == again
-    assert len({tuple(tokens) for tokens in first}) == 48
+    mixed = [option for seed in seeds[::-1] for option in (seed, PLAIN, Option(greedy))]
+    for engine in (plain, drafting):
+        again = [list(o.token_ids) for o in generate(engine, mixed, [None] * len(mixed), length=20)]
+        assert again[::3] == first[::-1]
+        assert {tuple(tokens) for tokens in again[2::3]} == {tuple(first[3])}
+    assert len({tuple(tokens) for tokens in first}) == 36 + 1
 
 
 def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):

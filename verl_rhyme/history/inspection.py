@@ -33,6 +33,7 @@ class Inspection:
         prompts, responses, tokens: Kept.
         corrupt: Prompts whose value is damaged.
         visits: Responses, tokens and mean reward of the prompts' latest visits (0), the visits before (1), and so on.
+            Rewards that are not finite are left out of the mean; ``None`` where none is.
         reusable: Share of the latest visit's tokens that followed the same :data:`MATCH` tokens in an older response to
             the same prompt; ``None`` with a single visit.
     """
@@ -44,7 +45,7 @@ class Inspection:
     responses: int = 0
     tokens: int = 0
     corrupt: int = 0
-    visits: dict[int, dict[str, float]] = field(default_factory=dict)
+    visits: dict[int, dict[str, Any]] = field(default_factory=dict)
     reusable: float | None = None
 
 
@@ -97,7 +98,8 @@ def inspect(folder: Path) -> Inspection:
                     row["tokens"] += length
                     rewards.setdefault(age[visit], []).append(float(reward))
     for number, values in rewards.items():
-        result.visits[number]["reward_mean"] = float(np.mean(values))
+        finite = [value for value in values if np.isfinite(value)]
+        result.visits[number]["reward_mean"] = float(np.mean(finite)) if finite else None
     result.visits = dict(sorted(result.visits.items()))
     if compared:
         result.reusable = foreseen / compared

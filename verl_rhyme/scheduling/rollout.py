@@ -430,7 +430,7 @@ class Rollout:
             return
         by_sample = [self._remembered.scores.get(name) for name in stored]
         scores = [score for of_sample in by_sample for score in of_sample or ()]
-        if not (all(by_sample) and len(scores) > 1 and min(scores) == max(scores)):
+        if not (all(by_sample) and len(scores) > 1 and all(score == scores[0] for score in scores)):
             self._fruitless.clear()
             return
         self._filtered[scores[0]] += 1

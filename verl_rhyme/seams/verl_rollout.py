@@ -229,6 +229,12 @@ SEAMS: tuple[Seam, ...] = (
         contains=('keys.append(f"{uid}_{session_id}_{i}")', '"max_global_steps":', "field = output.as_dict()"),
     ),
     Seam(
+        f"{_AGENT}:AgentLoopWorkerTQ{RAY_CLASS}._compute_score",
+        "pipeline: a sample whose reward is no number fails before it is stored",
+        signature="(self, outputs, kwargs)",
+        contains=("final_output = outputs[-1]", "self.reward_loop_worker_handles is not None"),
+    ),
+    Seam(
         f"{_SERVER}:vLLMHttpServer.abort_all_requests",
         "pipeline: cutting samples short without waiting for the queue",
         contains=("while self._admitting > 0:", "await self.engine.pause_generation("),

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import itertools
 import logging
+import math
 import traceback
 from array import array
 from collections import defaultdict
@@ -290,6 +291,20 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         with _at_work(_of_sample(self, trajectory, int(kwargs["session_id"])), self._tool_timeout, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        await super()._compute_score(outputs, kwargs)
+        session, score = current(), outputs[-1].reward_score
+        if session is None or not session.dispatched:
+            return
+        if score is None and self.reward_loop_worker_handles is None:
+            return  # the trainer computes it
+        if score is None or not math.isfinite(score):
+            uid, number = sample_of(session.name)
+            raise ValueError(
+                f"the reward of prompt {uid}, sample {number}, is {score}, and an update needs a finite number: see "
+                "the reward function (reward.custom_reward_function)"
+            )
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         _keep_records(output)

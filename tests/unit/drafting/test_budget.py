@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.drafting.budget import grant, least, tail_weights
+from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
 from verl_rhyme.lengths.earlier import EarlierLengths
 
 FREE, DEAR = (8e-3, 1e-5, 0.0, 0.0), (1e-9, 1e-4, 1e-4, 0.0)
@@ -140,3 +141,28 @@ def test_weights_are_what_is_left_over_the_mean_of_it(requests, most):
         return
     expected = [1 if one is None else min(max(one * len(known) / sum(known), 1 / most), most) for one in left]
     assert weights == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sizes", [(8, 160), (60, 100), (76, 84)])
+def test_batches_that_cross_the_size_where_drafting_stops_to_pay_lose_nothing(sizes):
+    """vllm 49548: a threshold that batches cross cost far more than drafting gains. Here each size has what pays."""
+    a, b, c, d = truth = (0.010, 2e-5, 1.2e-4, 2e-3)  # 8 rows gain half by drafting, 76 nothing
+    rng, cost = np.random.default_rng(0), StepCost()
+    emitted, seconds = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0.0)
+    for step in range(1200):
+        rows = sizes[step % 2]
+        reach, planned = np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8)
+        granted = grant(reach, planned, 1 << 20, cost.coefficients if cost.ready else None)
+        if step % EXPLORE_EVERY == 0:
+            granted = np.minimum(planned, 1)
+        drafted = int(granted.sum())
+        took = a + b * rows + c * drafted + d * (drafted > 0)
+        cost.observe(rows, drafted, took * rng.lognormal(0, 0.05))
+        if step >= 200:
+            emitted[rows] += rows + sum(float(reach[row, :n].sum()) for row, n in enumerate(granted))
+            seconds[rows] += took
+    for rows in sizes:
+        undrafted = rows / (a + b * rows)
+        best = grant(np.cumprod(np.full((rows, 8), 0.6), axis=1), np.full(rows, 8), 1 << 20, truth).sum()
+        gained = emitted[rows] / seconds[rows] / undrafted
+        assert gained > (1.3 if best else 0.98)

@@ -58,6 +58,17 @@ def test_command_line(store, tmp_path):
     assert missing.output.count(str(tmp_path / "nothing")) == 1
 
 
+def test_rewards_that_are_no_numbers_are_left_out_of_the_mean(store, tmp_path):
+    """Python would write them as NaN, which is no JSON."""
+    store.append([trajectory(i, [1, 2], reward, 7) for i, reward in enumerate([2.0, np.nan, np.inf])], 7)
+    told = CliRunner().invoke(app, ["history", "--json", str(tmp_path / "h")]).output
+    assert json.loads(told, parse_constant=pytest.fail)["visits"]["0"]["reward_mean"] == 2.0
+    store.append([trajectory(i, [1, 2], np.nan, 8) for i in range(3)], 8)
+    told = CliRunner().invoke(app, ["history", "--json", str(tmp_path / "h")]).output
+    assert json.loads(told, parse_constant=pytest.fail)["visits"]["0"]["reward_mean"] is None
+    assert "mean reward unknown" in CliRunner().invoke(app, ["history", str(tmp_path / "h")]).output
+
+
 def test_checkpoints_come_in_the_order_of_their_steps(store, tmp_path):
     for step in (4, 8, 12, 100):
         store.snapshot(tmp_path / "run" / f"global_step_{step}" / "history")

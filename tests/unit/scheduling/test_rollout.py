@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -184,6 +185,16 @@ def test_a_group_with_one_score_is_replaced_and_counted():
     assert batch.filtered == {0.0: 1}
     assert len(batch.wasted) == 2
     assert made.scheduler.step.wasted_tokens == 0
+
+
+@pytest.mark.parametrize("scores", itertools.permutations([1.0, 1.0, math.nan]))
+def test_a_group_with_a_score_that_is_no_number_is_kept_as_in_verl(scores):
+    """Whichever of its samples has it."""
+    made = rollout(prompts=[("a", 3)], filters="acc")
+    for number, score in enumerate(scores):
+        tell(made, generated(f"a_{number}"), finished(f"a_{number}", score))
+    assert made.filtered == {}
+    assert "a" in made.scheduler.ledger
 
 
 def test_a_finished_sample_has_one_entry_in_the_queue():

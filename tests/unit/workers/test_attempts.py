@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
 from verl_rhyme.workers import agent_loop, room
@@ -243,6 +244,40 @@ async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
     await worker.start(first(0))
     assert worker.reports["a_0"].status == "failed"
     assert "metric=score: the reward function gives ['acc']" in worker.reports["a_0"].error
+
+
+@pytest.mark.parametrize("score", [None, float("nan"), float("inf"), 0.5, True])
+async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(monkeypatch, score):
+    """One NaN makes the advantages of its whole group NaN, and verl skips an update with such a gradient; without any
+    reward, the update would miss the column. Metrics other than the reward may be what they like."""
+    stored = []
+
+    class Judge:
+        @staticmethod
+        async def remote(data):
+            return {"reward_score": score, "reward_extra_info": {"acc": score}}
+
+    async def put(keys, fields, tags, partition_id):
+        stored.extend(keys)
+
+    async def run(worker, params, session_id, prompt):
+        output = AgentLoopOutput(
+            prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics=AgentLoopMetrics()
+        )
+        await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
+
+    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_put", put)
+    worker = Worker(run)
+    worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=Judge)]
+    worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
+    await worker.start(first(0))
+    if score in (0.5, True):
+        assert [told.status for told in worker.told] == ["generated", "finished"]
+        assert stored == ["a_0_0"]
+    else:
+        assert [told.status for told in worker.told] == ["generated", "failed"]
+        assert f"the reward of prompt a, sample 0, is {score}" in worker.told[-1].error
+        assert stored == []
 
 
 @pytest.mark.parametrize("several", [False, True])

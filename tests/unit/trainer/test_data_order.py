@@ -1,0 +1,114 @@
+"""Prompts from verl's own data loader through our rollout, saved and resumed at any step: none skipped, none twice.
+
+Public reports of peers that lost or repeated prompts: NeMo-RL 3248 and 3599, OpenRLHF 1320 and 1322, trl 5911.
+"""
+
+import json
+import random
+from collections import Counter
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.utils import create_rl_sampler
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_rhyme.scheduling.attempts import Ended
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import named
+
+SAMPLES, EPOCHS = 2, 3
+RULES = {
+    "on-policy": ("on_policy", {"group_batches": 4}),
+    "partial": ("partial", {"group_batches": 4, "max_staleness": 1}),
+    "stream": ("stream", {"max_staleness": 2, "through_training": True}),
+    "one batch": ("stream", {"max_staleness": 0}),
+}
+
+
+class Run:
+    """A trainer without a policy, and engines that finish samples in any order."""
+
+    def __init__(self, rules, rows, updates, saved=None):
+        self.rules, self.rows, self.updates = rules, rows, updates
+        self.random, self.prompts, self.trained, self.step = random.Random(0), {}, [], 0
+        data = OmegaConf.create({"shuffle": True, "seed": 1, "sampler": None})
+        dataset = [{"raw_prompt": f"{row}"} for row in range(rows)]
+        loader = StatefulDataLoader(
+            dataset=dataset, batch_size=1, drop_last=True, collate_fn=columns, sampler=create_rl_sampler(data, dataset)
+        )
+        self.trainer = SimpleNamespace(train_dataloader=loader, train_dataloader_it=None)
+        self.fetch = MethodType(PPOTrainer._fetch_one_gen_batch, self.trainer)
+        if saved is None:
+            self.rollout = Rollout(rules)
+            self.rollout.publish(0, updates)
+            return
+        self.rollout = Rollout(rules, generation=saved["generation"] + 1)
+        loader.load_state_dict(saved["data"])
+        self.step, self.prompts, self.trained = saved["step"], saved["prompts"], saved["trained"]
+        state = json.loads(saved["rollout"])
+        assert self.rollout.restore(state, self.step, updates - self.step, {}, set(self.prompts)) == []
+
+    def saved(self):
+        state = self.rollout.state_dict()
+        return {
+            "data": self.trainer.train_dataloader.state_dict(),
+            "rollout": json.dumps(state),
+            "generation": state["generation"],
+            "step": self.step,
+            "prompts": self.prompts,
+            "trained": self.trained,
+        }
+
+    def update(self):
+        rollout, scheduler = self.rollout, self.rollout.scheduler
+        while True:
+            for _ in range(rollout.wanted()):
+                batch = self.fetch()
+                [uid], [prompt] = batch["uid"], batch["raw_prompt"]
+                self.prompts[uid] = prompt
+                rollout.hand([(uid, SAMPLES)])
+            rollout.fill()
+            if scheduler.enough() and scheduler.settled(30.0):
+                rollout.give_up()
+                if scheduler.ready():
+                    break
+            attempt = self.random.choice(rollout.attempts())
+            sample = scheduler.ledger.prompt(attempt.uid).samples[attempt.number]
+            if sample.state == "running":
+                version = scheduler.version if sample.first_version is None else sample.first_version
+                rollout.ended(Ended(attempt.name, "generated", self.random.randint(1, 40), version))
+            else:
+                rollout.ended(Ended(attempt.name, "finished"))
+        self.trained += rollout.take().harvest.samples
+        self.step += 1
+
+
+def columns(rows):
+    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("rows", "batch"), [(12, 4), (13, 4), (4, 4)])
+@pytest.mark.parametrize("name", RULES)
+def test_every_prompt_has_its_turn_in_every_epoch(name, rows, batch, every):
+    """Also where a checkpoint falls on an epoch's end, batches do not divide the data, or a load is several epochs."""
+    mode, options = RULES[name]
+    rules = named(mode, batch_prompts=batch, batch_samples=batch * SAMPLES, **options)
+    updates = rows // batch * EPOCHS
+    run = Run(rules, rows, updates)
+    while run.step < updates:
+        run.update()
+        if run.step % every == 0 and run.step < updates:
+            run = Run(rules, rows, updates, run.saved())
+        else:
+            run.rollout.publish(run.step, updates - run.step)
+    assert len(set(run.trained)) == len(run.trained) == updates * batch * SAMPLES
+    times = Counter(run.prompts[uid] for uid, _ in run.trained)
+    fewest = updates * batch // rows
+    assert len(times) == rows
+    assert set(times.values()) <= {fewest * SAMPLES, -(-updates * batch // rows) * SAMPLES}
+    assert len(run.prompts) == updates * batch, "prompts were loaded that nobody trains"
+    assert len(run.rollout.scheduler.ledger) == 0
