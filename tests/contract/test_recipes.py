@@ -608,7 +608,7 @@ def test_sorted_in_every_mode_on_a_cpu(mode, sorted_mode, monkeypatch):
     variables = {"RHYME": "sorted", "SORTED_MODE": sorted_mode, "MODE": mode, "RUN_DIR": "", "DRY_RUN": "1"}
     result, calls = start("tiny_cpu", **variables)
     assert result.returncode == 0, result.stderr
-    config = config_of(calls[0][calls[0].index("--") + 1 :])
+    config = config_of(calls[-1][calls[-1].index("--") + 1 :])
     check_sorted(config, mode, sorted_mode)
     assert config.trainer.v1.sampler.custom_sampler.path is None
 
