@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,7 +77,8 @@ def doctor(
         report = {"version": __version__, "ok": not failed, "checks": [check.to_dict() for check in checks]}
         print(json.dumps(report, indent=2))
     else:
-        _print(checks)
+        _print_table(checks)
+        _print_counts(checks)
     if failed:
         raise typer.Exit(1)
 
@@ -136,12 +136,15 @@ def preflight(
         print(json.dumps(report, indent=2))
     else:
         amiss = sum(check.status != "ok" for check in found.checks)  # they stand first
-        findings: list[Check | str] = [*found.checks[:amiss], *estimated, *found.checks[amiss:]]
+        findings, fine = found.checks[:amiss], found.checks[amiss:]
         if dry_run:
             print(OmegaConf.to_yaml(config), end="")
-            print("\n".join(f"# {_line(finding)}" for finding in findings))
+            print("\n".join(f"# {line}" for line in (*map(_line, findings), *estimated, *map(_line, fine))))
         else:
-            _print(findings)
+            _print_table(findings)
+            print("".join(f"{line}\n" for line in estimated), end="")
+            _print_table(fine)
+            _print_counts(found.checks)
     if found.failed:
         if dry_run and not as_json:
             print("\n".join(f"verl-rhyme preflight: {line}" for line in _failures(found.checks)), file=sys.stderr)
@@ -212,26 +215,19 @@ def _pairs(notes: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _line(finding: Check | str) -> str:
-    if isinstance(finding, str):
-        return finding
-    remedy = f" -> {finding.remedy}" if finding.remedy else ""
-    return f"{finding.status}: {finding.name}: {finding.detail}{remedy}".replace("\n", " ")
+def _line(check: Check) -> str:
+    remedy = f" -> {check.remedy}" if check.remedy else ""
+    return f"{check.status}: {check.name}: {check.detail}{remedy}".replace("\n", " ")
 
 
-def _print(findings: Sequence[Check | str]) -> None:
-    """Findings in a table; text between them stands there as it is."""
-    for is_text, part in itertools.groupby(findings, lambda finding: isinstance(finding, str)):
-        if is_text:
-            print("\n".join(map(str, part)))
-        else:
-            _print_table(part)  # type: ignore[arg-type]
-    checks = [finding for finding in findings if not isinstance(finding, str)]
+def _print_counts(checks: list[Check]) -> None:
     counts = {status: sum(check.status == status for check in checks) for status in ("warn", "fail")}
     print(f"{len(checks)} checks, {counts['warn']} warnings, {counts['fail']} failures")
 
 
-def _print_table(checks: Iterable[Check]) -> None:
+def _print_table(checks: list[Check]) -> None:
+    if not checks:
+        return
     table = Table("", "check", box=None, pad_edge=False)
     table.add_column("finding", overflow="fold")
     for check in checks:

@@ -78,13 +78,13 @@ class Combination:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What of a config is refused, in one line, and how to mend it, in another."""
+    """What of a config is refused, in one line, and how to mend it, in another, unless the first says that, too."""
 
     detail: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.detail}; {self.remedy}"
+        return "; ".join(filter(None, (self.detail, self.remedy)))
 
 
 def _mixes(sorting: str | None, trainer: Any) -> bool:

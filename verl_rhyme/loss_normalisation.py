@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.combinations import Refusal
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, RhymeConfig
-from verl_rhyme.scheduling import rules
+from verl_rhyme.config import CONFIG_PATH, RhymeConfig
+from verl_rhyme.scheduling.rules import of_config
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -28,15 +28,19 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     Args:
         config: verl's whole config; ``data``, ``trainer.v1`` and the actor's are read.
         rhyme: Our tree in it; ``None`` without rhyme.
+
+    Raises:
+        ValueError: Options exclude each other (:func:`~verl_rhyme.scheduling.rules.of_config`).
     """
-    if rhyme is None or rhyme.sorting.mode is None:
+    rules = of_config(config, rhyme)
+    if rhyme is None or rules is None:
         return
     keys = (f"{_ACTOR}.loss_agg_mode", "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
     average, batch, mini_batch = (OmegaConf.select(config, key) for key in keys)
     if None in (average, batch, mini_batch):  # no whole config: verl has its say
         return
     sorting, several = rhyme.sorting, int(mini_batch) < int(batch)
-    chosen = _chosen_by_length(rhyme, str(config.trainer.v1.trainer_mode))
+    chosen = rules.harvest == "shortest" and rules.load_batches(None) > 1
     horizon = f"{_ACTOR}.loss_scale_factor={config.data.max_response_length}"
     remedy = f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same"
     if average == "token-mean" and chosen:
@@ -59,12 +63,3 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
             "divided by its longest response, and sorted ones differ in that",
             f"set {horizon}",
         )
-
-
-def _chosen_by_length(rhyme: RhymeConfig, trainer_mode: str) -> bool:
-    """An update has the shortest of several that are loaded."""
-    try:
-        found = rules.of_options(rhyme.sorting, apart=TOPOLOGIES.get(trainer_mode) == "separate")
-    except ValueError:  # options that exclude each other: combinations.py tells it
-        return False
-    return found.harvest == "shortest" and found.load_batches(None) > 1

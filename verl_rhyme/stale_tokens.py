@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig
-from verl_rhyme.scheduling import rules
+from verl_rhyme.config import RhymeConfig
+from verl_rhyme.scheduling.rules import of_config
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -50,10 +50,14 @@ def correction(config: Any, rhyme: RhymeConfig | None) -> Correction | None:
 
     Returns:
         ``None`` where no rules of ours let such tokens be trained.
+
+    Raises:
+        ValueError: Options exclude each other (:func:`~verl_rhyme.scheduling.rules.of_config`).
     """
-    stale = _max_staleness(config, rhyme)
-    if not stale:
+    rules = of_config(config, rhyme)
+    if rules is None or not rules.max_staleness:
         return None
+    stale = rules.max_staleness
     found = OmegaConf.select(config, _CORRECTION) or {}
     level, threshold, rejection = (found.get(k) for k in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
     head = f"tokens are at most {stale} version{'s' if stale > 1 else ''} old"
@@ -74,16 +78,7 @@ def correction(config: Any, rhyme: RhymeConfig | None) -> Correction | None:
 
 def _rollout_is(*, _root_: Any) -> str | None:
     try:
-        return "token" if _max_staleness(_root_, config_tree.from_verl(_root_)) else None
-    except ConfigError:  # start-up and preflight report it
+        rules = of_config(_root_, config_tree.from_verl(_root_))
+    except ValueError:  # start-up and preflight report it
         return None
-
-
-def _max_staleness(config: Any, rhyme: RhymeConfig | None) -> int:
-    if rhyme is None or rhyme.sorting.mode is None:
-        return 0
-    separate = TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate"
-    try:
-        return rules.of_options(rhyme.sorting, apart=separate).max_staleness
-    except ValueError:  # options that exclude each other: combinations.py reports it
-        return 0
+    return "token" if rules is not None and rules.max_staleness else None

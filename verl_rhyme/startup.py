@@ -11,7 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, weight_bucket
-from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER
+from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER, Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.workers import router_file
 
@@ -40,19 +40,15 @@ def check(config: Any) -> None:
     if rhyme is not None:
         _check_versions()
         _check_plugin()
-    for refusal in combinations.refusals(config, rhyme):
+    for refusal in refusals(config, rhyme):
         raise ConfigError(str(refusal))
     if rhyme is None:
         return
-    if (room := queue_room.refusal(config, rhyme)) is not None:
-        raise ConfigError(str(room))
-    router_file.check(rhyme.placement)
-    router_file.check_own(config)
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    if found := weight_bucket.too_small(config):
-        raise ConfigError("; ".join(found))
+    for refusal in weight_bucket.refusals(config):
+        raise ConfigError(str(refusal))
     for told in loss_normalisation.contradictions(config, rhyme):
         logger.warning("%s", told)
     if (correction := stale_tokens.correction(config, rhyme)) is not None:
@@ -60,6 +56,28 @@ def check(config: Any) -> None:
             logger.info("%s", correction.detail)
         else:
             logger.warning("%s; %s", correction.detail, correction.remedy)
+
+
+def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
+    """What a config is refused for, whatever the machine: the preflight lists it, start-up raises the first.
+
+    Args:
+        config: verl's whole config.
+        rhyme: Our tree in it; ``None`` without rhyme.
+    """
+    found = list(combinations.refusals(config, rhyme))
+    if rhyme is None:
+        return found
+    try:
+        found += queue_room.refusals(config, rhyme)
+    except ValueError as error:  # rules that exclude each other, some of which the table does not know
+        found += [] if found else [Refusal(str(error))]
+    try:
+        router_file.check(rhyme.placement)
+        router_file.check_own(config)
+    except ConfigError as error:
+        found.append(Refusal(str(error)))
+    return found
 
 
 def _check_versions() -> None:

@@ -9,14 +9,13 @@ buckets are whole tensors, the first weight sync ends with an assertion. The oth
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_rhyme.combinations import Refusal
 from verl_rhyme.preflight import model_folder
 
 KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -25,8 +24,8 @@ LEAST = 64
 _BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 
 
-def too_small(config: Any) -> tuple[str, str] | None:
-    """What is wrong, and how to mend it; ``None`` where nothing is, or the model is not here.
+def refusals(config: Any) -> Iterator[Refusal]:
+    """A bucket that is too small; nothing where the model is not here.
 
     Args:
         config: verl's whole config.
@@ -35,16 +34,16 @@ def too_small(config: Any) -> tuple[str, str] | None:
     device = OmegaConf.select(config, "trainer.device")
     path, bucket = OmegaConf.select(config, "actor_rollout_ref.model.path"), OmegaConf.select(config, KEY)
     if (device != "cpu" and backend != "mooncake") or path is None or bucket is None:
-        return None
-    largest = _largest(str(path))
+        return
+    largest = model_folder.largest_tensor(str(path))
     if largest is None:
-        return None
+        return
     name, elements = largest
     needed = _megabytes(elements * _element_bytes(config))
-    if int(bucket) >= needed:
-        return None
-    where = "on a CPU" if device == "cpu" else f"with checkpoint_engine.backend={backend}"
-    return f"{KEY}={bucket} does not hold {path}'s {name} ({needed} MB), which {where} it must", f"set {KEY}={needed}"
+    if int(bucket) < needed:
+        where = "on a CPU" if device == "cpu" else f"with checkpoint_engine.backend={backend}"
+        detail = f"{KEY}={bucket} does not hold {path}'s {name} ({needed} MB), which {where} it must"
+        yield Refusal(detail, f"set {KEY}={needed}")
 
 
 def _element_bytes(config: Any) -> int:
@@ -60,31 +59,6 @@ def _megabytes(size: int) -> int:
     return -(-size // (1 << 20))
 
 
-def _largest(model: str) -> tuple[str, int] | None:
-    """Name and number of elements of a model's largest tensor, by its files' headers, or as large as its embedding."""
-    file = model_folder.find(model)
-    if file is None:
-        return None
-    tensors = {name: count for shard in file.parent.glob("*.safetensors") for name, count in _header(shard)}
-    if tensors:
-        return max(tensors.items(), key=lambda each: each[1])
-    try:
-        fields = model_folder.read(file)
-        fields = fields.get("text_config") or fields
-        return "embedding", int(fields["vocab_size"]) * int(fields["hidden_size"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _header(shard: Path) -> list[tuple[str, int]]:
-    try:
-        with shard.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return [(name, math.prod(of["shape"])) for name, of in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
-        return []
-
-
 if __name__ == "__main__":
-    found = _largest(sys.argv[1])
+    found = model_folder.largest_tensor(sys.argv[1])
     print(max(LEAST, 0 if found is None else _megabytes(4 * found[1])))

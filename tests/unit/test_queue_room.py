@@ -29,7 +29,7 @@ def refused(preset, prompts, samples, *overrides, limit=VERL):
     }[preset]
     OmegaConf.update(found, CONFIG_PATH, {"sorting": sorting} if sorting else {}, force_add=True)
     OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
-    return queue_room.refusal(found, config_tree.from_verl(found))
+    return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 
 
 @pytest.mark.parametrize(

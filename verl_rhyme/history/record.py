@@ -8,9 +8,6 @@ A prompt's value in the store is a header and arrays, little-endian::
 
 Tokens and suffixes are packed at the bits that the largest of each needs (:mod:`~verl_rhyme.history.packing`): of a
 vocabulary of 152,064 in half a million tokens 18 and 19, so that a token takes 5.6 bytes. Nothing is unpickled.
-
-Versions before wrote "RHY2", 9 bytes a token: no bits in the header, tokens and suffixes as int32. That is read, too,
-and written anew in today's format when the prompt comes again.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ import numpy as np
 
 from verl_rhyme.history import packing, suffix_index
 
-_MAGIC, _OLDER = b"RHY3", b"RHY2"
-_HEADER, _OLDER_HEADER = struct.Struct("<4sIIIBBxx"), struct.Struct("<4sIII")
+_MAGIC, _HEADER = b"RHY3", struct.Struct("<4sIIIBBxx")
 _PER_RESPONSE = ("visit", "policy_version", "sample", "step")
 
 
@@ -262,16 +258,15 @@ class PromptHistory:
             CorruptRecord: The value is cut off, altered, or of another format.
         """
         value = memoryview(value if isinstance(value, bytearray | np.ndarray) else bytearray(value))  # type: ignore[arg-type]
-        header = {_MAGIC: _HEADER, _OLDER: _OLDER_HEADER}.get(bytes(value[:4]))
-        if header is None or len(value) < header.size:
+        if value[:4] != _MAGIC or len(value) < _HEADER.size:
             raise CorruptRecord(f"not a prompt's history ({len(value)} bytes, begins with {bytes(value[:4])!r})")
-        _, checksum, n, m, *bits = header.unpack_from(value)
-        expected = _size(n, m, *bits) if bits else header.size + 20 * m + 9 * n
+        _, checksum, n, m, token_bits, suffix_bits = _HEADER.unpack_from(value)
+        expected = _size(n, m, token_bits, suffix_bits)
         if n < m + 1 or len(value) != expected:
             raise CorruptRecord(f"{len(value)} bytes where the header asks for {expected}")
         if zlib.crc32(value[8:]) != checksum:
             raise CorruptRecord("the checksum does not agree")
-        offset = header.size
+        offset = _HEADER.size
 
         def take(dtype: str, count: int) -> np.ndarray:
             nonlocal offset
@@ -284,8 +279,5 @@ class PromptHistory:
 
         bounds, reward = take("<i4", m + 1), take("<f4", m)
         visit, version, sample, step = (take("<i4", m) for _ in _PER_RESPONSE)
-        if bits:
-            tokens, suffixes = packed(n, bits[0], -1), packed(n - m - 1, bits[1], 0)
-        else:
-            tokens, suffixes = take("<i4", n), take("<i4", n - m - 1)
+        tokens, suffixes = packed(n, token_bits, -1), packed(n - m - 1, suffix_bits, 0)
         return cls(tokens, bounds, suffixes, reward, visit, version, sample, step, take("<u1", n))

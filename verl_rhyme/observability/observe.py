@@ -26,11 +26,11 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import TOPOLOGIES, RhymeConfig
+from verl_rhyme.config import RhymeConfig
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
 from verl_rhyme.observability.sampled import Answers, Unknown
-from verl_rhyme.scheduling.rules import of_options
+from verl_rhyme.scheduling.rules import of_config
 
 #: vLLM's name (``vllm.v1.metrics.loggers``): requests in its batch, of one engine a sample.
 GAUGE = "vllm:num_requests_running"
@@ -217,14 +217,7 @@ class Observer:
         """The most samples that may be started and not finished; engines run while the actor trains."""
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
-        if tree is not None and tree.sorting.mode is not None:
-            rules = of_options(
-                tree.sorting,
-                apart=TOPOLOGIES.get(mode) == "separate",
-                batch_prompts=int(data.train_batch_size),
-                samples=int(rollout.n),
-                relayed=rollout.checkpoint_engine.backend == "relay",
-            )
+        if (rules := of_config(self._config, tree)) is not None:
             return rules.load_batches(None) * rules.batch_samples, rules.starts_through_training
         ahead = trainer.v1.get(mode, {}).get("num_warmup_batches", 0)
         groups = self._config.algorithm.get("filter_groups") or {}

@@ -9,15 +9,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, startup, weight_bucket
+from verl_rhyme import combinations, config_tree, loss_normalisation, stale_tokens, startup, weight_bucket
 from verl_rhyme.arms import arm_name
-from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, sorting_order, sorting_unit
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, sorting_order
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import compose
 from verl_rhyme.preflight.architecture import Architecture
 from verl_rhyme.preflight.plan import Plan, sequence_tokens
-from verl_rhyme.scheduling.rules import Rules, of_options
-from verl_rhyme.workers import router_file
+from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.workers.weights import BACKEND as RELAY
 
 #: What carries weights in verl 0.9.1 (``rollout.checkpoint_engine.backend``), and ours.
@@ -25,6 +24,9 @@ CARRIERS = ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine", "delta_shar
 
 #: What ``checkpoint_engine.engine_kwargs.relay`` may have.
 RELAY_KEYS = ("folder",)
+
+#: Of a finding whose text says how.
+_MEND = "mend what the message names"
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -39,32 +41,17 @@ def rhyme(config: Any) -> Iterator[Check]:
     try:
         tree = config_tree.from_verl(config)
     except ConfigError as error:
-        yield Check(name, FAIL, str(error), "mend the key that the message names")
+        yield Check(name, FAIL, str(error), _MEND)
         return
-    problems = list(combinations.refusals(config, tree))
-    if (room := queue_room.refusal(config, tree)) is not None:
-        problems.append(room)
-    if tree is not None:
-        try:
-            router_file.check(tree.placement)
-            router_file.check_own(config)
-        except ConfigError as error:
-            problems.append(combinations.Refusal(str(error), "mend the key that the message names"))
-    for refusal in problems:
-        yield Check(name, FAIL, refusal.detail, refusal.remedy)
-    if problems:
-        return
-    if tree is None:
-        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl")
-    else:
-        try:
-            yield Check(name, OK, _what(tree, config))
-        except ValueError as error:  # rules that exclude each other, of which the table does not know
-            yield Check(name, FAIL, str(error), "mend the options that the message names")
+    found = startup.refusals(config, tree)
+    for refusal in found:
+        yield Check(name, FAIL, refusal.detail, refusal.remedy or _MEND)
+    if not found:
+        yield Check(name, OK, "no rhyme tree, or enable=false: stock verl" if tree is None else _what(tree, config))
 
 
 def _what(tree: RhymeConfig, config: Any) -> str:
-    parts, found = [arm_name(tree)], _rules(tree, config)
+    parts, found = [arm_name(tree)], of_config(config, tree)
     if found is not None:
         parts.append("on engines of their own" if found.through_training else "on the GPUs that train")
     told = [" ".join(parts), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
@@ -78,22 +65,6 @@ def _what(tree: RhymeConfig, config: Any) -> str:
             + (", probe" if found.probe else "")
         )
     return "; ".join(told)
-
-
-def _rules(tree: RhymeConfig | None, config: Any) -> Rules | None:
-    """The rules in force: of what the tree says, a mode has its own instead. ``None`` without a mode."""
-    if tree is None or tree.sorting.mode is None:
-        return None
-    rollout = config.actor_rollout_ref.rollout
-    return of_options(
-        tree.sorting,
-        apart=TOPOLOGIES.get(str(config.trainer.v1.trainer_mode)) == "separate",
-        batch_prompts=int(config.data.train_batch_size),
-        samples=int(rollout.n),
-        unit=sorting_unit(tree.sorting.unit, str(config.algorithm.adv_estimator)),
-        relayed=rollout.checkpoint_engine.backend == RELAY,
-        drafts=tree.drafting.enable,
-    )
 
 
 def types(config: Any) -> Iterator[Check]:
@@ -142,15 +113,15 @@ def agent_loops(config: Any) -> Iterator[Check]:
         if tree is not None:
             startup.check_agent_loops(config, tree)
     except ConfigError as error:
-        yield Check("agent loops", FAIL, str(error), "mend what the message names")
+        yield Check("agent loops", FAIL, str(error), _MEND)
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
     """What is loaded together, in figures, and whether an update is one optimizer step of it."""
     try:
         tree = config_tree.from_verl(config)
-        found = _rules(tree, config)
-    except (ConfigError, ValueError):  # :func:`rhyme` tells it
+        found = of_config(config, tree)
+    except ValueError:  # :func:`rhyme` tells it
         return
     actor, batches = config.actor_rollout_ref.actor, 0 if found is None else found.load_batches(None)
     mini, batch = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size)
@@ -191,11 +162,11 @@ def loss(config: Any) -> Iterator[Check]:
     """What a loss is divided by, where updates are chosen or sorted by length, and how it corrects for stale tokens."""
     try:
         tree = config_tree.from_verl(config)
-    except ConfigError:  # :func:`rhyme` tells it
+        told, correction = list(loss_normalisation.contradictions(config, tree)), stale_tokens.correction(config, tree)
+    except ValueError:  # :func:`rhyme` reports it
         return
-    for told in loss_normalisation.contradictions(config, tree):
-        yield Check("loss", WARN, told.detail, told.remedy)
-    if (correction := stale_tokens.correction(config, tree)) is not None:
+    yield from (Check("loss", WARN, each.detail, each.remedy) for each in told)
+    if correction is not None:
         yield Check("stale tokens", OK if correction.corrected else WARN, correction.detail, correction.remedy)
 
 
@@ -223,8 +194,7 @@ def weights(config: Any) -> Iterator[Check]:
             problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
         elif value is not None and not isinstance(value, str):
             problems.append((f"{where}.{option}={value} is no path", "name a folder"))
-    if found := weight_bucket.too_small(config):
-        problems.append(found)
+    problems += [(found.detail, found.remedy) for found in weight_bucket.refusals(config)]
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from omegaconf import ListConfig
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import HISTORY_FILL, ConfigError, RhymeConfig
+from verl_rhyme.config import HISTORY_FILL, ConfigError
 from verl_rhyme.doctor import OK, WARN, Check
 from verl_rhyme.history.share import available_memory
 from verl_rhyme.preflight import machine_checks
@@ -80,43 +79,53 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
     return low, high
 
 
-def check(config: Any) -> Iterator[Check]:
-    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine."""
-    tree = _tree(config)
-    if tree is None:
-        return
-    name = "history store"
-    if not can_write(_wanted(config)):  # a finding of its own
-        return
-    folder, free, bound = _room(config, tree)
+def check(config: Any) -> tuple[list[Check], tuple[int, int]]:
+    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
+
+    Returns:
+        Findings, and bytes of the history's copy in a checkpoint once all visits are kept, at both ends of
+        :data:`MEAN_SHARES`: 0 without a history, or where the number of prompts is not known here.
+    """
+    name, wanted = "history store", Path(machine_checks.history_dir(config) or tempfile.gettempdir())
+    try:
+        tree = config_tree.from_verl(config)
+    except ConfigError:  # a finding of its own
+        tree = None
+    if tree is None or not can_write(wanted):  # the latter is a finding of its own, too
+        return [], (0, 0)
+    checks = []
+    folder, free = machine_checks.free_disk(wanted)
+    bound = tree.history.bound(free, available_memory())
     where = f"{folder}: {gib(free)} free, history.max_bytes {gib(bound)}"
     if tree.history.max_bytes is None:
         where += " (null: half of free disk or memory, the smaller one)"
     peak = int(PEAK * bound)
     where += f", {gib(peak)} while it is rewritten"
     if free < peak:
-        yield Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes")
+        checks.append(Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes"))
         bound = int(free / PEAK)
     counted = _prompts(config)
     if counted is None:
-        yield Check(name, OK, f"{where}; how many prompts there are is not known here")
-        return
-    low, high = _needs(config, tree, counted)
-    samples, epochs = int(config.actor_rollout_ref.rollout.n), high.epochs
+        return [*checks, Check(name, OK, f"{where}; how many prompts there are is not known here")], (0, 0)
+    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
+    epochs = max(1, min(tree.history.epochs, visits))
+    samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
+    low, high = needs(counted.prompts, samples, longest, epochs)
+    copied = min(low.all, int(bound * HISTORY_FILL)), min(high.all, int(bound * HISTORY_FILL))
     repeated = f" (in {counted.rows} rows)" if counted.rows > counted.prompts else ""
-    copied = gib(_copied(high, bound))
     kept = " to ".join(dict.fromkeys((low.kept(bound), high.kept(bound))))
     detail = (
         f"{counted.prompts} prompts{repeated} x {samples} responses x {low.tokens} to {high.tokens} tokens ({_TOLD}) x "
-        f"{epochs} visits = {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {copied} of it in each "
-        f"checkpoint; kept: {kept}. {where}"
+        f"{epochs} visits = {gib(low.all)} to {gib(high.all)} on the trainer's node, up to {gib(copied[1])} of it in "
+        f"each checkpoint; kept: {kept}. {where}"
     )
     if high.level(bound) >= 1:
-        yield Check(name, OK, detail)
+        checks.append(Check(name, OK, detail))
     else:
         one, whole = (gib(size / HISTORY_FILL) for size in (high.epoch, high.all))
         remedy = f"for one visit of all prompts set history.max_bytes to {one}, for all visits {whole}; or accept it"
-        yield Check(name, WARN, detail, remedy)
+        checks.append(Check(name, WARN, detail, remedy))
+    return checks, copied
 
 
 @dataclass
@@ -130,46 +139,6 @@ class _Counted:
 
     rows: int = 0
     prompts: int = 0
-
-
-def in_checkpoint(config: Any) -> tuple[int, int]:
-    """Bytes of the history's copy in a checkpoint once all visits are kept, at both ends of :data:`MEAN_SHARES`; 0
-    where there is none, or prompts are not known here.
-    """
-    tree = _tree(config)
-    if tree is None or not can_write(_wanted(config)) or (counted := _prompts(config)) is None:
-        return 0, 0
-    _, free, bound = _room(config, tree)
-    low, high = (_copied(need, min(bound, int(free / PEAK))) for need in _needs(config, tree, counted))
-    return low, high
-
-
-def _tree(config: Any) -> RhymeConfig | None:
-    try:
-        return config_tree.from_verl(config)
-    except ConfigError:  # a finding of its own
-        return None
-
-
-def _wanted(config: Any) -> Path:
-    return Path(machine_checks.history_dir(config) or tempfile.gettempdir())
-
-
-def _room(config: Any, tree: RhymeConfig) -> tuple[Path, int, int]:
-    """Where the history lies here, the bytes free there, and what ``history.max_bytes`` is or stands for."""
-    folder, free = machine_checks.free_disk(_wanted(config))
-    return folder, free, tree.history.bound(free, available_memory())
-
-
-def _needs(config: Any, tree: RhymeConfig, counted: _Counted) -> tuple[Need, Need]:
-    visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
-    epochs = max(1, min(tree.history.epochs, visits))
-    samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
-    return needs(counted.prompts, samples, longest, epochs)
-
-
-def _copied(need: Need, bound: int) -> int:
-    return min(need.all, int(bound * HISTORY_FILL))
 
 
 def _prompts(config: Any) -> _Counted | None:

@@ -58,9 +58,8 @@ def free_disk(folder: Path) -> tuple[Path, int]:
 
 def can_write(folder: Path) -> bool:
     """A folder that may not exist yet can be made and written."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     try:
-        tempfile.TemporaryFile(dir=existing).close()  # root has permission where nothing can be made
+        tempfile.TemporaryFile(dir=free_disk(folder)[0]).close()  # root has permission where nothing can be made
     except OSError:
         return False
     return True

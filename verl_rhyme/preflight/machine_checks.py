@@ -301,7 +301,7 @@ def host_memory(found: Estimate, config: Any, machine: Machine) -> Iterator[Chec
     yield Check("host memory", OK if ok else FAIL if needed - ray > machine.host_free else WARN, detail, remedy)
 
 
-def disk(config: Any, found: Estimate | None, history: tuple[int, int] = (0, 0)) -> Iterator[Check]:
+def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Iterator[Check]:
     """Room for checkpoints.
 
     Args:

@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from verl_rhyme.config import SortingConfig
+from omegaconf import OmegaConf
+
+from verl_rhyme.config import TOPOLOGIES, RhymeConfig, SortingConfig, sorting_unit
 
 #: What becomes of a running response at a version change. ``regenerate``: it is cut short and generated anew, its text
 #: at most a draft. ``continue``: it is cut short and goes on where it stood. ``keep_running``: it is not cut short.
@@ -247,3 +249,27 @@ def of_options(
         on_interrupt: OnInterrupt = "keep_running" if options.keep_running else found.on_interrupt
         found = replace(found, one_by_one=True, on_interrupt=on_interrupt)
     return found
+
+
+def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
+    """The rules that a run's config stands for; ``None`` without a ``sorting.mode``.
+
+    Args:
+        config: verl's whole config (a ``DictConfig``); what of it is missing is as :func:`of_options` has it.
+        rhyme: Our tree in it; ``None`` without rhyme.
+
+    Raises:
+        ValueError: See :func:`named`.
+    """
+    if rhyme is None or rhyme.sorting.mode is None:
+        return None
+    rollout = "actor_rollout_ref.rollout"
+    return of_options(
+        rhyme.sorting,
+        apart=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
+        batch_prompts=int(OmegaConf.select(config, "data.train_batch_size") or 1),
+        samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
+        unit=sorting_unit(rhyme.sorting.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
+        relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
+        drafts=rhyme.drafting.enable,
+    )

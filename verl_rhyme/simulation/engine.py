@@ -92,14 +92,13 @@ class Engine:
 
     Attributes:
         made: Tokens that it has emitted.
-        row_seconds: Seconds for which requests were in slots.
         preempted: How often one gave way.
         recomputed: Tokens that were prefilled though they had been computed before.
     """
 
     def __init__(self, cost: ReplicaCost, told: Callable[[Segment], None] | None = None) -> None:
         self.cost = cost
-        self.made = self.row_seconds = self.recomputed = 0.0
+        self.made = self.recomputed = 0.0
         self.preempted = 0
         self._told = told
         self._now = self._steps = self._stall = 0.0
@@ -252,7 +251,6 @@ class Engine:
         self._now = now
         if self._paused or not self._running:
             return
-        self.row_seconds += passed * len(self._running)
         stalled = min(passed, self._stall)
         self._stall -= stalled
         passed -= stalled

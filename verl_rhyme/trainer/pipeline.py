@@ -30,11 +30,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, SortingConfig, sorting_order, sorting_unit
+from verl_rhyme.config import CONFIG_PATH, ConfigError, sorting_order
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.placement import PLANNED
-from verl_rhyme.scheduling.rules import of_options
+from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.driver import Driver
@@ -51,7 +51,6 @@ from verl_rhyme.workers.ranker_service import lacking
 from verl_rhyme.workers.room import FULL, no_room
 from verl_rhyme.workers.session import PROMPTS
 from verl_rhyme.workers.stored_attempts import TRAIN
-from verl_rhyme.workers.weights import BACKEND as RELAY
 
 logger = logging.getLogger(__name__)
 
@@ -88,25 +87,15 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         config = self.config
-        sorting = SortingConfig() if self._rhyme is None else self._rhyme.sorting
-        if sorting.mode is None:
+        rules = of_config(config, self._rhyme)
+        if rules is None:
             raise ConfigError(
                 f"trainer_mode={self.trainer_mode} needs {CONFIG_PATH}.sorting.mode and enable=true, "
                 "as +rhyme=sorted, histopipe, stream and full set them"
             )
-        filter_metric = self._resolve_filter_groups_metric()
-        rollout = config.actor_rollout_ref.rollout
-        self.rules = of_options(
-            sorting,
-            apart=self.topology.through_training,
-            batch_prompts=config.data.train_batch_size,
-            samples=rollout.n,
-            unit=sorting_unit(sorting.unit, str(config.algorithm.adv_estimator)),
-            relayed=rollout.checkpoint_engine.backend == RELAY,
-            drafts=self._rhyme.drafting.enable,
-        )
+        self.rules = rules
         self._streaming = self._streamed()
-        self._filters = filter_metric
+        self._filters = self._resolve_filter_groups_metric()
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
         buffer = PipelineReplayBuffer(

@@ -11,8 +11,7 @@ import math
 import traceback
 from array import array
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -326,15 +325,19 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
                     trajectory.extra_fields[name] = kwargs["global_steps"] - 1
         kwargs["session_id"] = int(session.name.rpartition("_")[2])
         # Before the reward is computed: the engine need not run on for that.
-        with session.no_deadline():
+        with session.deadline.paused():
             await self._tell(session, "generated")
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
         store = partial(super()._agent_loop_postprocess, output, validate, **kwargs)
-        with session.no_deadline():
-            # Again where there was no room: verl computes no reward twice.
-            await self._reports.room.wait(lambda: _timed(session, store))
+
+        async def reward_and_store() -> None:
+            with session.deadline.resumed():  # of the reward, which verl computes first, and never twice
+                await store()
+
+        with session.deadline.paused():
+            await self._reports.room.wait(reward_and_store)
         session.empty = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
@@ -344,12 +347,6 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         records = _records(session)
         left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
         await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
-
-
-async def _timed(session: Session, store: Callable[[], Awaitable[None]]) -> None:
-    """Store trajectories; their reward, which verl computes first, has the session's deadline."""
-    with session.deadline.resumed() if session.deadline is not None else nullcontext():
-        await store()
 
 
 def _records(session: Session) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from verl_rhyme.config import CONFIG_PATH
@@ -20,11 +20,11 @@ class Deadline:
     after the same time.
 
     Args:
-        seconds: For which it may wait.
+        seconds: For which it may wait; ``None``: for ever.
         where: Agent loop, prompt and sample, for the error.
     """
 
-    def __init__(self, seconds: float, where: str) -> None:
+    def __init__(self, seconds: float | None = None, where: str = "") -> None:
         self._seconds, self._where = seconds, where
         self._passed = False
         self._pauses = 0
@@ -47,33 +47,29 @@ class Deadline:
                 f"({CONFIG_PATH}.sorting.tool_timeout)"
             ) from error
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Meanwhile nothing counts: engines may be busy, or a queue full. May be entered anew."""
-        self._pauses += 1
-        self._wait()
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            self._wait()
+        return self._pausing(1)
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Within :meth:`paused`: this counts."""
+        return self._pausing(-1)
 
     @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Within :meth:`paused`: this counts."""
-        self._pauses -= 1
+    def _pausing(self, more: int) -> Iterator[None]:
+        self._pauses += more
         self._wait()
         try:
             yield
         finally:
-            self._pauses += 1
+            self._pauses -= more
             self._wait()
 
     def _wait(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._task is not None and not self._pauses:
+        if self._task is not None and self._seconds is not None and not self._pauses:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
 
     def _end(self) -> None:

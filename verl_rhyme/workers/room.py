@@ -40,7 +40,6 @@ class Room:
 
     def __init__(self) -> None:
         self._coordinator: Any = None
-        self._waiting = 0
         self._line = asyncio.Lock()
 
     def attach(self, coordinator: Any) -> None:
@@ -53,19 +52,15 @@ class Room:
             return await put()
         except Exception as error:
             self._check(error)
-        if not self._waiting:
+        if not self._line.locked():
             logger.warning("TransferQueue is full: what is finished waits until training frees entries")
-        self._waiting += 1
-        try:
-            async with self._line:  # one tries for all: each try stores whole trajectories, and thousands may wait
-                while True:
-                    try:
-                        return await put()
-                    except Exception as error:
-                        self._check(error)
-                    await asyncio.sleep(RETRY_S)
-        finally:
-            self._waiting -= 1
+        async with self._line:  # one tries for all: each try stores whole trajectories, and thousands may wait
+            while True:
+                try:
+                    return await put()
+                except Exception as error:
+                    self._check(error)
+                await asyncio.sleep(RETRY_S)
 
     def _check(self, error: Exception) -> None:
         """Tell the coordinator; raise what says something else."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +122,7 @@ class Session:
             known: each conversation then has the key of its first turn's token ids.
         empty: At the end, the agent loop gave no trajectory.
         interrupted: Its attempt has ended, whatever the agent loop makes of that.
-        deadline: Of its tools and its reward; ``None`` without one.
+        deadline: Of its tools and its reward.
     """
 
     partial: bool = False
@@ -146,11 +146,7 @@ class Session:
     key: str = ""
     empty: bool = False
     interrupted: bool = False
-    deadline: Deadline | None = None
-
-    def no_deadline(self) -> AbstractContextManager[None]:
-        """Around what is no answer of its tools or its reward."""
-        return self.deadline.paused() if self.deadline is not None else nullcontext()
+    deadline: Deadline = field(default_factory=Deadline)
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -162,7 +158,7 @@ class Session:
         """
         if self.interrupted:
             raise Interrupted
-        with self.no_deadline():
+        with self.deadline.paused():
             try:
                 yield
             except Interrupted:

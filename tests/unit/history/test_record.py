@@ -1,8 +1,5 @@
 """A prompt's history: what is kept, and its bytes."""
 
-import struct
-import zlib
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,21 +45,6 @@ def test_bytes_a_token():
     value = history.encode()
     assert len(value) / (16 * 4096) < (18 + 17 + 8) / 8 + 0.01
     assert len(value) == encoded_bytes(16 * 4096, 16, 151_935)
-
-
-def as_version_2(history):
-    """What versions before today's format wrote."""
-    names = ("bounds", "reward", "visit", "policy_version", "sample", "step", "tokens", "suffixes", "confidence")
-    arrays = b"".join(getattr(history, name).tobytes() for name in names)
-    body = struct.pack("<II", len(history.tokens), len(history)) + arrays
-    return b"RHY2" + struct.pack("<I", zlib.crc32(body)) + body
-
-
-@settings(deadline=None)
-@given(responses)
-def test_the_format_before_is_read(tokens):
-    history = PromptHistory.build([trajectory(t, i, i + 1, i / 3, i + 2) for i, t in enumerate(tokens)], step=7)
-    assert same(PromptHistory.decode(as_version_2(history)), history)
 
 
 @settings(deadline=None)
