@@ -451,7 +451,7 @@ def test_little_memory_and_disk(world, monkeypatch):
 
 def test_checkpoints_hold_a_copy_of_the_history_each(world, monkeypatch):
     """17k prompts x 16 x 8k tokens are more than the weights of a small model."""
-    monkeypatch.setattr(history_room, "_prompts", lambda config: history_room._Counted(17_398, 17_398))
+    monkeypatch.setattr(history_room, "prompts", lambda config: history_room.Counted(17_398, 17_398))
     sizes = [f"{R}.n=16", "data.max_response_length=16384", f"{R}.custom.rhyme.history.max_bytes=400000000000"]
     monkeypatch.setattr(machine_checks, "free_disk", lambda folder: (folder, 24 << 30))
     assert ("checkpoints", "fail") not in complaints(preflight(world))
@@ -506,9 +506,17 @@ def test_prompts_that_the_data_repeat_are_counted_once(world, tmp_path, monkeypa
 
     prompts = [row(i % 700) for i in np.random.default_rng(0).permutation(70_000)]
     pq.write_table(pa.table({"prompt": prompts, "data_source": ["x"] * 70_000}), tmp_path / "train.parquet")
+    reads, distinct = [], history_room._distinct
+
+    def counting(file, column, seen, deadline):
+        reads.append(file)
+        return distinct(file, column, seen, deadline)
+
+    monkeypatch.setattr(history_room, "_distinct", counting)
     once = preflight(world, "trainer.total_epochs=1")
     assert "700 prompts (in 70000 rows) x 8 responses" in history_store(once).detail
     assert "x 4 visits" in history_store(once).detail
+    assert len(reads) == 1, "1.8 million rows take seconds"
     monkeypatch.setattr(history_room, "_COUNTING_S", 0.0)
     assert "1496 prompts (in 70000 rows)" in history_store(preflight(world)).detail, "700 of the first 32768 rows"
     monkeypatch.undo()

@@ -73,10 +73,11 @@ def examine(
     if found:
         there += machine_checks.gpu_memory(found, plan, machine)
         there += machine_checks.host_memory(found, config, machine)
-    there += machine_checks.disk(config, found, history_room.in_checkpoint(config))
+    prompts = history_room.prompts(config)
+    there += machine_checks.disk(config, found, history_room.in_checkpoint(config, prompts))
     there += machine_checks.weights(config, plan, found)
     there += machine_checks.ranker(config)
-    there += history_room.check(config)
+    there += history_room.check(config, prompts)
     if dry_run or not with_doctor:
         there += machine_checks.history_folder(config)
     checks: list[Check] = []

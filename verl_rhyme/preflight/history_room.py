@@ -80,8 +80,13 @@ def needs(prompts: int, samples: int, longest: int, epochs: int) -> tuple[Need, 
     return low, high
 
 
-def check(config: Any) -> Iterator[Check]:
-    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine."""
+def check(config: Any, counted: Counted | None) -> Iterator[Check]:
+    """Prompts x samples x mean length x visits against ``history.max_bytes`` and the disk of this machine.
+
+    Args:
+        config: The resolved config.
+        counted: Of :func:`prompts`.
+    """
     tree = _tree(config)
     if tree is None:
         return
@@ -97,7 +102,6 @@ def check(config: Any) -> Iterator[Check]:
     if free < peak:
         yield Check(name, WARN, where, "free some, set history.dir elsewhere, or lower history.max_bytes")
         bound = int(free / PEAK)
-    counted = _prompts(config)
     if counted is None:
         yield Check(name, OK, f"{where}; how many prompts there are is not known here")
         return
@@ -120,7 +124,7 @@ def check(config: Any) -> Iterator[Check]:
 
 
 @dataclass
-class _Counted:
+class Counted:
     """Prompts of files.
 
     Attributes:
@@ -132,12 +136,16 @@ class _Counted:
     prompts: int = 0
 
 
-def in_checkpoint(config: Any) -> tuple[int, int]:
+def in_checkpoint(config: Any, counted: Counted | None) -> tuple[int, int]:
     """Bytes of the history's copy in a checkpoint once all visits are kept, at both ends of :data:`MEAN_SHARES`; 0
     where there is none, or prompts are not known here.
+
+    Args:
+        config: The resolved config.
+        counted: Of :func:`prompts`.
     """
     tree = _tree(config)
-    if tree is None or not can_write(_wanted(config)) or (counted := _prompts(config)) is None:
+    if tree is None or counted is None or not can_write(_wanted(config)):
         return 0, 0
     _, free, bound = _room(config, tree)
     low, high = (_copied(need, min(bound, int(free / PEAK))) for need in _needs(config, tree, counted))
@@ -161,7 +169,7 @@ def _room(config: Any, tree: RhymeConfig) -> tuple[Path, int, int]:
     return folder, free, tree.history.bound(free, available_memory())
 
 
-def _needs(config: Any, tree: RhymeConfig, counted: _Counted) -> tuple[Need, Need]:
+def _needs(config: Any, tree: RhymeConfig, counted: Counted) -> tuple[Need, Need]:
     visits = math.ceil(counted.rows / counted.prompts * int(config.trainer.total_epochs))  # of a prompt in the run
     epochs = max(1, min(tree.history.epochs, visits))
     samples, longest = int(config.actor_rollout_ref.rollout.n), int(config.data.max_response_length)
@@ -172,12 +180,17 @@ def _copied(need: Need, bound: int) -> int:
     return min(need.all, int(bound * HISTORY_FILL))
 
 
-def _prompts(config: Any) -> _Counted | None:
-    """Of the training files that can be read here; ``None`` where one cannot."""
+def prompts(config: Any) -> Counted | None:
+    """Of the training files that can be read here; ``None`` where one cannot, or there is no history.
+
+    It takes seconds where rows are a million.
+    """
     import pyarrow
     import pyarrow.parquet as pq
 
-    data, counted = config.data, _Counted()
+    if _tree(config) is None:
+        return None
+    data, counted = config.data, Counted()
     listed = data.get("train_files") or []
     seen: set[int] = set()
     deadline = time.monotonic() + _COUNTING_S
@@ -200,7 +213,7 @@ def _prompts(config: Any) -> _Counted | None:
             return None  # a finding of its own
     most = int(data.get("train_max_samples") or -1)
     if 0 < most < counted.rows:
-        counted = _Counted(most, min(most, counted.prompts))
+        counted = Counted(most, min(most, counted.prompts))
     return counted if counted.rows else None
 
 
