@@ -129,8 +129,9 @@ class TestFolder:
 
     def test_two_that_begin_at_once_do_not_disturb_each_other(self, tmp_path, monkeypatch):
         """One looks whose the other's lock is in the moment before that is taken."""
-        monkeypatch.setattr("uuid.uuid4", lambda name=uuid.UUID(int=1): name)
-        file = tmp_path / f"verl_rhyme_weights_{1:032x}.lock"
+        name = uuid.UUID(int=1)
+        monkeypatch.setattr("uuid.uuid4", lambda: name)
+        file = tmp_path / f"verl_rhyme_weights_{name.hex}.lock"
         looking = ownership.lock(file, create=True)
         let_go_soon = threading.Timer(0.1, os.close, [looking])
         let_go_soon.start()
