@@ -222,6 +222,9 @@ def test_validation_prompts_that_a_worker_took_before_it_died_go_to_others(monke
     manager.look()
     assert ray.get(kept.taken.remote()) == [0, 1, 2], "its worker lives"
     ray.kill(dead)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # it answers until it has died
+            ray.get(dead.__ray_ready__.remote(), timeout=60)
     manager.look()
     assert ray.get(kept.taken.remote()) == [0, 1, 2, 3, 5]
     status.clear()  # as verl does with a validation that is done

@@ -71,8 +71,15 @@ class Copies:
 
         Args:
             time: As of, in ns since the epoch.
+
+        Raises:
+            OSError: It is gone, as old files of a temporary folder may be; it is outdated from now on.
         """
-        os.utime(self._file(key), ns=(time, time))
+        try:
+            os.utime(self._file(key), ns=(time, time))
+        except OSError:
+            self._bytes -= self._known.pop(key).size
+            raise
         self._known[key] = self._known[key]._replace(time=time)
         self._known.move_to_end(key)
 

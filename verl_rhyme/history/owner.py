@@ -21,6 +21,8 @@ from verl_rhyme.ownership import OWNER_FILE, NotOurs, Owner, is_ours, is_user_fo
 
 _LOCK = "writer.lock"
 _IN_USE = "in_use.lock"
+#: In the order of going, when all else has: who waits for the lock would write into a folder that is being deleted.
+_MARKS = (OWNER_FILE, _IN_USE, _LOCK)
 
 
 def make(path: Path) -> None:
@@ -109,7 +111,7 @@ def claim(path: Path, run: str | None, timeout: float) -> int:
     try:
         owner = Owner.of(path)
         if run is not None and (owner is None or owner.run != run):
-            _empty(path)
+            _empty(path, keep=(_IN_USE, _LOCK))
         (path / _IN_USE).touch(0o600)
         temporary = path / f".{OWNER_FILE}"
         temporary.write_text(json.dumps(asdict(Owner.here(run or ""))) + "\n")
@@ -134,7 +136,11 @@ def use(path: Path) -> int | None:
 def disclaim(path: Path, descriptor: int, delete: bool = False) -> None:
     """Give a folder back, or delete it, while the lock is held; with the last one goes its run's in the user's."""
     if delete:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # what cannot be deleted stays signed, for the next run to try again
+            _empty(path, keep=_MARKS)
+            for name in _MARKS:
+                (path / name).unlink(missing_ok=True)
+            path.rmdir()
         if is_user_folder(path.parent.parent):
             with suppress(OSError):  # not empty, or gone
                 path.parent.rmdir()
@@ -195,11 +201,11 @@ def left_behind(base: Path) -> Iterator[tuple[Path, Owner]]:
                     yield folder, owner
 
 
-def _empty(path: Path) -> None:
+def _empty(path: Path, keep: Collection[str]) -> None:
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name not in (_LOCK, _IN_USE):
+        elif entry.name not in keep:
             entry.unlink()
 
 

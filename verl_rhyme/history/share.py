@@ -53,12 +53,13 @@ def automatic(folder: Path, living: Collection[Path]) -> tuple[int, str]:
 
     Args:
         folder: This node's, which is there.
-        living: Those of all nodes, this one among them or not.
+        living: Where those of all nodes are, this one among them or not; a folder that no writer signed is no store.
     """
-    seen = {folder, *(other for other in living if other.is_dir())}
+    signed = {other: owner for other in living if other.is_dir() and (owner := Owner.of(other)) is not None}
+    seen = {folder, *signed}
     held = sum(map(_held, seen))
     boot = Owner.here("").boot
-    near = sum(other == folder or ((owner := Owner.of(other)) is not None and owner.boot == boot) for other in seen)
+    near = 1 + sum(owner.boot == boot for other, owner in signed.items() if other != folder)
     disk, memory = shutil.disk_usage(folder).free + held, available_memory()
     bound = max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk / len(seen), memory / near)))
     told = (

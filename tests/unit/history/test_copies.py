@@ -64,6 +64,15 @@ def test_those_needed_longest_ago_go_first_and_all_stay_within_the_bound(copies,
     assert held == copies._bytes == 1 << 15
 
 
+def test_a_copy_that_a_cleaner_of_tmp_removed_is_fetched_anew(copies, tmp_path):
+    copies.put(KEYS[0], value(9), 1)
+    (tmp_path / "c" / KEYS[0].hex()).unlink()
+    with pytest.raises(FileNotFoundError):
+        copies.confirm(KEYS[0], 2)
+    assert copies.outdated({KEYS[0]: 2}) == {KEYS[0]: b""}
+    assert copies._bytes == 0
+
+
 def test_a_value_without_room_counts_as_no_history(copies, reader, caplog):
     copies.put(KEYS[0], value(9), 1)
     with caplog.at_level(logging.WARNING):

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -137,6 +139,27 @@ def test_who_waited_for_a_folder_that_was_deleted_does_not_hold_a_ghost(tmp_path
     assert not folder.exists()
     with open_store(folder), pytest.raises(HistoryError):
         open_store(folder, "third")
+    os.close(held)
+
+
+def test_who_waits_for_a_folder_gets_it_when_all_of_it_is_deleted(tmp_path, monkeypatch):
+    """Deleted in the order that a file system lists, the lock could be had while the rest was still going."""
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 50))  # looks more often
+    folder = tmp_path / "h"
+    ending = owner.claim(folder, "first", 1)
+    for number in range(30):
+        (folder / f"env-{number:04d}").mkdir()
+        for file in range(30):
+            (folder / f"env-{number:04d}" / str(file)).touch()
+    (folder / "writer.lock").rename(folder / "moved").rename(folder / "writer.lock")  # tmpfs lists the newest first
+
+    with ThreadPoolExecutor(1) as waiting:
+        next_one = waiting.submit(owner.claim, folder, "second", 10)
+        time.sleep(1.0)
+        owner.disclaim(folder, ending, delete=True)
+        held = next_one.result()
+    assert {file.name for file in folder.iterdir()} == {"in_use.lock", "owner.json", "writer.lock"}
+    assert Owner.of(folder).run == "second"
     os.close(held)
 
 

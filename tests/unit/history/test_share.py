@@ -64,3 +64,17 @@ def test_a_store_that_is_just_replaced_by_its_writer_is_no_error(tmp_path, monke
         assert "shared by 1" in told
         first.mkdir(exist_ok=True)
         (first / "data.mdb").write_bytes(b"x" * 4096)
+
+
+def test_what_else_lies_in_the_users_own_folder_takes_no_part(tmp_path, monkeypatch):
+    """``history.dir`` may hold data sets and other runs' left-overs."""
+    monkeypatch.setattr(share, "available_memory", lambda: 1 << 50)
+    (tmp_path / "node").mkdir()
+    (tmp_path / "photos" / "2024").mkdir(parents=True)
+    walked, walk = [], os.walk
+    monkeypatch.setattr(os, "walk", lambda folder: walked.append(folder) or walk(folder))
+    alone, _ = share.automatic(tmp_path / "node", ())
+    bound, told = share.automatic(tmp_path / "node", list(tmp_path.iterdir()))
+    assert bound == pytest.approx(alone, rel=0.01)
+    assert "shared by 1" in told
+    assert set(walked) == {tmp_path / "node"}

@@ -7,6 +7,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from ray.exceptions import RayActorError
 from relay_world import Dead, Near, Replica, known, let_go, publish, same, weights, write
 
+from verl_rhyme import ownership
 from verl_rhyme.workers.weights import folder as folders
 from verl_rhyme.workers.weights import relay as relays
 from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
@@ -123,6 +126,18 @@ class TestFolder:
         finally:
             process.kill()
             process.communicate()
+
+    def test_two_that_begin_at_once_do_not_disturb_each_other(self, tmp_path, monkeypatch):
+        """One looks whose the other's lock is in the moment before that is taken."""
+        name = uuid.UUID(int=1)
+        monkeypatch.setattr("uuid.uuid4", lambda: name)
+        file = tmp_path / f"verl_rhyme_weights_{name.hex}.lock"
+        looking = ownership.lock(file, create=True)
+        let_go_soon = threading.Timer(0.1, os.close, [looking])
+        let_go_soon.start()
+        folder = claim(tmp_path)
+        write(folder, 1)
+        assert same(folder, 1)
 
     @pytest.mark.parametrize("stem", ["", "0" * 31, "*", "g" * 32])
     def test_no_name_but_our_own_is_a_left_over(self, tmp_path, stem):

@@ -294,9 +294,9 @@ def claim(root: Path = SHARED_MEMORY, heir_of: str | None = None) -> Folder:
         if heir_of is not None and _inherit(left := Path(heir_of)):
             return Folder(left)
         folder = root / f"{_PREFIX}{uuid.uuid4().hex}"
-        held = lock(_lock_of(folder), create=True)  # until this process ends
-        assert held is not None  # nobody knew the name, and nobody removes what is not signed
-        Owner.here("").sign(held)
+        while (held := lock(_lock_of(folder), create=True)) is None:
+            time.sleep(0.001)  # who looks for left-overs has it for a moment: it is not signed, and stays
+        Owner.here("").sign(held)  # and it is held until this process ends
         _remove_leftovers(root)
         folder.mkdir(mode=0o700)
     except OSError as error:
