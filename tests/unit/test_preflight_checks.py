@@ -720,7 +720,7 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
         ),
         (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
-        (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
+        (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
             ["trainer.default_local_dir=A b=c/ckpt"],
             "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",
