@@ -190,7 +190,12 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([f"{R}.max_num_batched_tokens=32"], "rollout", "max_num_seqs=64"),
         (["data.train_files=/nowhere/dapo-math-17k.parquet"], "data.train_files", "prepare dapo --out /nowhere"),
         (["data.val_files=/nowhere/gsm8k-test.parquet"], "data.val_files", "prepare gsm8k --out /nowhere"),
-        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "make or download"),
+        (["data.val_files=/nowhere/x.parquet"], "data.val_files", "make or download the dataset, or mend"),
+        (
+            ["data.val_files=/nowhere/tiny_cpu/run/data/test.parquet"],
+            "data.val_files",
+            "none needed with recipes/run_tiny",
+        ),
         (["data.val_files=/nowhere/olympiad-bench.parquet"], "data.val_files", "prepare olympiad --out /nowhere"),
         (["data.val_files=[/nowhere/eval/minerva.parquet]"], "data.val_files", "prepare eval --out /nowhere"),
         (["data.prompt_key=question"], "data.train_files", "no column 'question'"),
@@ -720,7 +725,7 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
         ),
         (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
-        (["model_engine=nope"], "Available options in 'model_engine':; dp; megatron; [^/]*$"),
+        (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
             ["trainer.default_local_dir=A b=c/ckpt"],
             "^trainer.default_local_dir=A b=c/ckpt: mismatched input '='.*quote",

@@ -217,6 +217,8 @@ def _gain(summary: Mapping[str, Any]) -> str:
         return f"{summary[name]:.2f}x ({low:.2f}-{high:.2f})"
 
     off, on = summary["arms"]
+    if summary["rollout_speedup_warm"] is None and summary["tokens_per_s_speedup_warm"] is None:
+        return f"{on} against {off}: speeds are compared from epoch {FIRST_WARM_EPOCH} on, which not both runs have"
     return (
         f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
         f"rollout speed {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"

@@ -149,7 +149,8 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip().rstrip(".;") for text in texts for line in text.splitlines()]
     if "Config search path:" in lines:
         lines = lines[: lines.index("Config search path:")]
-    return "; ".join(dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type"))))
+    told = dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type")))
+    return "; ".join(told).replace(":; ", ": ")  # of a heading, such as "Available options in 'rhyme':"
 
 
 @contextlib.contextmanager

@@ -78,7 +78,9 @@ def _dataset(name: str, file: str, column: str, own: str | None) -> Check:
     try:
         footer = pq.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        return Check(name, FAIL, f"{path} is no readable parquet file: {error}", f"delete it; {_prepare(path)}")
+        return Check(
+            name, FAIL, f"{path} is no readable parquet file: {error}", f"convert it, or delete it; {_prepare(path)}"
+        )
     if column not in footer.schema_arrow.names:
         return _no_column(name, path, column, footer.schema_arrow.names)
     rows = footer.metadata.num_rows
@@ -111,6 +113,8 @@ def _prepare(path: Path) -> str:
     for pattern, argument in PREPARED.items():
         if re.fullmatch(pattern, path.stem):
             return f"python -m examples.data.prepare {argument} --out {path.parent}"
+    if "tiny_cpu" in path.parts:
+        return "none needed with recipes/run_tiny_cpu.sh, which makes it; else make or download the dataset"
     return "make or download the dataset, or mend the path"
 
 
@@ -140,7 +144,15 @@ def model(config: Any) -> tuple[list[Check], dict[str, Any], Architecture | None
         shape = Architecture.read(fields)
     except UnknownArchitecture as error:
         return (
-            [*lacks, Check(name, WARN, f"{path}: {error}", "none needed: verl may know it all the same")],
+            [
+                *lacks,
+                Check(
+                    name,
+                    WARN,
+                    f"{path}: {error}",
+                    "none needed where verl and vLLM have the model: only the estimate is missing",
+                ),
+            ],
             fields,
             None,
         )
