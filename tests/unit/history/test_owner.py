@@ -220,3 +220,11 @@ def test_nobody_else_may_read_a_history(tmp_path):
             assert {path.stat().st_mode & 0o777 for path in data} == {0o600}
     finally:
         os.umask(before)
+
+
+def test_a_file_system_that_has_one_user_for_all_is_no_other_users(tmp_path, monkeypatch):
+    """NFS with ``all_squash``, and some mounts of object stores: whose a file is there says nothing of who made it."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4242)
+    with open_store(tmp_path / "h", "first") as store:
+        store.append([Trajectory(KEY, np.array([7], np.int32), 1.0, 0, 0, 0)], step=1)
+        assert tokens(tmp_path / "h") == [7]
