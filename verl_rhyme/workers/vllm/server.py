@@ -102,6 +102,7 @@ class RhymeHttpServer(vLLMHttpServer):
         }
 
     async def run_server(self, args: Any) -> None:
+        patches.apply_vllm()  # the front end's, whatever VLLM_PLUGINS leaves out
         await super().run_server(args)
         here = map(str, patches.refused(patches.VLLM))
         refused = sorted(
