@@ -123,16 +123,16 @@ def record(folder: Path, bound: int, prompts: int, tokens: int, threads: int | N
             stats = store.append(batch, epoch)
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             assert stats.dropped == 0, stats
-            told = store.stats()
+            stats = store.stats()
             yield {
                 "arm": "record",
                 "epoch": epoch + 1,
                 "seconds_a_prompt": round(seconds / prompts, 4),
                 "cpu_seconds_a_prompt": round(cpu / prompts, 4),
                 "tokens_a_second": int(sum(len(t.tokens) for t in batch) / seconds),
-                "kept_tokens_a_prompt": int(told["tokens"] / prompts),
-                "bytes_a_token": round(told["bytes"] / told["tokens"], 3),
-                "file_bytes_a_token": round(told["file_bytes"] / told["tokens"], 3),
+                "kept_tokens_a_prompt": int(stats["tokens"] / prompts),
+                "bytes_a_token": round(stats["bytes"] / stats["tokens"], 3),
+                "file_bytes_a_token": round(stats["file_bytes"] / stats["tokens"], 3),
                 "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             }
 
