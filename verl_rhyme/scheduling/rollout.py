@@ -84,7 +84,7 @@ class Rollout:
             if uid in self._stock:
                 self._expected[uid] = length
             else:
-                self.scheduler.ledger.expect(uid, length)
+                self.scheduler.expect(uid, length)
 
     def wanted(self) -> int:
         """Prompts that are to be handed over now."""
@@ -142,7 +142,7 @@ class Rollout:
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
             if (expected := self._expected.pop(uid, None)) is not None:
-                self.scheduler.ledger.expect(uid, expected)
+                self.scheduler.expect(uid, expected)
         self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
 
     def kept_tokens(self, uid: str, number: int) -> int:
@@ -152,7 +152,7 @@ class Rollout:
         return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens
 
     def _predecessor(self, uid: str, number: int) -> int | None:
-        if not (self.rules.continues or self.rules.redraft):
+        if not (self.rules.continues or self.rules.redrafts):
             return None
         return self._remembered.attempt.get((uid, number))
 
@@ -230,7 +230,7 @@ class Rollout:
     def part(self, samples: int) -> list[str]:
         """Attempts that the next update batch will have, whatever else comes: whole groups that are finished.
 
-        Where batches are taken as they were loaded (``Rules.harvest``) that changes nothing. Others have then what is
+        Where batches are taken as they were loaded (``Rules.take``) that changes nothing. Others have then what is
         finished first, which need not be the shortest; trajectories that are trained one by one
         (``Rules.unit``) are told where all of their prompt's are there.
 
@@ -258,7 +258,9 @@ class Rollout:
         """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
-        harvest = self.scheduler.harvest()
+        left = None if self._batches_left is None else self._batches_left - 1
+        harvest = self.scheduler.harvest(left)
+        self._batches_left = left
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
@@ -268,8 +270,6 @@ class Rollout:
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         for uid, _ in harvest.samples:
             self._whole.pop(uid, None)
-        if self._batches_left is not None:
-            self._batches_left -= 1
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             harvest=harvest,
