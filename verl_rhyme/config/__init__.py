@@ -162,3 +162,14 @@ class RhymeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)
+@dataclass(frozen=True)
+class SchedulingConfig:
+    in_flight: float | None = None
+    put_off: float | None = None
+    take: str = "finished"
+    refill: str = "always"
+    at_version: str | None = None
+    unit: str | None = None
+OVERSUBSCRIPTION = 2.0
+trained_unit = sorting_unit
+training_order = sorting_order
