@@ -46,7 +46,6 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._expected: dict[str, float] = {}  # of those, where it is known
-        self._batches_left: int | None = None
         self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
@@ -88,7 +87,7 @@ class Rollout:
 
     def wanted(self) -> int:
         """Prompts that are to be handed over now."""
-        return max(0, self.scheduler.loadable(self._batches_left) - len(self._stock))
+        return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
 
@@ -101,13 +100,12 @@ class Rollout:
         """
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
-        stale = self.scheduler.begin(version)
+        stale = self.scheduler.begin(version, batches_left)
         self.scheduler.step = before + self.scheduler.step  # reported with the next batch
         for sample in stale:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
                 self._abandoned.append(under_way[sample].name)
-        self._batches_left = batches_left
         self._news = True
 
     # ---- attempts ----
@@ -137,8 +135,8 @@ class Rollout:
 
     def stock_up(self) -> None:
         """Load what may be loaded of the stock."""
-        load_size = self.scheduler.load_size(self._batches_left)
-        for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
+        load_size = self.scheduler.load_size()
+        for _ in range(min(self.scheduler.loadable(), len(self._stock))):
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
             if (expected := self._expected.pop(uid, None)) is not None:
@@ -258,9 +256,7 @@ class Rollout:
         """
         ledger, version = self.scheduler.ledger, self.scheduler.version
         finished = {(p.uid, number): s.attempt for p, number, s in ledger.samples("finished")}
-        left = None if self._batches_left is None else self._batches_left - 1
-        harvest = self.scheduler.harvest(left)
-        self._batches_left = left
+        harvest = self.scheduler.harvest()
         for staleness in harvest.staleness:  # looked at once more before anything is trained
             if not 0 <= staleness <= self.rules.max_staleness:
                 raise _lagging(staleness, self.rules)
@@ -353,7 +349,8 @@ class Rollout:
         self.scheduler.load_state_dict(state)
         self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
         self._stock = dict([*state.get("stock", []), *handed])
-        load_size = self.scheduler.load_size(batches_left)  # nothing was trained since
+        self.scheduler.batches_left = batches_left
+        load_size = self.scheduler.load_size()  # nothing was trained since
         recovery = Recovery(self.scheduler, self._remembered, evidence)
         gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)

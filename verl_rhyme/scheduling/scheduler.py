@@ -22,10 +22,11 @@ A pure state machine: events are method calls, and time comes in as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import islice
+import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from verl_rhyme.scheduling.admission import startable
@@ -67,6 +68,7 @@ class Scheduler:
         self.rules = rules
         self.ledger = Ledger(rules.unit)
         self.version = 0
+        self.batches_left: int | None = None
         self.step = StepCounts()
         self._training = False  # a batch was harvested, and the policy it makes is not there yet
         self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
@@ -78,25 +80,19 @@ class Scheduler:
 
     # ---- loading ----
 
-    def loadable(self, batches_left: int | None = None) -> int:
-        """Prompts that may be loaded now.
-
-        Args:
-            batches_left: Update batches until training ends: no more are loaded than will be trained.
-        """
+    def loadable(self) -> int:
+        """Prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return max(0, self._owed)
-        return max(0, self.load_size(batches_left) - self._held)
+        return max(0, self.load_size() - self._held)
 
-    def load_size(self, batches_left: int | None = None) -> int:
+    def load_size(self) -> int:
         """Prompts in flight at most, those to come in place of others included, and those put off not."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._owed
         batch, rules = self.rules.batch_prompts, self.rules
-        size = batch if self._own_round else int(rules.load_batches(batches_left) * batch)
-        if batches_left is not None and rules.rounds:
-            size = min(size, batches_left * batch - self._prompts(sum(self.ledger.put_off.values())))
-        return max(0, size)
+        size = batch if self._own_round else math.ceil(round(rules.load_batches(self.batches_left) * batch, 6))
+        return max(0, size if self.batches_left is None else min(size, self.batches_left * batch - self._put_off))
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
@@ -104,12 +100,19 @@ class Scheduler:
 
     @property
     def _held(self) -> int:
-        """Prompts in flight: as many as the untrained samples make, but for those put off."""
-        if self.rules.refill == "when_empty":
-            return len(self.ledger)
+        """Prompts in flight, but for those put off."""
+        if self.rules.unit == "group" or self.rules.refill == "when_empty":
+            return len(self.ledger) - len(self.ledger.put_off)
         return self._prompts(self.ledger.tally.untrained - sum(self.ledger.put_off.values()))
 
+    @property
+    def _put_off(self) -> int:
+        if self.rules.unit == "group":
+            return len(self.ledger.put_off)
+        return self._prompts(sum(self.ledger.put_off.values()))
+
     def _prompts(self, samples: int) -> int:
+        """As many as make so many samples, of prompts that leave one sample at a time."""
         return samples * self.rules.batch_prompts // self.rules.batch_samples
 
     def load(self, uid: str, samples: int) -> None:
@@ -131,7 +134,9 @@ class Scheduler:
         self._expected.append(tokens)
         insort(self._sorted, tokens)
         samples = self.ledger.prompt(uid).samples
-        if self._own_round or any(sample.attempt >= 0 for sample in samples):
+        left = 2 if self.batches_left is None else self.batches_left  # one is to remain for this round
+        most = self.rules.batch_prompts * min(1, left - 1)
+        if self._own_round or self._put_off >= most or any(sample.attempt >= 0 for sample in samples):
             return
         if len(self._sorted) >= self.rules.batch_prompts:
             longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]
@@ -337,11 +342,8 @@ class Scheduler:
         """The update batch may be taken."""
         return self.enough(rewarded=True)
 
-    def harvest(self, batches_left: int | None = None) -> Harvest:
+    def harvest(self) -> Harvest:
         """Take the update batch (:mod:`.harvest`).
-
-        Args:
-            batches_left: Update batches until training ends, after this one.
 
         Raises:
             ValueError: It is not :meth:`ready`.
@@ -361,13 +363,20 @@ class Scheduler:
         for uid, number in harvest.samples:
             self.ledger.train(uid, number)
         self.ledger.wait()
+        if self.batches_left is not None:
+            self.batches_left -= 1
         if self.rules.rounds:
-            self._choose_round(batches_left)
+            self._choose_round()
         self._failed.clear()
         return harvest
 
-    def begin(self, version: int) -> list[tuple[str, int]]:
+    def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:
         """The policy's ``version`` is current from now on.
+
+        Args:
+            version: It counts the updates.
+            batches_left: Update batches until training ends: no more prompts are loaded than these train; ``None``:
+                it does not end.
 
         Returns:
             Samples whose text, finished, generated, kept or (where it spans versions) in the making, is too stale to
@@ -375,6 +384,7 @@ class Scheduler:
             ends or is cut short, and is judged then.
         """
         self.version, self.step, self._training, self._promised = version, StepCounts(), False, {}
+        self.batches_left = batches_left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -385,16 +395,15 @@ class Scheduler:
                 stale.append((prompt.uid, number))
         return stale
 
-    def _choose_round(self, batches_left: int | None) -> None:
+    def _choose_round(self) -> None:
         """What an update passed by is put off. The next one trains prompts that were put off when they make a batch, or
         when too few others are left."""
         for prompt in self.ledger:
             if not prompt.put_off:
                 self.ledger.postpone(prompt.uid)
         batch, waiting = self.rules.batch_prompts, list(self.ledger.put_off)
-        put_off = self._prompts(sum(self.ledger.put_off.values()))
-        self._own_round = put_off >= batch
-        last = batches_left is not None and batches_left * batch - put_off < batch
+        self._own_round = self._put_off >= batch
+        last = self.batches_left is not None and self._put_off > (self.batches_left - 1) * batch
         samples = 0
         for uid in waiting if self._own_round or last else ():
             if self._own_round and samples >= self.rules.batch_samples:
