@@ -40,8 +40,8 @@ class PlacementConfig:
         default_factory=dict,
         metadata=about(
             "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe "
-            "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; of "
-            "skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
+            "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; "
+            "of skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
         ),
     )
     profile: str | None = option(
