@@ -235,9 +235,9 @@ def of_options(
         in_flight=options.in_flight,
         put_off=put_off,
         unit=unit,
-        take=options.take,  # type: ignore[arg-type]
-        refill=options.refill,  # type: ignore[arg-type]
-        at_version=options.at_version,  # type: ignore[arg-type]
+        take=options.take,
+        refill=options.refill,
+        at_version=options.at_version,
         separate=separate,
         relayed=separate and relayed,
         drafts=drafts,
@@ -263,7 +263,7 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         separate=TOPOLOGIES.get(str(OmegaConf.select(config, "trainer.v1.trainer_mode"))) == "separate",
         batch_prompts=int(OmegaConf.select(config, "data.train_batch_size") or 1),
         samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
-        unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),  # type: ignore[arg-type]
+        unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
         drafts=rhyme.drafting.enable,
     )
