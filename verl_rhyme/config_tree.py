@@ -8,35 +8,58 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import logging
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-logger = logging.getLogger(__name__)
-
-
-def _one_less(value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value - 1 if number else value  # else refused under the new name
-
-
-#: Keys of earlier versions: what they are called now, and the value there of a value of theirs. At ``null`` they are
-#: not set; so they stand in a group's file where an override without ``+`` is to find them.
-RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "sorting.coupled": ("sampling.coupled", lambda value: value),
-    "sorting.max_versions": ("sorting.max_staleness", _one_less),
-}
-
-#: Keys that are gone, and what to do.
-_GONE = {
-    "drafting.sampler_memory": f"drop it; what drafts may take is now {CONFIG_PATH}.drafting.logits_memory, and its "
-    "default is enough for all that pay",
-    "history.keep": "drop it; the trainer's node keeps all prompts, and another one copies of those that its replicas "
-    "answer",
+#: Options of earlier versions, and what to write instead.
+GONE: Mapping[str, str] = {
+    "poll_interval": "drop it; the replay buffer looks every 0.25 s",
+    "history.timeout": "drop it; the history writer has 300 s for each piece of an update",
+    "history.keep": "drop it; other nodes keep copies of the histories that their replicas need",
+    "drafting.sampler_memory": "drop it; drafting.logits_memory bounds what drafts take",
+    "drafting.reward_weight": "set drafting.options.reward_weight (drafting.policy=paper)",
+    "drafting.match.min": "set drafting.options.match_min (drafting.policy=paper)",
+    "drafting.match.max": "set drafting.options.match_max (drafting.policy=paper)",
+    "drafting.window.start": "set drafting.options.window_start (drafting.policy=paper)",
+    "drafting.window.growth": "set drafting.options.window_growth (drafting.policy=paper)",
+    "drafting.window.max": "set drafting.options.window_max (drafting.policy=paper)",
+    "sorting.mode": "set max_staleness: 0 for on_policy; 1 or more for partial, histopipe and stream, whose other "
+    "rules +rhyme=sorted, +rhyme=histopipe and +rhyme=stream set",
+    "sorting.max_staleness": "set max_staleness",
+    "sorting.max_versions": "set max_staleness, which is one less",
+    "sorting.group_batches": "set scheduling.in_flight",
+    "sorting.load": "set scheduling.refill=when_empty for group; for rolling and refill scheduling.in_flight, whose "
+    "null goes by max_staleness",
+    "sorting.harvest": "set scheduling.take: finished for shortest, loaded for loaded",
+    "sorting.harvest_tokens": "drop it; updates train whole batches",
+    "sorting.start_order": "drop it; the longest expected prompts start first",
+    "sorting.probe": "drop it; no sample of a prompt waits for another",
+    "sorting.draft_ahead": "drop it; max_staleness=1 trains what is generated meanwhile",
+    "sorting.keep_running": "set scheduling.at_version=finish",
+    "sorting.oversubscription": "drop it; engines are given twice what their slots take",
+    "sorting.redraft": "drop it; a regenerated response drafts from its own text wherever drafting.enable is true",
+    "sorting.stop_wait": "drop it; the pipeline has its own deadline",
+    "sorting.coupled": "set sampling.coupled",
+    "sorting.unit": "set scheduling.unit",
+    "sorting.order": "set scheduling.order",
+    "sorting.lost_after": "set scheduling.lost_after",
+    "sorting.tool_timeout": "set scheduling.tool_timeout",
+    "streaming.enable": "drop it; separate engines stream parts, and streaming.part=null turns that off",
+    "streaming.update": "drop it; gradients of parts are added up wherever that is exact, and streaming.part=null "
+    "turns parts off",
+    "streaming.elastic.enable": "set streaming.elastic.min_replicas, whose null is off",
+    "streaming.elastic.least": "set streaming.elastic.min_replicas",
+    "streaming.elastic.most": "set streaming.elastic.max_replicas",
+    "streaming.elastic.start": "drop it; as many replicas begin as may generate",
+    "streaming.elastic.window": "drop it; the rule goes by the medians of four steps",
+    "weights.link_patience": "drop it; a node that sends nothing is waited for 600 s",
+    "lengths.ranker.enable": "set lengths.ranker.kind: boosting or model, null is off",
+    "lengths.ranker.loss": "set lengths.ranker.options.loss (lengths.ranker.kind=model)",
+    "lengths.ranker.rate": "set lengths.ranker.options.rate (lengths.ranker.kind=model)",
+    "lengths.ranker.most": "drop it; the ranker is trained on the latest 8192 prompts",
 }
 
 
@@ -64,37 +87,8 @@ def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
     """
     if tree is None:
         return None
-    config = _build(RhymeConfig, _renamed(tree), "")
+    config = _build(RhymeConfig, tree, "")
     return config if config.enable else None
-
-
-def _renamed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree with keys of earlier versions under their new names.
-
-    A new key at its default, where a group's file has it, gives way to the old one.
-    """
-    for old, (new, convert) in RENAMED.items():
-        (group, key), (new_group, new_key) = old.split("."), new.split(".")
-        inside = tree.get(group)
-        if not isinstance(inside, Mapping) or key not in inside:
-            continue
-        value = inside[key]
-        tree = {**tree, group: {name: kept for name, kept in inside.items() if name != key}}
-        beside = tree.get(new_group) or {}
-        if value is None or not isinstance(beside, Mapping):
-            continue
-        tree = {**tree, new_group: {**beside, new_key: convert(value)}}
-        if (ours := beside.get(new_key)) not in (None, _default(new), convert(value)):
-            raise ConfigError(
-                f"{CONFIG_PATH}.{old}={value} contradicts {CONFIG_PATH}.{new}={ours}, whose earlier name it is: drop it"
-            )
-        other = f": write {convert(value)} for {value}" if convert(value) != value else ""
-        logger.warning("%s.%s is now called %s.%s%s", CONFIG_PATH, old, CONFIG_PATH, new, other)
-    return tree
-
-
-def _default(path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), RhymeConfig())
 
 
 def from_verl(config: Any) -> RhymeConfig | None:
@@ -151,12 +145,17 @@ def _has_only(node: Any, known: set[str]) -> bool:
     return isinstance(node, Mapping) and bool(node) and set(node) <= known
 
 
-def _first(node: Any) -> tuple[str, ...]:
-    """The path to the first value below a node; empty for a plain value."""
+def _leaves(node: Any) -> Iterator[tuple[str, ...]]:
+    """The paths to all values below a node; one that is empty for a plain value, or an empty mapping."""
     if not isinstance(node, Mapping) or not node:
-        return ()
-    key, value = next(iter(node.items()))
-    return (str(key), *_first(value))
+        yield ()
+        return
+    for key, value in node.items():
+        yield from ((str(key), *inside) for inside in _leaves(value))
+
+
+def _first(node: Any) -> tuple[str, ...]:
+    return next(_leaves(node))
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:
@@ -176,9 +175,10 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
     values = {}
     for key, value in tree.items():
         path = f"{where}.{key}" if where else str(key)
-        if path in _GONE:
-            raise ConfigError(f"{CONFIG_PATH}.{path} is gone: {_GONE[path]}")
         if key not in hints:
+            for old in (".".join((path, *inside)) for inside in _leaves(value)):
+                if old in GONE:
+                    raise ConfigError(f"{CONFIG_PATH}.{old} has ended: {GONE[old]}")
             raise ConfigError(_unknown_key(str(key), path, list(hints)))
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)

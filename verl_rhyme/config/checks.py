@@ -1,4 +1,4 @@
-"""How an option is refused: where it is, what it may be, what is near."""
+"""How an option is declared, and how a value is refused: where it is, what it may be, what is near."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import difflib
 import math
 import types
 import typing
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 #: Where the tree lives in verl's config; verl passes it to every rollout worker untouched.
@@ -16,31 +18,89 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message says where and how to mend it."""
 
 
+def option(default: Any, help: str, *, public: bool = False) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: Its default.
+        help: What it does, in a sentence or two: the one source of the YAML groups' comments, ``docs/options.md`` and
+            ``verl-rhyme options``.
+        public: For users; else for experts, who know what it changes.
+    """
+    return field(default=default, metadata=about(help, public))
+
+
+def about(help: str, public: bool = False) -> dict[str, Any]:
+    """The metadata of an option's field; see :func:`option`."""
+    return {"help": help, "public": public}
+
+
 def coerce(value: Any, hint: Any, path: str) -> Any:
     """A value of the tree as its type: whole numbers may be written as floats, and floats as whole numbers.
 
     Args:
         value: As the config has it.
-        hint: A type, or a union of some.
+        hint: A type, a ``Literal``, or a union of some.
         path: Of the key.
 
     Raises:
-        ConfigError: It is of another type, or not finite.
+        ConfigError: It is of another type, none of the literals, or not finite.
     """
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
-        return None
+    allowed = kinds(hint)
     for kind in allowed:
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if typing.get_origin(kind) is typing.Literal:
+            if isinstance(value, str) and value in typing.get_args(kind):
+                return value
+        elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ConfigError(f"{CONFIG_PATH}.{path} must be finite, not {value!r}")
             return float(value)
-        if kind is int and isinstance(value, float) and value.is_integer():
+        elif kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
-        if isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
+        elif isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool)):
             return value
-    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-    raise ConfigError(f"{CONFIG_PATH}.{path} must be {names}, not {value!r}")
+    near = nearest(str(value), [name for kind in allowed for name in typing.get_args(kind) if isinstance(name, str)])
+    raise ConfigError(f"{CONFIG_PATH}.{path} must be {type_name(hint)}, not {value!r}{near}")
+
+
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: ``"int or null"``, ``"group or trajectory or null"``."""
+    names: list[str] = []
+    for kind in kinds(hint):
+        if typing.get_origin(kind) is typing.Literal:
+            names += typing.get_args(kind)
+        else:
+            names.append("null" if kind is type(None) else (typing.get_origin(kind) or kind).__name__)
+    return " or ".join(names)
+
+
+def typed_options(
+    path: str, chosen: str, table: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``options`` of a choice (a placement, a drafter, a ranker) as their types.
+
+    Args:
+        path: Of the options.
+        chosen: A key of ``table``.
+        table: The options of each choice, with their types.
+        options: As the config has them.
+
+    Raises:
+        ConfigError: An option that the choice does not have, or of another type.
+    """
+    known = table[chosen]
+    for name in options:
+        if name not in known:
+            whose = [other for other, names in table.items() if name in names]
+            hint = f"; it is of {' and '.join(whose)}" if whose else nearest(name, known)
+            has = f"{chosen} has {', '.join(known) or 'none'}"
+            raise ConfigError(f"unknown option {CONFIG_PATH}.{path}.{name}: {has}{hint}")
+    return {name: coerce(value, known[name], f"{path}.{name}") for name, value in options.items()}
 
 
 def require(ok: bool, path: str, value: Any, allowed: str, hint: str = "") -> None:
