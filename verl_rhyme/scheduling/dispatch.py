@@ -72,7 +72,6 @@ class Dispatch:
         self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
         self.moved = 0
         self._waiting: int | None = None  # pending samples, after some were let wait
-        self._probed: set[str] = set()  # prompts whose probe told since the last fill
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
         """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
@@ -93,7 +92,6 @@ class Dispatch:
         started, and bound to no replica, until something ended and a place was found."""
         rollout = self.rollout
         rollout.stock_up()
-        self._look_at_probes()
         pending = rollout.scheduler.ledger.tally.samples["pending"]
         if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
             return []
@@ -164,8 +162,6 @@ class Dispatch:
     def ended(self, name: str, tokens: int | None = None) -> None:
         """An attempt came to its end with so many tokens; ``None``: it was cut short, or is waited for no more."""
         attempt = Attempt.named(name)
-        if self.rollout.rules.probe and tokens is not None:
-            self._probed.add(attempt.uid)
         if self.placement is None:
             return
         at = self._at.get(_id(*attempt.sample))
@@ -229,12 +225,6 @@ class Dispatch:
 
     # ---- within ----
 
-    def _look_at_probes(self) -> None:
-        """Siblings start in the order of what is expected of them by now."""
-        probed, self._probed = [uid for uid in self._probed if self.rollout.needs_prompt(uid)], set()
-        if probed and (lengths := self._lengths([(uid, 0) for uid in probed], [0] * len(probed))) is not None:
-            self.rollout.expect(dict(zip(probed, lengths.tokens.tolist(), strict=True)))
-
     def _plan(self, uids: Iterable[str]) -> None:
         assert self.placement is not None
         new = {uid for uid in uids if uid not in self._planned}
@@ -242,7 +232,7 @@ class Dispatch:
             return
         scheduler, batch = self.rollout.scheduler, self.rollout.rules.batch_prompts
         steps: dict[int, list[Prompt]] = {}  # prompts by the update that they would be trained in, as they were loaded
-        for place, prompt in enumerate(scheduler.ledger):
+        for place, prompt in enumerate(prompt for prompt in scheduler.ledger if not prompt.put_off):
             steps.setdefault(scheduler.version + place // batch, []).append(prompt)
         for step, prompts in steps.items():
             if any(prompt.uid in new for prompt in prompts):

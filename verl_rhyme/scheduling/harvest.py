@@ -7,12 +7,13 @@ update and k more at the latest, all that k batches cannot hold are due now (ear
 Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
 have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
 Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
-then, in this order: the one of version 5, the shortest of version 6, and the shortest of the others, until there are 4.
+then, in this order: the one of version 5, the first loaded of version 6, and the first loaded of the others, until there
+are 4.
 
-What the trainer was promised, because it works on it already, comes before the shortest; no more is promised than
-leaves room for what is due.
+What the trainer was promised, because it works on it already, comes before the others; no more is promised than leaves
+room for what is due.
 
-Where batches are taken as they were loaded (``Rules.harvest``), what is due comes first by itself: no more is begun
+Where batches are taken as they were loaded (``Rules.take``), what is due comes first by itself: no more is begun
 than the batches before the bound can hold, and it is begun in the same order.
 """
 
@@ -32,14 +33,14 @@ _Bundle = tuple[Prompt, list[int]]
 
 
 def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
-    """What is generated or finished makes a batch: a full one, or of enough tokens, or all that is left.
+    """What is generated or finished makes a batch: a full one, or all that is left.
 
     Args:
         owed: Prompts that are yet to be loaded in place of those that were dropped.
         rewarded: Count only what is finished.
     """
     tally = ledger.tally
-    if rules.harvest == "loaded":
+    if rules.take == "loaded":
         first = list(islice(ledger, rules.batch_prompts))
         if not first or (len(first) < rules.batch_prompts and owed > 0):  # others are yet to come
             return False
@@ -47,9 +48,7 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
         return all(next((p.number for p in tally.prompts(s)), math.inf) > first[-1].number for s in lacking)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
     left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
-    if samples >= min(rules.batch_samples, left):
-        return samples > 0
-    return rules.harvest_tokens is not None and samples > 0 and tally.tokens[rewarded] >= rules.harvest_tokens
+    return 0 < samples >= min(rules.batch_samples, left)
 
 
 def awaits(rules: Rules, ledger: Ledger, version: int, rewarded: bool) -> bool:
@@ -65,7 +64,7 @@ def promisable(
     """Of these prompts, in this order, those that the next update batch can have whatever else comes: all their samples
     are finished, and it has room for them beside what is due and what was promised before."""
     finished = [p for uid in uids if uid in ledger and (p := ledger.prompt(uid)).complete("finished")]
-    if rules.harvest == "loaded":
+    if rules.take == "loaded":
         return [prompt.uid for prompt in finished if ledger.place(prompt) < rules.batch_prompts]
     # by stage, so many samples that have no token of its version or older find room beside those that are due
     room = [(last, rules.batch_samples - due) for last, due in _due(rules, version, ledger.tally.held)]
@@ -84,16 +83,16 @@ def promisable(
 def batch(
     rules: Rules, ledger: Ledger, version: int, *states: State, promised: Collection[str] = ()
 ) -> list[tuple[Prompt, int]]:
-    """The update batch, were it taken of what is in these states: what is due, what was promised, then the shortest; or
-    what was loaded first."""
-    if rules.harvest == "loaded":
+    """The update batch, were it taken of what is in these states: what is due, what was promised, then what was loaded
+    first, of that which is finished or of all."""
+    if rules.take == "loaded":
         return [
             (prompt, number)
             for prompt in islice(ledger, rules.batch_prompts)
             for number, sample in enumerate(prompt.samples)
             if sample.state in states
         ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, _length(b)))
+    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]
@@ -117,11 +116,6 @@ def _bundles(rules: Rules, ledger: Ledger, *states: State) -> list[_Bundle]:
     found = {prompt.number: prompt for state in states for prompt in ledger.tally.prompts(state)}
     whole = (found[number] for number in sorted(found))
     return [(prompt, list(range(len(prompt.samples)))) for prompt in whole if prompt.complete(*states)]
-
-
-def _length(bundle: _Bundle) -> tuple[float, int]:
-    prompt, numbers = bundle
-    return sum(prompt.samples[number].tokens for number in numbers) / len(numbers), prompt.number
 
 
 def _oldest(prompt: Prompt, numbers: list[int]) -> int:

@@ -72,6 +72,8 @@ class Ledger:
         self._prompts: dict[str, Prompt] = {}
         self._numbers: list[int] = []  # of these, rising
         self._tally = Tally(unit)
+        #: Prompts that were put off, in this order, and their samples.
+        self.put_off: dict[str, int] = {}
         #: Prompts loaded since the beginning.
         self.loaded = 0
         #: The least number of an attempt that is started: above those that were started before and may yet tell.
@@ -122,6 +124,15 @@ class Ledger:
         """A response of this prompt is expected to have so many tokens; one that is not here is passed over."""
         if uid in self._prompts:
             self._prompts[uid].expected = tokens
+
+    def postpone(self, uid: str, put_off: bool = True) -> None:
+        """A prompt waits for a round of its own, or (``put_off=False``) waits no longer."""
+        prompt = self._prompts[uid]
+        prompt.put_off = put_off
+        if put_off:
+            self.put_off[uid] = sum(sample.state != "trained" for sample in prompt.samples)
+        else:
+            self.put_off.pop(uid, None)
 
     def start(self, uid: str, number: int, version: int | None = None) -> None:
         """``version``: what its new tokens are at least of, where it may run on over version changes."""
@@ -204,6 +215,7 @@ class Ledger:
     def drop(self, uid: str) -> None:
         """A prompt leaves: it is trained, it failed, or was filtered."""
         prompt = self._prompts.pop(uid)
+        self.put_off.pop(uid, None)
         del self._numbers[self.place(prompt)]
         self._tally.left(prompt)
 
@@ -216,6 +228,7 @@ class Ledger:
                 "samples": [_saved(sample) for sample in prompt.samples],
                 "waited": prompt.waited,
                 "expected": prompt.expected,
+                "put_off": prompt.put_off,
             }
             for prompt in self
         ]
@@ -229,6 +242,10 @@ class Ledger:
             samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
             self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
             self._tally.changed(self._prompts[saved["uid"]])
+        self.put_off = {}
+        for prompt in self:
+            if prompt.put_off:
+                self.postpone(prompt.uid)
 
     def _move(self, uid: str, number: int, sources: tuple[State, ...], target: State) -> Sample:
         if uid not in self._prompts:

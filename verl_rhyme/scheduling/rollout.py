@@ -46,7 +46,6 @@ class Rollout:
         self._filters = filters
         self._stock: dict[str, int] = {}  # prompts that wait to be loaded, in order, and how many samples of each
         self._expected: dict[str, float] = {}  # of those, where it is known
-        self._batches_left: int | None = None
         self._remembered = Remembered()
         self._ran: list[Record] = []  # of the attempts that ended since the last batch
         self._abandoned: list[str] = []  # attempts that are to end
@@ -84,11 +83,11 @@ class Rollout:
             if uid in self._stock:
                 self._expected[uid] = length
             else:
-                self.scheduler.ledger.expect(uid, length)
+                self.scheduler.expect(uid, length)
 
     def wanted(self) -> int:
         """Prompts that are to be handed over now."""
-        return max(0, self.scheduler.loadable(self._batches_left) - len(self._stock))
+        return max(0, self.scheduler.loadable() - len(self._stock))
 
     # ---- versions ----
 
@@ -101,13 +100,12 @@ class Rollout:
         """
         under_way = {a.sample: a for a in self.attempts()}
         before = self.scheduler.step
-        stale = self.scheduler.begin(version)
+        stale = self.scheduler.begin(version, batches_left)
         self.scheduler.step = before + self.scheduler.step  # reported with the next batch
         for sample in stale:
             self._waste(sample)
             if sample in under_way:  # some wait for a reward yet
                 self._abandoned.append(under_way[sample].name)
-        self._batches_left = batches_left
         self._news = True
 
     # ---- attempts ----
@@ -137,12 +135,12 @@ class Rollout:
 
     def stock_up(self) -> None:
         """Load what may be loaded of the stock."""
-        load_size = self.scheduler.load_size(self._batches_left)
-        for _ in range(min(self.scheduler.loadable(self._batches_left), len(self._stock))):
+        load_size = self.scheduler.load_size()
+        for _ in range(min(self.scheduler.loadable(), len(self._stock))):
             uid = next(iter(self._stock))
             self.scheduler.load(uid, self._stock.pop(uid))
             if (expected := self._expected.pop(uid, None)) is not None:
-                self.scheduler.ledger.expect(uid, expected)
+                self.scheduler.expect(uid, expected)
         self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
 
     def kept_tokens(self, uid: str, number: int) -> int:
@@ -152,7 +150,7 @@ class Rollout:
         return self.scheduler.ledger.prompt(uid).samples[number].kept_tokens
 
     def _predecessor(self, uid: str, number: int) -> int | None:
-        if not (self.rules.continues or self.rules.redraft):
+        if not (self.rules.continues or self.rules.redrafts):
             return None
         return self._remembered.attempt.get((uid, number))
 
@@ -230,7 +228,7 @@ class Rollout:
     def part(self, samples: int) -> list[str]:
         """Attempts that the next update batch will have, whatever else comes: whole groups that are finished.
 
-        Where batches are taken as they were loaded (``Rules.harvest``) that changes nothing. Others have then what is
+        Where batches are taken as they were loaded (``Rules.take``) that changes nothing. Others have then what is
         finished first, which need not be the shortest; trajectories that are trained one by one
         (``Rules.unit``) are told where all of their prompt's are there.
 
@@ -268,8 +266,6 @@ class Rollout:
         trained = [record for sample in harvest.samples for record in self._remembered.forget(sample)]
         for uid, _ in harvest.samples:
             self._whole.pop(uid, None)
-        if self._batches_left is not None:
-            self._batches_left -= 1
         counts, self.scheduler.step = self.scheduler.step, StepCounts()
         batch = Batch(
             harvest=harvest,
@@ -353,7 +349,8 @@ class Rollout:
         self.scheduler.load_state_dict(state)
         self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
         self._stock = dict([*state.get("stock", []), *handed])
-        load_size = self.scheduler.load_size(batches_left)  # nothing was trained since
+        self.scheduler.batches_left = batches_left
+        load_size = self.scheduler.load_size()  # nothing was trained since
         recovery = Recovery(self.scheduler, self._remembered, evidence)
         gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)

@@ -53,6 +53,7 @@ class Prompt:
         samples: Its group.
         waited: Updates that passed since it was loaded.
         expected: Tokens that a response of it is expected to have; ``None`` where nobody said.
+        put_off: It waits for a round of its own (``Rules.rounds``).
     """
 
     uid: str
@@ -60,6 +61,7 @@ class Prompt:
     samples: list[Sample] = field(default_factory=list)
     waited: int = 0
     expected: float | None = None
+    put_off: bool = False
 
     def complete(self, *states: State) -> bool:
         """Every sample is in one of the states."""

@@ -1,27 +1,30 @@
-"""The length-aware scheduler: what to load, what to run, when to harvest, what to train on (SortedRL, section 3).
+"""The pipeline's scheduler: what to load, what to run, when to collect a batch, what to train on.
 
-Prompts are loaded several update batches at a time, a load. Their samples are given to the engine in the order of
-loading, some more than it has slots for; short answers finish first. As soon as an update batch is finished it is
-harvested, sorted by length. No new prompt is loaded before all of the load are trained, so that every prompt has its
-turn and long ones are only later, never lost. Other rules load prompts as others leave, start them by their expected
-length, or take a batch as it was loaded.
+What holds at all times (:mod:`verl_rhyme.scheduling.rules` has the terms):
 
-What still runs at a harvest is interrupted and generated anew (``regenerate``), interrupted and goes on where it stood
-(``continue``: every token keeps the version and the log-probability it was made with), or runs on while the policy is
-trained (``keep_running``): :mod:`verl_rhyme.scheduling.rules`. Engines apart from the actor run on until the new
-weights cut them short (``through_training``). The staleness of a trained token never exceeds
-``max_staleness``: a harvest waits for what the next one could not take any more, and what is past the bound all the
-same is generated anew.
+- At most n update batches of prompts are in flight. They are loaded, and start, when a policy is published.
+- The oldest batch goes first, in it the prompts expected longest (:mod:`.admission`).
+- What runs at a new version continues under it; each token keeps its version and log-probability.
+- Whole groups are trained as they finish; an update batch is the first of them (:mod:`.harvest`).
+- An update waits only for what would otherwise exceed ``max_staleness``; what exceeds it all the same is regenerated.
+
+On-policy more than one batch may start as well; what an update passed by is regenerated. With ``Rules.rounds`` (tail
+batching, RollPacker, NSDI'26) it is put off until an update's worth of such prompts has a round of its own, in which
+nothing else starts: no prompt waits for ever, and each is trained once. Prompts expected among the longest are put off
+when they are loaded, before anything of them is made.
 
 Attempts can get lost, with their worker or with their report, and can be busy outside the engine (a tool, a judge) when
-it is stopped: whom nobody knows any more, and whom the others have waited for long enough, is abandoned and started
-again as another attempt.
+it stops: an attempt that nobody knows of, or that the others have waited for long enough, is abandoned, and its sample
+starts again as another attempt.
 
 A pure state machine: events are method calls, and time comes in as an argument.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -29,7 +32,7 @@ from typing import Any
 from verl_rhyme.scheduling.admission import startable
 from verl_rhyme.scheduling.harvest import awaits, batch, promisable, suffices
 from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
 
 #: Of samples (uid, number) that may start, those that do.
@@ -37,6 +40,8 @@ Admits = Callable[[list[tuple[str, int]]], list[tuple[str, int]]]
 
 #: However small an update batch is, so many failures are no accident.
 _HOPELESS = 16
+#: Update batches whose prompts' expected lengths say which are the longest.
+_COMPARED = 4
 
 
 class Scheduler:
@@ -50,7 +55,7 @@ class Scheduler:
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
-    Where engines are not stopped (``keep_running``, ``through_training``), events, ``progress(...)`` and ``dispatch()``
+    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()``
     go on at all times, also between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(),
     settled() and ready(). New weights may reach engines, and what they cut short may report, before ``begin()`` or
     after.
@@ -63,30 +68,31 @@ class Scheduler:
         self.rules = rules
         self.ledger = Ledger(rules.unit)
         self.version = 0
+        self.batches_left: int | None = None
         self.step = StepCounts()
         self._training = False  # a batch was harvested, and the policy it makes is not there yet
         self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
         self._promised: dict[str, None] = {}  # prompts that the next batch will have, in this order
+        self._own_round = False  # prompts that were put off run, and no others
+        self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
+        self._sorted: list[float] = []  # the same
         self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
     # ---- loading ----
 
-    def loadable(self, batches_left: int | None = None) -> int:
-        """Prompts that may be loaded now: a whole load when all are consumed, else those owed for dropped ones; where
-        loads roll on, those that are missing.
-
-        Args:
-            batches_left: Update batches until training ends: no more are loaded than will be trained.
-        """
-        if len(self.ledger) and self.rules.load == "group":
+    def loadable(self) -> int:
+        """Prompts that may be loaded now."""
+        if len(self.ledger) and self.rules.refill == "when_empty":
             return max(0, self._owed)
-        return max(0, self.rules.load_batches(batches_left) * self.rules.batch_prompts - self._held)
+        return max(0, self.load_size() - self._held)
 
-    def load_size(self, batches_left: int | None = None) -> int:
-        """Prompts of the load, or of the next one, that are not trained, those to come in place of others included."""
-        if len(self.ledger) and self.rules.load == "group":
+    def load_size(self) -> int:
+        """Prompts in flight at most, those to come in place of others included, and those put off not."""
+        if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._owed
-        return self.rules.load_batches(batches_left) * self.rules.batch_prompts
+        batch, rules = self.rules.batch_prompts, self.rules
+        size = batch if self._own_round else math.ceil(round(rules.load_batches(self.batches_left) * batch, 6))
+        return max(0, size if self.batches_left is None else min(size, self.batches_left * batch - self._put_off))
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
@@ -94,16 +100,48 @@ class Scheduler:
 
     @property
     def _held(self) -> int:
-        """Prompts that are here; where loads roll on, as many as the untrained samples make."""
-        if self.rules.load == "group":
-            return len(self.ledger)
-        return self.ledger.tally.untrained * self.rules.batch_prompts // self.rules.batch_samples
+        """Prompts in flight, but for those put off."""
+        if self.rules.unit == "group" or self.rules.refill == "when_empty":
+            return len(self.ledger) - len(self.ledger.put_off)
+        return self._prompts(self.ledger.tally.untrained - sum(self.ledger.put_off.values()))
+
+    @property
+    def _put_off(self) -> int:
+        if self.rules.unit == "group":
+            return len(self.ledger.put_off)
+        return self._prompts(sum(self.ledger.put_off.values()))
+
+    def _prompts(self, samples: int) -> int:
+        """As many as make so many samples, of prompts that leave one sample at a time."""
+        return samples * self.rules.batch_prompts // self.rules.batch_samples
 
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""
         self.ledger.load(uid, samples)
         self.step.loaded += 1
         self._owed = max(0, self._owed - 1)
+
+    def expect(self, uid: str, tokens: float) -> None:
+        """A response of this prompt is expected to have so many tokens; one that is not here is passed over.
+
+        One of the longest (``Rules.put_off``) of which nothing has started is put off.
+        """
+        self.ledger.expect(uid, tokens)
+        if not self.rules.put_off or uid not in self.ledger:
+            return
+        if len(self._expected) == self._expected.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._expected[0])]
+        self._expected.append(tokens)
+        insort(self._sorted, tokens)
+        samples = self.ledger.prompt(uid).samples
+        left = 2 if self.batches_left is None else self.batches_left  # one is to remain for this round
+        most = self.rules.batch_prompts * min(1, left - 1)
+        if self._own_round or self._put_off >= most or any(sample.attempt >= 0 for sample in samples):
+            return
+        if len(self._sorted) >= self.rules.batch_prompts:
+            longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]
+            if tokens >= longest > self._sorted[0]:
+                self.ledger.postpone(uid)
 
     def dispatch(self, limit: int | None = None, lot: int = 1, admits: Admits | None = None) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
@@ -129,9 +167,9 @@ class Scheduler:
         would be too stale when they are trained. Where replicas take versions one by one; else any is new enough.
         """
         rules = self.rules
-        if not (rules.one_by_one or rules.runs_on):
+        if not rules.one_by_one:
             return [0 for _ in uids]
-        if rules.harvest != "loaded":  # any of the next updates may take it
+        if rules.take != "loaded":  # any of the next updates may take it
             return [self.version for _ in uids]
         newest = self.version + self._training  # or it would wait for an update that waits for it
         updates = (self.ledger.place(self.ledger.prompt(uid)) // rules.batch_prompts for uid in uids)
@@ -260,11 +298,11 @@ class Scheduler:
         """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
         is waited for.
 
-        Until :attr:`Rules.stop_wait` these are: attempts that may still ask stopped engines for tokens, and rewards of
+        Until :data:`~.rules.STOP_WAIT_S` these are: attempts that may still ask stopped engines for tokens, and rewards of
         what is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is
         not passed by for a longer one, or on-policy those that are slow to judge would be drawn again.
         """
-        if stopped_s >= self.rules.stop_wait:
+        if stopped_s >= STOP_WAIT_S:
             return True
         if self.rules.stops and self.running:
             return False
@@ -305,7 +343,7 @@ class Scheduler:
         return self.enough(rewarded=True)
 
     def harvest(self) -> Harvest:
-        """Take the update batch (:mod:`.batch`).
+        """Take the update batch (:mod:`.harvest`).
 
         Raises:
             ValueError: It is not :meth:`ready`.
@@ -325,11 +363,20 @@ class Scheduler:
         for uid, number in harvest.samples:
             self.ledger.train(uid, number)
         self.ledger.wait()
+        if self.batches_left is not None:
+            self.batches_left -= 1
+        if self.rules.rounds:
+            self._choose_round()
         self._failed.clear()
         return harvest
 
-    def begin(self, version: int) -> list[tuple[str, int]]:
+    def begin(self, version: int, batches_left: int | None = None) -> list[tuple[str, int]]:
         """The policy's ``version`` is current from now on.
+
+        Args:
+            version: It counts the updates.
+            batches_left: Update batches until training ends: no more prompts are loaded than these train; ``None``:
+                it does not end.
 
         Returns:
             Samples whose text, finished, generated, kept or (where it spans versions) in the making, is too stale to
@@ -337,6 +384,7 @@ class Scheduler:
             ends or is cut short, and is judged then.
         """
         self.version, self.step, self._training, self._promised = version, StepCounts(), False, {}
+        self.batches_left = batches_left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -347,6 +395,22 @@ class Scheduler:
                 stale.append((prompt.uid, number))
         return stale
 
+    def _choose_round(self) -> None:
+        """What an update passed by is put off. The next one trains prompts that were put off when they make a batch, or
+        when too few others are left."""
+        for prompt in self.ledger:
+            if not prompt.put_off:
+                self.ledger.postpone(prompt.uid)
+        batch, waiting = self.rules.batch_prompts, list(self.ledger.put_off)
+        self._own_round = self._put_off >= batch
+        last = self.batches_left is not None and self._put_off > (self.batches_left - 1) * batch
+        samples = 0
+        for uid in waiting if self._own_round or last else ():
+            if self._own_round and samples >= self.rules.batch_samples:
+                break
+            samples += self.ledger.put_off[uid]
+            self.ledger.postpone(uid, put_off=False)
+
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,14 +419,18 @@ class Scheduler:
             "version": self.version,
             "owed": self._owed,
             "training": self._training,
+            "expected": list(self._expected),
+            "own_round": self._own_round,
             "ledger": self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self._owed = state["version"], state["owed"]
-        self._promised = {}  # whoever was promised them asks anew
-        self._training = state.get("training", False)  # older states do not say, as below
-        self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["buffer"])  # as older states say
+        self._promised = {}  # whoever was promised them asks again
+        self._training = state["training"]
+        self._expected.extend(state.get("expected", ()))  # older states have none
+        self._sorted, self._own_round = sorted(self._expected), state.get("own_round", False)
+        self.ledger.load_state_dict(state["ledger"])
 
     def restore(
         self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None

@@ -24,14 +24,12 @@ class Part:
     """What one prompt adds.
 
     Where single trajectories are trained, each goes by its own oldest token; else all by that of the group. Say a
-    prompt has 3 samples: 2 are finished, with 10 and 20 tokens from versions 5 and 6, and one runs on since version 6.
-    Of single trajectories 2 can be trained: ``tokens`` is (30, 30), ``trainable`` and ``rewarded`` are {5: 1, 6: 1},
-    ``held`` is {5: 1, 6: 2}. Of a group none can before all are there: ``tokens`` is (0, 0), ``trainable`` and
-    ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is 3 in both.
+    prompt has 3 samples: 2 are finished, with tokens from versions 5 and 6, and one runs on since version 6. Of single
+    trajectories 2 can be trained: ``trainable`` and ``rewarded`` are {5: 1, 6: 1}, ``held`` is {5: 1, 6: 2}. Of a group
+    none can before all are there: ``trainable`` and ``rewarded`` are {}, ``held`` is {5: 3}. ``begun`` is 3 in both.
 
     Attributes:
         samples: In each state.
-        tokens: Of ``trainable``, and of ``rewarded``.
         trainable: Samples that can be trained of what is generated or finished, by version of the oldest token.
         rewarded: The same, of what is finished.
         held: The same, of all that have tokens, or wait with others for such as have.
@@ -39,7 +37,6 @@ class Part:
     """
 
     samples: dict[State, int]
-    tokens: tuple[int, int]
     trainable: dict[int, int]
     rewarded: dict[int, int]
     held: dict[int, int]
@@ -50,7 +47,7 @@ class Part:
         return {*self.samples, "begun"} if self.begun and "pending" in self.samples else {*self.samples}
 
 
-_NOTHING = Part({}, (0, 0), {}, {}, {}, 0)
+_NOTHING = Part({}, {}, {}, {}, 0)
 
 
 def part(prompt: Prompt, unit: Unit) -> Part:
@@ -70,29 +67,25 @@ def part(prompt: Prompt, unit: Unit) -> Part:
     if unit == "group":
         held = {min(held): untrained} if held else {}
     if not ended or (unit == "group" and ended < len(group)):
-        return Part(samples, (0, 0), {}, {}, held, begun)
-    rewarded, rewarded_tokens = _of(group, "finished")
-    generated, generated_tokens = _of(group, "generated")
-    trainable, trainable_tokens = _sum(rewarded, generated), rewarded_tokens + generated_tokens
+        return Part(samples, {}, {}, held, begun)
+    rewarded = _of(group, "finished")
+    trainable = _sum(rewarded, _of(group, "generated"))
     if unit == "group":
         if sum(trainable.values()) < len(group):
-            trainable, trainable_tokens = {}, 0
+            trainable = {}
         if sum(rewarded.values()) < len(group):
-            rewarded, rewarded_tokens = {}, 0
+            rewarded = {}
         trainable, rewarded = trainable and held, rewarded and held
-    return Part(samples, (trainable_tokens, rewarded_tokens), trainable, rewarded, held, begun)
+    return Part(samples, trainable, rewarded, held, begun)
 
 
-def _of(group: list[Sample], state: State) -> tuple[dict[int, int], int]:
-    """Of the samples in a state: how many have their oldest token from each version, and their tokens."""
+def _of(group: list[Sample], state: State) -> dict[int, int]:
+    """Of the samples in a state: how many have their oldest token from each version."""
     versions: dict[int, int] = {}
-    tokens = 0
     for sample in group:
-        if sample.state == state:
-            tokens += sample.tokens
-            if (version := sample.oldest_version) is not None:
-                versions[version] = versions.get(version, 0) + 1
-    return versions, tokens
+        if sample.state == state and (version := sample.oldest_version) is not None:
+            versions[version] = versions.get(version, 0) + 1
+    return versions
 
 
 def _sum(*parts: dict[int, int]) -> dict[int, int]:
@@ -113,7 +106,6 @@ class Tally:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.samples: Counter[State] = Counter()
-        self.tokens = (0, 0)
         self.trainable: Counter[int] = Counter()
         self.rewarded: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
@@ -161,9 +153,6 @@ class Tally:
             self.samples[state] -= count
         for state, count in new.samples.items():
             self.samples[state] += count
-        if old.tokens != new.tokens:
-            trainable, rewarded = self.tokens
-            self.tokens = trainable - old.tokens[0] + new.tokens[0], rewarded - old.tokens[1] + new.tokens[1]
         self.begun += new.begun - old.begun
         _exchange(self.trainable, old.trainable, new.trainable)
         _exchange(self.rewarded, old.rewarded, new.rewarded)

@@ -97,7 +97,7 @@ class Balance:
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
         rules = self._setting.rules
-        overlap = Overlap(max(1, rules.max_staleness), drains=rules.runs_on and rules.max_staleness == 1)
+        overlap = Overlap(max(1, rules.max_staleness), drains=rules.finishes and rules.max_staleness == 1)
         cost, roster = self._setting.cost, self._roster
         order = [] if roster is None else roster.order()[:replicas]
         paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()

@@ -169,7 +169,7 @@ class RhymeTrainerMixin(PPOTrainer):
         """``None`` in verl's asynchronous modes: of requests that run there, only those that are trained tell of
         themselves."""
         theirs = isinstance(self, PPOTrainerColocateAsync | PPOTrainerSeparateAsync)
-        return None if theirs and not self._rhyme.sorting.mode else self.fillable_slots
+        return None if theirs and not self._rhyme.pipeline else self.fillable_slots
 
     @property
     def _rollout_stage(self) -> str:
@@ -211,7 +211,7 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def on_step_end(self) -> None:
-        if (router := self._router()) is not None and not self._rhyme.sorting.mode:
+        if (router := self._router()) is not None and not self._rhyme.pipeline:
             router.expect_running.remote()  # verl's client resumes what the weight sync cuts short
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next

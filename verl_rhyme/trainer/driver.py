@@ -84,7 +84,7 @@ class Driver:
             parts: Is given what will be in it, in parts, while the rollout goes on; some may come twice, after the
                 coordinator was started anew. ``None``: nobody wants them.
         """
-        stops, rewarded = topology.stops(self._setting.rules), False
+        stops, rewarded = self._setting.rules.stops, False
         self.waited = 0.0
         samples = None if parts is None else self._setting.part_samples
         while True:

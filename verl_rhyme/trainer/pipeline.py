@@ -30,7 +30,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, sorting_order
+from verl_rhyme.config import CONFIG_PATH, OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.placement import PLANNED
@@ -90,8 +90,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         rules = of_config(config, self._rhyme)
         if rules is None:
             raise ConfigError(
-                f"trainer_mode={self.trainer_mode} needs {CONFIG_PATH}.sorting.mode and enable=true, "
-                "as +rhyme=sorted, histopipe, stream and full set them"
+                f"trainer_mode={self.trainer_mode} needs {CONFIG_PATH}.max_staleness and enable=true, as +rhyme=full "
+                "sets them"
             )
         self.rules = rules
         self._streaming = self._streamed()
@@ -111,10 +111,9 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _streamed(self) -> Streaming | None:
         """``None``: batches are trained as a whole."""
-        streaming = self._rhyme.streaming
-        if not streaming.enable:
+        if not self.rules.separate or self._rhyme.streaming.part is None:
             return None
-        why = why_updates_wait(self.config) if streaming.update else "streaming.update=false"
+        why = why_updates_wait(self.config)
         made = Streaming(self, updates=not why)
         if why:
             made.wait(why)
@@ -145,19 +144,19 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
     def _samples_in_flight(self) -> int:
-        return self.rules.load_batches(None) * self.rules.batch_samples
+        return math.ceil(self.rules.load_batches(None) * self.rules.batch_samples)
 
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
         """Before the first step: the coordinator takes up what the checkpoint told."""
         slots = self._request_slots()
-        limit = max(1, math.ceil(self._rhyme.sorting.oversubscription * slots))
+        limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
         setting = Setting(
             rules=self.rules,
             filters=self._filters,
             limit=limit,
             lot=max(1, (limit - slots) // 2),  # half of what queues up at the engines
             slots=self.fillable_slots,
-            lost_after=self._rhyme.sorting.lost_after,
+            lost_after=self._rhyme.scheduling.lost_after,
             room=self._cache_room(),
             router=self._router(),
             placement=self._planned(),
@@ -165,7 +164,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
                 router_file.cost(self._rhyme.placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs
             ),
             response_limit=self.config.data.max_response_length,
-            part_samples=max(1, int(self._rhyme.streaming.part * self.rules.batch_samples)),
+            part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
         self._reserve = self._reserved()
         resting = (None, None) if self._reserve is None else (self._reserve.roster, self._reserve.limits)
@@ -181,7 +180,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _reserved(self) -> Reserve | None:
         """Who lets replicas rest, where it is asked for."""
         elastic = self._rhyme.streaming.elastic
-        if not elastic.enable:
+        if elastic.min_replicas is None:
             return None
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
@@ -197,7 +196,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _ranker(self) -> Ranking | None:
         """Beside the run, where it is asked for."""
         config = self._rhyme.lengths.ranker
-        if not config.enable:
+        if config.kind is None:
             return None
         if problem := lacking(config, len(self.tokenizer)):
             raise ConfigError(problem)
@@ -216,7 +215,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""
         tokens = self._cache_tokens(self.topology.servers()).values()
-        return int(self._rhyme.sorting.oversubscription * sum(tokens)) if all(tokens) else None
+        return int(OVERSUBSCRIPTION * sum(tokens)) if all(tokens) else None
 
     def _serving(self) -> Any:
         return self.topology.servers()
@@ -243,7 +242,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if reply.dropped:
             dropped = KVBatchMeta(partition_id=TRAIN, keys=reply.dropped, tags=reply.dropped_tags)
             self._recorder.start_untrained(dropped, step=self.global_steps, epoch=self._epoch())
-        if self.topology.through_training:
+        if self.topology.separate:
             self.supply()  # they go on while the actor trains
         counts: dict[str, Any] = {}
         if reply.filtered:
@@ -291,13 +290,13 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def on_sample_end(self) -> None:
         self.topology.give_way()
-        if self.curr_step_profile and not self.topology.through_training:  # there verl stops it later
+        if self.curr_step_profile and not self.topology.separate:  # there verl stops it later
             self._stop_rollout_profiling()
 
     def on_step_end(self) -> None:
         if not self.rules.one_by_one:  # there what starts says which version it needs
             self._driver.pause()
-        if self.topology.through_training:
+        if self.topology.separate:
             self.topology.mend(self.global_steps)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
         self._publish(self.global_steps)
@@ -375,7 +374,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         actor = self.config.actor_rollout_ref.actor
         mini_batches = self.config.data.train_batch_size // actor.ppo_mini_batch_size
         factor = actor.get("loss_scale_factor")
-        return sorting_order(self._rhyme.sorting.order, mini_batches, str(actor.loss_agg_mode), factor)
+        return training_order(self._rhyme.scheduling.order, mini_batches, str(actor.loss_agg_mode), factor)
 
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
@@ -417,7 +416,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
 
 class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
-    """``trainer.v1.trainer_mode=rhyme_sorted``, or ``colocate_async`` with ``sorting.mode``."""
+    """``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
         self.topology = Colocated(self)
@@ -442,7 +441,7 @@ class _Separate(PPOTrainerSeparateAsync):
 
 
 class RhymePipelineSeparate(RhymePipelineTrainer, _Separate):
-    """``trainer.v1.trainer_mode=separate_async`` with ``sorting.mode``."""
+    """``trainer.v1.trainer_mode=separate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
         self.topology = Separate(self)

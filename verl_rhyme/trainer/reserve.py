@@ -23,6 +23,9 @@ from verl_rhyme.workers.replicas import Spares, obstacle
 
 logger = logging.getLogger(__name__)
 
+#: Steps whose medians the elastic rule goes by.
+WINDOW = 4
+
 
 class Reserve:
     """One for a run.
@@ -48,15 +51,14 @@ class Reserve:
         self._servers, self._spares, self._slots = servers, spares, slots
         replicas = servers.get_replicas()
         if why := obstacle(engine, len(replicas[0].workers)):
-            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.enable=true: {why}; use the relay, or drop it")
+            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic.min_replicas: {why}; use the relay, or drop it")
         self._launched = self._told = len(replicas)
         try:
-            self.roster = Roster(
-                [replica.replica_rank for replica in replicas], config.least, config.most, config.start
-            )
+            least = config.min_replicas or 1
+            self.roster = Roster([replica.replica_rank for replica in replicas], least, config.max_replicas)
         except ValueError as error:
-            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic: {error}; lower least or start") from None
-        self.limits = Limits(config.least, self.roster.most, config.window)
+            raise ConfigError(f"{CONFIG_PATH}.streaming.elastic: {error}; lower min_replicas") from None
+        self.limits = Limits(least, self.roster.most, WINDOW)
 
     def begin(self, driver: Driver) -> None:
         """Those that are not to serve at the start go to rest; the coordinator is open."""

@@ -26,8 +26,8 @@ _DEATHS = 3
 class Topology(Protocol):
     """What the pipeline asks of it."""
 
-    #: The engines run on between the harvest and the next policy version (``Rules.through_training``).
-    through_training: bool
+    #: The engines have devices of their own, and run while the actor trains (``Rules.separate``).
+    separate: bool
 
     def begin(self, rules: Rules) -> None:
         """Training is about to begin, by these rules."""
@@ -35,10 +35,6 @@ class Topology(Protocol):
 
     def servers(self) -> Any:
         """verl's manager of the engines that generate for training."""
-        ...
-
-    def stops(self, rules: Rules) -> bool:
-        """At a harvest the engines stop, until the next policy is published."""
         ...
 
     def stop(self) -> None:
@@ -83,7 +79,7 @@ class _OnVerl:
     def _hung_s(self) -> float | None:
         """Seconds without an answer after which a replica is taken for dead."""
         rhyme = self._trainer._rhyme
-        return None if rhyme is None else rhyme.sorting.lost_after
+        return None if rhyme is None else rhyme.scheduling.lost_after
 
     def begin(self, rules: Rules) -> None:
         pass
@@ -102,7 +98,7 @@ class _OnVerl:
 class Colocated(_OnVerl):
     """Engines and actor take turns on the same devices: stop, sleep, train, sync, on."""
 
-    through_training = False
+    separate = False
 
     @property
     def _engines(self) -> Any:
@@ -110,9 +106,6 @@ class Colocated(_OnVerl):
 
     def servers(self) -> Any:
         return self._trainer.llm_server_manager
-
-    def stops(self, rules: Rules) -> bool:
-        return True
 
     def give_way(self) -> None:
         self._engines.sleep_replicas()
@@ -130,12 +123,9 @@ class Colocated(_OnVerl):
 
 
 class Separate(_OnVerl):
-    """Engines have devices of their own, and go on while the actor trains; the weight sync interrupts what runs.
+    """Engines have devices of their own, and run while the actor trains; the weight sync interrupts what runs."""
 
-    On-policy they have nothing to do then, unless ``draft_ahead`` lets them make what can only be drafts.
-    """
-
-    through_training = True
+    separate = True
 
     @property
     def _engines(self) -> Any:
@@ -146,14 +136,11 @@ class Separate(_OnVerl):
 
     def begin(self, rules: Rules) -> None:
         if rules.one_by_one:
-            self._engines.waits, self._engines.patient = False, rules.runs_on
+            self._engines.waits, self._engines.patient = False, rules.finishes
 
     def settle(self) -> None:
         if isinstance(self._engines, RelayManager):
             self._over_deaths(self._engines.settle)
-
-    def stops(self, rules: Rules) -> bool:
-        return rules.max_staleness == 0 and not (rules.draft_ahead or rules.runs_on)
 
     def stop(self) -> None:
         self._over_deaths(super().stop)

@@ -62,7 +62,7 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
         super().__init__(*args, **kwargs)
         rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
         assert rhyme is not None, "verl's own worker runs without rhyme"
-        self._tool_timeout = rhyme.sorting.tool_timeout
+        self._tool_timeout = rhyme.scheduling.tool_timeout
 
     async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
         enter(_of_prompt(self, prompt))
@@ -109,7 +109,7 @@ def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadli
     """To be entered around an agent loop and its reward, whose task then works on ``session``.
 
     Args:
-        timeout: ``sorting.tool_timeout``.
+        timeout: ``scheduling.tool_timeout``.
         prompt: Its columns.
     """
     where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
@@ -139,7 +139,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         rhyme = config_tree.from_rollout(rollout)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
         self._coupled = rhyme.coupled
-        self._tool_timeout = rhyme.sorting.tool_timeout
+        self._tool_timeout = rhyme.scheduling.tool_timeout
         self._seed = int(rollout.get("seed", 0) or 0)
         filtering = self.config.algorithm.get("filter_groups", None) or {}
         self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
@@ -437,7 +437,7 @@ class SessionAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers_class = SessionAgentLoopWorker
         rhyme = config_tree.from_rollout(self.rollout_config)
         assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
-        self._patience_s = rhyme.sorting.lost_after
+        self._patience_s = rhyme.scheduling.lost_after
         self._ready: list[Any] = []  # workers that have started
         self._handed: list[tuple[Any, TensorDict]] = []  # workers, and the validation prompts that each took
 

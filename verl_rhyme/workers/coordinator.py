@@ -38,6 +38,7 @@ from verl_rhyme.scheduling.ledger import State
 from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
 from verl_rhyme.scheduling.placement import Move, Placement
 from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import STOP_WAIT_S
 from verl_rhyme.workers.crew import Crew
 from verl_rhyme.workers.leftovers import Leftovers
 from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
@@ -269,7 +270,7 @@ class Coordinator:
         if given_up := rollout.give_up():
             logger.warning(
                 "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
-                *(len(given_up), setting.rules.stop_wait, given_up[:8]),
+                *(len(given_up), STOP_WAIT_S, given_up[:8]),
             )
         self._abandon()
         if not rollout.scheduler.ready():

@@ -44,7 +44,7 @@ class Deadline:
         if self._passed and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise NoAnswer(
                 f"{self._where}: no answer of its tool or its reward for {self._seconds:g} s "
-                f"({CONFIG_PATH}.sorting.tool_timeout)"
+                f"({CONFIG_PATH}.scheduling.tool_timeout)"
             ) from error
 
     def paused(self) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from verl_rhyme.observability.errors import last_line
 logger = logging.getLogger(__name__)
 
 #: Seconds without an answer after which a server is warned of, and after which it is taken for dead, unless the user
-#: says otherwise (``sorting.lost_after``). Where a process is gone Ray says so: one that is silent lives and may be
+#: says otherwise (``scheduling.lost_after``). Where a process is gone Ray says so: one that is silent lives and may be
 #: busy, but one that hangs would hold up the next weight sync.
 _SILENT_S, _HUNG_S = 60.0, 300.0
 #: Seconds between two questions to one whose connection broke.

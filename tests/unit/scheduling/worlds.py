@@ -1,7 +1,9 @@
-"""A make-believe engine and trainer that wait for nobody, around a scheduler."""
+"""Make-believe engines and trainers around a scheduler: those that wait for nobody, and those that stop."""
 
+import copy
 import random
 
+from verl_rhyme.scheduling.rules import STOP_WAIT_S
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 SAMPLES, LONGEST = 3, 40
@@ -12,13 +14,15 @@ class World:
 
     ``lag``: replicas take new weights when it suits them, before the scheduler hears of these or long after.
     ``losses``: share of events at which an attempt is lost with all that it made, or cut short on its replica.
-    ``mishaps``: share of rewards that fail. ``uneven``: prompts have groups of their own size.
+    ``mishaps``: share of rewards that fail. ``uneven``: prompts have groups of their own size. ``updates``: that are
+    trained.
     """
 
-    def __init__(self, rules, seed, lag=False, losses=0.0, mishaps=0.0, uneven=False):
+    def __init__(self, rules, seed, lag=False, losses=0.0, mishaps=0.0, uneven=False, updates=None):
+        self.left, self.staleness = updates, []
         self.rules, self.lag, self.losses, self.mishaps, self.uneven = rules, lag, losses, mishaps, uneven
         self.scheduler, self.random = Scheduler(rules), random.Random(seed)
-        self.scheduler.begin(0)
+        self.scheduler.begin(0, updates)
         self.text, self.length, self.kept, self.place = {}, {}, {}, {}  # of samples
         self.running, self.unrewarded, self.trained, self.dropped = [], [], [], set()
         self.sizes, self.loads, self.stale, self.weights, self.training = {}, 0, 0, 0, False
@@ -26,13 +30,9 @@ class World:
         self.replicas = [0, 0, 0]
         self.limit = self.random.choice([None, None, 1, 7])
 
-    def run(self, steps):
-        """Until all that was loaded is trained; or so many batches."""
-        for _ in range(steps):
-            if self.trained and not len(self.scheduler.ledger):
-                return True
+    def run(self):
+        while self.left and (self.scheduler.loadable() or len(self.scheduler.ledger)):
             self.until_harvest()
-        return False
 
     def until_harvest(self):
         while True:
@@ -117,7 +117,7 @@ class World:
                 return
             self.replicas = [self.weights] * len(self.replicas)
         self.wasted += self.scheduler.step.wasted_tokens
-        for sample in self.scheduler.begin(self.weights):
+        for sample in self.scheduler.begin(self.weights, self.left):
             self.end(sample)
         self.stale += self.scheduler.step.stale
         self.training = False
@@ -130,7 +130,9 @@ class World:
                 place.remove(sample)
 
     def harvest(self):
+        self.left -= 1
         batch = self.scheduler.harvest()
+        self.staleness += batch.staleness
         assert batch.samples
         assert batch.lengths == sorted(batch.lengths) == [len(self.text[sample]) for sample in batch.samples]
         for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
@@ -143,12 +145,15 @@ class World:
         self.running = [sample for sample in self.running if sample[0] not in self.dropped]
         self.unrewarded = [sample for sample in self.unrewarded if sample[0] not in self.dropped]
         self.training = True
-        if self.rules.max_staleness == 0 and not self.rules.draft_ahead:
+        if self.rules.max_staleness == 0:
             assert self.scheduler.dispatch() == [], "started under a policy it may not be trained in"
 
     def check_all(self):
         wanted = {(uid, number) for uid, size in self.sizes.items() for number in range(size)}
-        assert set(self.trained) | {sample for sample in wanted if sample[0] in self.dropped} == wanted
+        done = set(self.trained) | {sample for sample in wanted if sample[0] in self.dropped}
+        # a prompt whose samples are trained one by one is replaced as a whole
+        more = self.uneven or (self.dropped and self.rules.unit == "trajectory")
+        assert done == wanted or (more and done < wanted)
 
 
 class Separate(World):
@@ -195,3 +200,161 @@ class Separate(World):
     def harvest(self):
         super().harvest()
         self.cut = [sample for sample in self.cut if sample[0] not in self.dropped]
+
+
+class Stopping:
+    """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token a sample has.
+
+    ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
+    made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
+    """
+
+    def __init__(self, rules, seed, mishaps=0.0, losses=0.0):
+        self.rules, self.mishaps, self.losses = rules, mishaps, losses
+        self.scheduler = Scheduler(rules)
+        self.random = random.Random(seed)
+        self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
+        self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
+        self.attempts = set()
+        self.kept = {}  # tokens of an earlier attempt that this one began with
+        self.limit = self.random.choice([None, 1, 2, 7])
+        self.lot = self.random.randint(1, self.limit or 1)
+
+    def step(self, batches_left=None):
+        scheduler = self.scheduler
+        for sample in scheduler.begin(self.version, batches_left):
+            self.text[sample] = []
+        self.unrewarded = [sample for sample in self.unrewarded if self.state(sample) == "generated"]
+        self.fill()
+        rewarded = False
+        while True:
+            while not scheduler.enough(rewarded):
+                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the scheduler is stuck"
+                self.advance()
+                self.fill()
+            for sample in list(self.running):  # the abort: some finish before it reaches them
+                if sample[0] in scheduler.ledger and self.random.random() >= self.losses:  # or are busy elsewhere
+                    self.advance(sample, stop=self.random.random() < 0.8)
+            while self.unrewarded and self.random.random() >= self.losses:
+                self.reward()
+            self.check_settled()
+            assert set(scheduler.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
+            for sample in self.running:
+                assert self.state(sample) in ("pending", None)
+                self.text[sample] = self.text[sample][: self.kept[sample]]
+            self.running = []
+            if scheduler.ready():
+                break
+            rewarded = True
+            self.fill()  # a reward failed, or is long in coming: on with it
+        batch = scheduler.harvest()
+        self.check(batch)
+        self.version += 1
+        return batch
+
+    def check_settled(self):
+        """Engines stand still for rewards as long as these may change the batch, and no longer."""
+        scheduler = self.scheduler
+        assert scheduler.settled(STOP_WAIT_S)
+        settled = scheduler.settled(0.0)
+        if any(self.state(sample) is not None for sample in self.running):
+            assert not settled
+            return
+        late = [sample for sample in self.unrewarded if self.state(sample) is not None]
+        if not late:
+            assert settled
+            return
+        rewarded = copy.deepcopy(scheduler)
+        for sample in late:
+            rewarded.finish(*sample)
+        batch = rewarded.harvest().samples if rewarded.ready() else []
+        if settled:
+            assert batch == (copy.deepcopy(scheduler).harvest().samples if scheduler.ready() else [])
+        elif scheduler.ready():
+            assert set(late) & set(batch), "waits for the reward of a sample that is not of the batch"
+        else:
+            assert batch, "waits for rewards that do not fill the batch"
+
+    def fill(self):
+        while count := self.scheduler.loadable():
+            consumed = not len(self.scheduler.ledger) or self.rules.refill == "always"
+            assert consumed or count <= len(self.dropped), "loaded before all were consumed"
+            for _ in range(count):
+                self.scheduler.load(f"p{self.loads}", SAMPLES)
+                if self.random.random() < 0.9:
+                    self.scheduler.expect(f"p{self.loads}", self.random.randint(1, LONGEST))
+                self.loads += 1
+        started = self.scheduler.dispatch(self.limit, self.lot)
+        left = any(not prompt.put_off for prompt, _, _ in self.scheduler.ledger.samples("pending"))
+        assert not started or len(started) >= self.lot or not left, "a message for less than a lot"
+        for sample in started:
+            if not self.rules.continues or not self.text.get(sample):
+                self.text[sample] = []
+                self.length[sample] = self.random.randint(1, LONGEST)
+            self.kept[sample] = len(self.text[sample])
+            assert sample not in self.running
+            attempt = (*sample, self.scheduler.ledger.prompt(sample[0]).samples[sample[1]].attempt)
+            assert attempt not in self.attempts, "two attempts with one name"
+            self.attempts.add(attempt)
+            self.running.append(sample)
+        alive = [sample for sample in self.running if sample[0] in self.scheduler.ledger]
+        assert self.limit is None or len(alive) <= self.limit
+
+    def reward(self):
+        uid, number = sample = self.random.choice(self.unrewarded)
+        self.unrewarded.remove(sample)
+        if self.random.random() < self.mishaps:
+            self.dropped.add(uid)
+            self.scheduler.fail(uid)
+        else:
+            self.scheduler.finish(uid, number)
+
+    def advance(self, sample=None, stop=None):
+        if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
+            self.reward()
+            return
+        if self.random.random() < self.losses:
+            self.lose(sample or self.random.choice(self.running + self.unrewarded))
+            return
+        sample = sample or self.random.choice(self.running)
+        uid, number = sample
+        text = self.text[sample]
+        more = self.length[sample] - len(text)
+        made = self.random.randint(0, more) if stop or (stop is None and self.random.random() < 0.7) else more
+        text += [self.version] * made
+        if len(text) == self.length[sample]:
+            self.running.remove(sample)
+            self.scheduler.generate(uid, number, len(text), min(text))
+            self.unrewarded.append(sample)
+        elif stop:
+            self.running.remove(sample)
+            self.scheduler.interrupt(uid, number, len(text), min(text, default=None))
+
+    def state(self, sample):
+        uid, number = sample
+        if uid not in self.scheduler.ledger:
+            return None
+        return self.scheduler.ledger.prompt(uid).samples[number].state
+
+    def lose(self, sample):
+        """Its worker dies; what it had told before is kept, and what it said since was told to nobody."""
+        generated = sample in self.unrewarded
+        (self.unrewarded if generated else self.running).remove(sample)
+        self.scheduler.abandon(*sample)
+        assert self.state(sample) in ("pending", None)
+        if not generated:
+            self.text[sample] = self.text[sample][: self.kept[sample]]
+
+    def check(self, batch):
+        assert batch.samples
+        assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
+        assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
+        oldest = self.version - self.rules.max_staleness
+        for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
+            assert sample not in self.trained, "trained twice"
+            assert min(self.text[sample]) >= oldest
+            assert staleness == self.version - min(self.text[sample])
+            self.trained.append(sample)
+        if self.rules.unit == "group":
+            assert len(batch.samples) == SAMPLES * len({uid for uid, _ in batch.samples})
+        self.batches.append(batch)

@@ -1,0 +1,238 @@
+"""What the pipeline promises, under random schedules: engines finish, fail and are interrupted at any moment."""
+
+import contextlib
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worlds import SAMPLES, Separate, Stopping, World
+
+from verl_rhyme.scheduling.rules import Rules
+
+UPDATES = 12
+
+checked = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+seeds = st.integers(0, 10**6)
+units = st.sampled_from(["group", "trajectory"])
+batches = st.integers(1, 4)
+
+
+def rules(batch, **given):
+    return Rules(batch, batch * SAMPLES, **given)
+
+
+in_flight = st.sampled_from([None, 1, 1.25, 1.5, 2, 3.5])
+#: Tail batching; SortedRL on-policy; the pipeline; SortedRL partial.
+colocated = st.one_of(
+    st.builds(rules, batches, max_staleness=st.just(0), put_off=st.sampled_from([0.1, 0.9]), unit=units, separate=st.booleans()),
+    st.builds(rules, batches, max_staleness=st.just(0), in_flight=in_flight, unit=units),
+    st.builds(
+        rules,
+        batches,
+        max_staleness=st.just(0),
+        in_flight=st.sampled_from([1, 2, 4]),
+        refill=st.just("when_empty"),
+        unit=units,
+    ),
+    st.builds(rules, batches, max_staleness=st.integers(1, 4), in_flight=in_flight, unit=units),
+    st.builds(
+        rules,
+        batches,
+        max_staleness=st.integers(1, 3),
+        in_flight=st.sampled_from([2, 4]),
+        refill=st.just("when_empty"),
+        unit=units,
+    ),
+    st.builds(rules, batches, max_staleness=st.integers(0, 3), take=st.just("loaded")),
+)
+separate = st.one_of(
+    st.builds(
+        rules,
+        batches,
+        max_staleness=st.integers(1, 4),
+        in_flight=in_flight,
+        unit=units,
+        relayed=st.booleans(),
+        start_early=st.booleans(),
+        separate=st.just(True),
+    ),
+    st.builds(rules, batches, max_staleness=st.just(0), unit=units, relayed=st.booleans(), separate=st.just(True)),
+    st.builds(
+        rules,
+        batches,
+        max_staleness=st.integers(0, 3),
+        take=st.just("loaded"),
+        relayed=st.booleans(),
+        separate=st.just(True),
+    ),
+)
+finishing = st.builds(
+    rules,
+    batches,
+    max_staleness=st.integers(1, 3),
+    in_flight=in_flight,
+    unit=units,
+    relayed=st.just(True),
+    at_version=st.just("finish"),
+    separate=st.just(True),
+)
+
+
+def wanted(world):
+    return {(f"p{number}", sample) for number in range(world.loads) for sample in range(SAMPLES)}
+
+
+@checked
+@given(colocated, seeds, st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05, 0.3]), st.integers(1, UPDATES))
+def test_stopped_engines_each_sample_is_trained_once_within_the_bound(rules, seed, mishaps, losses, updates):
+    world = Stopping(rules, seed, mishaps, losses)
+    for left in range(updates, 0, -1):
+        world.step(left)
+    done = set(world.trained) | {sample for sample in wanted(world) if sample[0] in world.dropped}
+    assert done == wanted(world) or (world.dropped and rules.unit == "trajectory")
+    if not mishaps:
+        assert len(world.trained) == updates * rules.batch_samples
+
+
+@checked
+@given(colocated, seeds)
+def test_no_more_prompts_are_in_flight_than_the_rules_say(rules, seed):
+    """Tail batching holds fewer than two batches beyond them: those that wait for a round of their own."""
+    world = Stopping(rules, seed)
+    for _ in range(UPDATES):
+        world.step()
+        waiting = sum(world.scheduler.ledger.put_off.values())
+        assert world.scheduler.ledger.tally.untrained - waiting <= rules.batches * rules.batch_samples
+        assert waiting == 0 or (rules.rounds and waiting <= (rules.batches + 1) * rules.batch_samples)
+
+
+@checked
+@given(batches, seeds, units, st.sampled_from([0.0, 0.15, 0.5]), st.sampled_from([1.25, 1.5, 2]))
+def test_in_tail_batching_no_prompt_waits_for_long(batch, seed, unit, put_off, in_flight):
+    """It is put off once, and trained when a batch of those that were is complete."""
+    world = Stopping(rules(batch, max_staleness=0, in_flight=in_flight, put_off=put_off, unit=unit), seed)
+    for _ in range(3 * UPDATES):
+        world.step()
+    waited = max(max(done.waited) for done in world.batches)
+    assert waited <= batch * (SAMPLES if unit == "trajectory" else 1) + 1 + in_flight  # a round puts one off, at least
+
+
+@checked
+@given(colocated, seeds, st.integers(0, 200), st.integers(1, 4))
+def test_a_crash_of_stopping_engines_resumes_from_the_checkpoint(rules, seed, crash_at, every):
+    class Crash(Exception):
+        pass
+
+    class Mortal(Stopping):
+        events = 0
+
+        def advance(self, *args, **kwargs):
+            self.events += 1
+            if self.events == crash_at:
+                raise Crash
+            super().advance(*args, **kwargs)
+
+    world, saved = Mortal(rules, seed), None
+    left = UPDATES
+    with contextlib.suppress(Crash):
+        for step in range(UPDATES - 4):
+            world.step(UPDATES - step)
+            if step % every == 0:
+                kept = copy.deepcopy((world.text, world.length, world.trained, world.loads, world.version))
+                saved, left = (json.dumps(world.scheduler.state_dict()), kept), UPDATES - step - 1
+    world = Stopping(rules, seed + 1)
+    if saved is not None:
+        state, (world.text, world.length, world.trained, world.loads, world.version) = saved
+        world.scheduler.load_state_dict(json.loads(state))
+    for updates in range(left, 0, -1):
+        world.step(updates)
+    assert set(world.trained) == wanted(world)
+
+
+@checked
+@given(separate, seeds, st.booleans(), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05, 0.3]))
+def test_separate_engines_each_sample_is_trained_once_within_the_bound(rules, seed, uneven, mishaps, losses):
+    world = Separate(rules, seed, uneven=uneven, mishaps=mishaps, losses=losses, updates=UPDATES)
+    world.run()
+    world.check_all()
+    if rules.max_staleness == 0:
+        assert world.ahead == 0
+    if rules.continues and not (uneven or losses) and world.limit is None and rules.batches <= rules.max_staleness + 1:
+        assert world.stale == 0, "more was started than could be trained in time"
+
+
+@checked
+@given(finishing, seeds, st.booleans(), st.booleans(), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
+def test_responses_that_finish_first_are_trained_once_within_the_bound(rules, seed, uneven, lag, mishaps, losses):
+    world = World(rules, seed, uneven=uneven, lag=lag, mishaps=mishaps, losses=losses, updates=UPDATES)
+    world.run()
+    world.check_all()
+
+
+@checked
+@given(st.one_of(separate, finishing), seeds, st.integers(0, 200))
+def test_a_crash_of_separate_engines_resumes_from_the_checkpoint(rules, seed, crash_at):
+    class Crash(Exception):
+        pass
+
+    class Mortal(World):
+        events, saved = 0, None
+
+        def event(self):
+            self.events += 1
+            if self.events == crash_at:
+                raise Crash
+            super().event()
+
+        def publish(self):
+            super().publish()
+            if self.training:  # only once the scheduler knows of it
+                return
+            text = {s: list(text[: self.kept[s]] if s in self.running else text) for s, text in self.text.items()}
+            kept = (text, self.length, self.trained, self.sizes, self.loads, self.weights, self.left)
+            self.saved = json.dumps(self.scheduler.state_dict()), copy.deepcopy(kept)
+
+    dead = Mortal(rules, seed, updates=UPDATES)
+    with contextlib.suppress(Crash):
+        dead.run()
+    world = World(rules, seed + 1, updates=UPDATES)
+    if dead.saved is not None:
+        state, kept = dead.saved
+        world.text, world.length, world.trained, world.sizes, world.loads, world.weights, world.left = kept
+        world.scheduler.load_state_dict(json.loads(state))
+        world.replicas = [world.weights] * 3
+        for sample in world.scheduler.begin(world.weights, world.left):
+            world.end(sample)
+    world.run()
+    world.check_all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(colocated, seeds, st.sampled_from([0.0, 0.3]))
+def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses):
+    class Hopeless(Exception):
+        pass
+
+    class Failing(Stopping):
+        def fill(self):
+            if self.scheduler.hopeless():
+                raise Hopeless
+            assert self.loads < 400
+            super().fill()
+
+    with pytest.raises(Hopeless):
+        Failing(rules, seed, mishaps=1.0, losses=losses).step()
+
+
+@checked
+@given(st.sampled_from([1, 2, 3, 4, 6]), seeds)
+def test_the_mean_staleness_is_that_of_the_batches_in_flight(bound, seed):
+    """By Little's law: n - 1 versions, with lengths that do not differ too much (here: by a fortieth of an update)."""
+    made = rules(4, max_staleness=bound, separate=True)
+    world = Separate(made, seed, updates=40)
+    world.run()
+    ages = world.staleness[10:-10]
+    assert max(ages) <= bound
+    assert sum(ages) / len(ages) <= made.batches - 1 + 0.5
