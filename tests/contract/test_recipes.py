@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import os
 import shlex
 import string
@@ -179,7 +180,6 @@ PIPELINE = {
         "trainer.save_freq": 80,
     },
 }
-MODES = ("sync", "colocate_async", "separate_async")
 
 #: Not in verl's YAML, yet read: by DAPORewardManager, by CriticConfig.
 ADDED = ("reward.reward_kwargs.", "critic.ppo_infer_max_token_len_per_gpu")
@@ -232,9 +232,8 @@ def composed(recipe, rhyme, engine, mode="", **variables):
     """What ``python -m verl.trainer.main_ppo`` would train with."""
     result, calls = start(recipe, DRY_RUN="1", RHYME=rhyme, ENGINE=engine, MODE=mode, **variables)
     assert result.returncode == 0, result.stderr
-    (call,) = calls
-    assert call[:4] == ["verl-rhyme", "preflight", "--dry-run", "--"]
-    return compose(call[4:])
+    assert calls[-1][:3] == ["verl-rhyme", "preflight", "--dry-run"]
+    return compose(calls[-1][calls[-1].index("--") + 1 :])
 
 
 @pytest.fixture(params=[(recipe, engine) for recipe in RECIPES for engine in ENGINES], ids="-".join)
@@ -497,15 +496,17 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
         assert "ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n" in inspect.getsource(update)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))],
+)
 @pytest.mark.parametrize("rhyme", PRESETS)
-@pytest.mark.parametrize("recipe", [*RECIPES, "tiny_cpu"])
 def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
     """It composes, the preflight finds nothing that would stop it, and its sizes are those of the tables."""
     separate, ours = mode == "separate_async", rhyme in PIPELINES
     for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR"):
         monkeypatch.setenv(name, str(MODEL) if name == "MODEL" else name.lower())
-    engine = ENGINES[(MODES.index(mode) + list(PRESETS).index(rhyme)) % 2]
+    engine = ENGINES[(separate + list(PRESETS).index(rhyme)) % 2]
     # TP is 8 of a real model's heads
     sizes = {} if recipe == "tiny_cpu" else {"TP": "1", "SP": "1", "ROLLOUT_TP": "1"}
     if recipe == "tiny_cpu" and rhyme == "off" and separate:
