@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import PRESETS, STOCK_ARM, RhymeConfig
+from verl_rhyme.config import PIPELINES, PRESETS, STOCK_ARM, RhymeConfig
 
 #: Sections that change which samples an update trains, or where they are made.
 _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
@@ -31,7 +31,8 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     if rhyme is None:
         return STOCK_ARM
     has = dict(_leaves(rhyme.to_dict()))
-    usual = {name: dict(_leaves(_preset(options).to_dict())) for name, options in PRESETS.items() if name != STOCK_ARM}
+    presets = PIPELINES if rhyme.pipeline else ("histospec",)
+    usual = {name: dict(_leaves(_preset(PRESETS[name]).to_dict())) for name in presets}
     preset = min(usual, key=lambda name: len(_differing(has, usual[name], _SCHEDULE)))
     sections = _SCHEDULE + (_SWITCHES if switches else ())
     return "-".join([preset, *(_told(*each) for each in _differing(has, usual[preset], sections).items())])
