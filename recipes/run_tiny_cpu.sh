@@ -28,8 +28,8 @@ PEOPLE=${PEOPLE:-2 3}
 SEED=${SEED:-1}
 REPLICAS=${REPLICAS:-1}
 BATCH=16
-for _override in "$@"; do
-  [[ "$_override" != data.train_batch_size=* ]] || BATCH=${_override#*=} # the progress lines count its steps
+for _override in "$@"; do # the progress lines count its steps
+  [[ ! "$_override" =~ ^data\.train_batch_size=([1-9][0-9]{0,8})$ ]] || BATCH=${BASH_REMATCH[1]}
 done
 
 # shellcheck source=recipes/settings.sh
@@ -41,9 +41,8 @@ check_preset
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
 [ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
 one_of ENGINE fsdp megatron
-number BATCH 1
 number EPOCHS 1
-number PROMPTS "$((10#$BATCH))" "a batch of data.train_batch_size"
+number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
 number REPLICAS 1
 EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # zeros in front make it octal
@@ -97,7 +96,7 @@ run() { # run DIRECTORY [overrides]
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
       observed "$RUN_DIR" \
         python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
-        --total-steps $((EPOCHS * (PROMPTS / 10#$BATCH))) -- python -m verl.trainer.main_ppo "${args[@]}"
+        --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- python -m verl.trainer.main_ppo "${args[@]}"
       ;;
     3) ;; # already finished: its summary is shown
     *) return "$status" ;;
