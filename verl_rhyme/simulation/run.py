@@ -390,7 +390,7 @@ class Simulation:
     @property
     def _stops(self) -> bool:
         rules = self.scenario.rules
-        return self.scenario.colocated or (rules.max_staleness == 0 and not rules.draft_ahead)
+        return self.scenario.colocated or rules.stops
 
     def _interrupt(self) -> None:
         """All that runs is cut short."""
@@ -408,9 +408,9 @@ class Simulation:
 
     def _publish(self) -> None:
         """The engines have the weights of the current version."""
-        if self._version and not self._stops and not self.scenario.rules.runs_on:
+        if self._version and not self._stops and not self.scenario.rules.finishes:
             self._interrupt()
-        if self.scenario.rules.runs_on:
+        if self.scenario.rules.finishes:
             for replica in self.cluster.engines:
                 self._renew(replica)
                 self.cluster.touch(replica)
