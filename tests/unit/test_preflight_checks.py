@@ -124,7 +124,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 @pytest.mark.parametrize(
     ("overrides", "name", "words"),
     [
-        ([f"+{R}.custom.rhyme.drafting.windw=1"], "rhyme", "drafting.windw"),
+        ([f"+{R}.custom.rhyme.drafting.flor=1"], "rhyme", "drafting.flor"),
         ([f"{R}.name=sglang"], "rhyme", "set actor_rollout_ref.rollout.name=vllm"),
         (["trainer.use_v1=false"], "rhyme", "use_v1"),
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),

@@ -103,8 +103,9 @@ def document() -> str:
         "cannot go together is in [combinations.md](combinations.md).",
         "## Presets",
         _table(("`+rhyme=`", "what it is", "sets"), [(f"`{name}`", WHAT[name], _set(name)) for name in PRESETS]),
-        "A preset with a `max_staleness` runs the pipeline, and sets these keys of verl, too (`histospec` sets "
-        "`agent_loop_manager_class` alone):",
+        "A preset with a `max_staleness` runs the pipeline, in the trainer mode that you set: `sync` and "
+        "`colocate_async` are one to it (engines and training share GPUs), `separate_async` gives engines GPUs of "
+        "their own. It sets these keys of verl, too (`histospec` sets `agent_loop_manager_class` alone):",
         _table(
             ("key of verl", "value", "why"),
             [(f"`{key}`", f"`{_plain(value)}`", why) for key, (value, why) in verl_keys("full").items()],
