@@ -12,7 +12,8 @@ from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import steps
 from verl_rhyme.observability.batches import batch_metrics
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.summary import summarize
+from verl_rhyme.observability.page import document
+from verl_rhyme.observability.summary import read, summarize
 from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules, Unit
@@ -96,3 +97,15 @@ def test_without_the_pipeline_it_is_that_of_verls_trajectories(tmp_path: Path) -
     assert (summary["staleness_mean"], summary["staleness_max"]) == (1.5, 4)
     assert [row["partial"] for row in summary["epochs"]] == [[], []]
     assert summary["epochs"][1]["staleness_max"] is None, "nobody told"
+
+
+def test_the_page_shows_it_beside_the_bubble_ratio(tmp_path: Path) -> None:
+    pages = []
+    for stale in (0, 1):
+        folder = tmp_path / str(stale)
+        folder.mkdir()
+        rows = [{m.STALENESS_MEAN: 0.75 * stale, m.STALENESS_MAX: 2.0 * stale, m.STALENESS_GROUPS: 8.0}] * 4
+        pages.append(document.page([read(write(folder, *rows))], 2))
+    assert all("<th>staleness, mean</th><th>at most</th>" in page for page in pages)
+    assert pages[1].count("<td>0.75</td><td>2</td>") == 2, "both epochs"
+    assert ['id="staleness"' in page for page in pages] == [False, True], "a curve, where there is something to see"
