@@ -11,7 +11,7 @@ from numba import njit
 
 from benchmarks.replay import Arm
 from benchmarks.traces import Response
-from verl_rhyme.config import DraftingConfig, MatchConfig
+from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.paper import PaperDrafter
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy
@@ -148,7 +148,7 @@ class _Released(PaperDrafter):
 
 def released() -> Rhyme:
     """HistoSpec as its authors' code has it: matches of 7 to 4 tokens, most votes, no reward, the last epoch only."""
-    config = DraftingConfig(policy="paper", match=MatchConfig(min=4, max=7), reward_weight=0.0)
+    config = DraftingConfig(policy="paper", options={"match_min": 4, "match_max": 7, "reward_weight": 0.0})
     return Rhyme(config, epochs=1, make=lambda config, lookup, *_: _Released(config, lookup))
 
 

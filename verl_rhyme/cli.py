@@ -262,6 +262,26 @@ def _silenced() -> Iterator[None]:
 
 
 @app.command()
+def options(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")] = False) -> None:
+    """List every option, its default and what it does; docs/options.md has the same."""
+    from verl_rhyme import config
+
+    listed = config.options()
+    if as_json:
+        print(json.dumps([asdict(option) for option in listed], indent=2))
+        return
+    for title, public in (("for users", True), ("for experts", False)):
+        table = Table(f"option ({title})", "default", box=None, pad_edge=False)
+        table.add_column("what it does", overflow="fold")
+        for option in listed:
+            if option.public is public:
+                default = option.default if isinstance(option.default, str) else json.dumps(option.default)
+                table.add_row(option.name, escape(default), escape(option.help))
+        Console().print(table)
+    print(f"All are below {config.CONFIG_PATH}; docs/options.md lists the presets, too")
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(help="Run folder, of training or of verl-rhyme simulate --out.")],
     other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,

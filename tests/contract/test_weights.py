@@ -264,7 +264,7 @@ def test_where_all_wait_a_relay_that_dies_or_was_not_told_is_no_end(
 
 def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.waits = True
-    monkeypatch.setattr(manager, "_options", WeightsConfig(link_patience=30.0))
+    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 30.0)
     monkeypatch.setattr(managers, "_LOOK_S", 2.0)
     os.kill(owner(manager._folders["far"]), signal.SIGSTOP)
     manager.deliver(manager.replicas)

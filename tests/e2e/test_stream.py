@@ -81,7 +81,7 @@ def test_all_parts_work_together(tmp_path):
 
 
 RANKER = "actor_rollout_ref.rollout.custom.rhyme.lengths.ranker"
-RANKED = ("trainer.save_freq=2", f"{RANKER}.enable=true", f"{RANKER}.kind=model", f"{RANKER}.refresh=16")
+RANKED = ("trainer.save_freq=2", f"{RANKER}.kind=model", f"{RANKER}.refresh=16")
 
 
 @SLOW

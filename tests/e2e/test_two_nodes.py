@@ -287,7 +287,7 @@ def one_node(cluster):
 
 
 def started(folder):
-    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24, timeout=120.0), NAMESPACE)
+    service = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
     service.ready()
     return service
 

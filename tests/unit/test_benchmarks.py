@@ -35,8 +35,9 @@ from benchmarks.real_sizes import budget, planning
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
-from verl_rhyme.config import CONFIG_PATH, RANKER_LOSSES, DraftingConfig
+from verl_rhyme.config import CONFIG_PATH, DraftingConfig
 from verl_rhyme.scheduling.rules import named
+from verl_rhyme.lengths.ranker import LOSSES
 from verl_rhyme.simulation.scenario import Streaming
 
 
@@ -217,7 +218,7 @@ def test_rankers_are_measured_between_chance_and_an_oracle(task):
         assert row["forecasts"]["ranked"] == told
     chance = rows.pop("history")
     assert chance["recall_20"] == pytest.approx(0.2)
-    assert {f"ranker, {loss}" for loss in RANKER_LOSSES} < set(rows)
+    assert {f"ranker, {loss}" for loss in LOSSES} < set(rows)
     assert rows["prompt length"]["rank_correlation"] > 0.2
     if task == "roads":  # the prompt tells it, to who reads the map
         assert rows["searches"]["rank_correlation"] > 0.9

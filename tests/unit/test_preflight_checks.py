@@ -124,7 +124,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 @pytest.mark.parametrize(
     ("overrides", "name", "words"),
     [
-        ([f"+{R}.custom.rhyme.drafting.windw=1"], "rhyme", "drafting.windw"),
+        ([f"+{R}.custom.rhyme.drafting.flor=1"], "rhyme", "drafting.flor"),
         ([f"{R}.name=sglang"], "rhyme", "set actor_rollout_ref.rollout.name=vllm"),
         (["trainer.use_v1=false"], "rhyme", "use_v1"),
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
@@ -268,24 +268,20 @@ def test_the_rules_in_force_are_told(world, group, overrides, told):
     assert [check.detail for check in found.checks if f"rules in force: {told}" in check.detail], found.checks
 
 
-def test_a_ranker_has_what_it_needs_and_somebody_to_ask_it(world, tmp_path, monkeypatch):
+def test_a_ranker_has_what_it_needs(world, tmp_path, monkeypatch):
     def told(*overrides):
-        enabled = f"{RANKER}.enable=true", f"{R}.calculate_log_probs=true", *overrides
-        found = preflight(world[1:], "+rhyme=sorted", *enabled)
+        found = preflight(world[1:], "+rhyme=sorted", f"{R}.calculate_log_probs=true", *overrides)
         ((status, words),) = [(c.status, f"{c.detail} {c.remedy}") for c in found.checks if c.name == "ranker"]
         return status, words
 
-    longest = f"{R}.custom.rhyme.sorting.start_order=longest"
-    assert told(longest) == ("ok", "boosting, beside the run ")
-    status, words = told()
-    assert status == "warn"
-    assert "start_order=longest" in words
-    status, words = told(longest, f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
+    boosting = f"{RANKER}.kind=boosting"
+    assert told(boosting) == ("ok", "boosting, alongside the run ")
+    status, words = told(f"{RANKER}.kind=model", f"{RANKER}.model={tmp_path}/none")
     assert status == "fail"
     assert "none is no folder" in words
     with monkeypatch.context() as patched:
         patched.setattr(machine_checks, "lacking", lambda *_: "no scikit-learn: install it")
-        assert told(longest) == ("fail", "no scikit-learn install it")
+        assert told(boosting) == ("fail", "no scikit-learn install it")
     assert "ranker" not in {check.name for check in preflight(world).checks}
 
 
@@ -629,9 +625,9 @@ def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
 @pytest.mark.parametrize(
     ("key", "wanted"),
     [
-        ("sorting.group_batches=2", "sorting.group_batches"),
+        ("scheduling.in_flight=2", "scheduling.in_flight"),
         ("sampling.coupled=true", "sampling.coupled"),
-        ("rhyme.sorting.mode=partial", "sorting.mode"),
+        ("rhyme.scheduling.take=loaded", "scheduling.take"),
         ("actor_rollout_ref.rollout.custom.drafting.floor=0.1", "drafting.floor"),
         ("actor_rollout_ref.rollout.drafting.floor=0.1", "drafting.floor"),
         ("rhyme.enable=false", "enable"),
@@ -640,7 +636,7 @@ def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
         ("actor_rollout_ref.rhyme.drafting.max_tokens=4", "drafting.max_tokens"),
         ("actor_rollout_ref.rollout.rhyme.enable=false", "enable"),
         ("actor_rollout_ref.rollout.rhyme=false", "enable"),
-        ("trainer.rhyme.poll_interval=1", "poll_interval"),
+        ("trainer.rhyme.max_staleness=1", "max_staleness"),
     ],
 )
 def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):

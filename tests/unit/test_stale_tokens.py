@@ -19,9 +19,6 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 
 CORRECTION = Path(verl.__file__).parent / "trainer/config/algorithm/rollout_correction.yaml"
 PRESETS = Path(stale_tokens.__file__).parent / "conf/rhyme"
-_ORDER = ["histospec", "sorted", "histopipe", "stream"]
-CHAIN = {"full": ["histospec", "sorted", "full"], "off": []}  # each builds on the one before, as their defaults say
-CHAIN |= {name: _ORDER[: n + 1] for n, name in enumerate(_ORDER)}
 
 
 def config(preset, *overrides):
@@ -29,7 +26,7 @@ def config(preset, *overrides):
     stale_tokens.register()
     found = OmegaConf.create({"algorithm": {"rollout_correction": OmegaConf.load(CORRECTION)}})
     found.trainer = {"v1": {"trainer_mode": "sync"}}
-    for name in CHAIN[preset]:
+    for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
         found.merge_with(OmegaConf.load(PRESETS / f"{name}.yaml"))
     for key, _, value in (override.partition("=") for override in overrides):
         OmegaConf.update(found, key, OmegaConf.create(f"value: {value}").value, force_add=True)
@@ -41,13 +38,13 @@ def config(preset, *overrides):
     [
         ("stream", [], "token"),
         ("full", [], "token"),
-        ("histopipe", [SEPARATE], "token"),
-        ("sorted", [f"{CONFIG_PATH}.sorting.mode=partial"], "token"),
-        ("sorted", [SEPARATE, f"{CONFIG_PATH}.sorting.mode=partial"], "token"),
+        ("full", [SEPARATE], "token"),
+        ("histopipe", [], "token"),
+        ("sorted", [f"{CONFIG_PATH}.max_staleness=1"], "token"),
         # on-policy: verl's default
         ("sorted", [], None),
-        ("histopipe", [], None),
-        ("stream", [f"{CONFIG_PATH}.sorting.max_staleness=0"], None),
+        ("full", [f"{CONFIG_PATH}.max_staleness=0"], None),
+        ("stream", [f"{CONFIG_PATH}.max_staleness=0"], None),
         ("histospec", [], None),
         ("histospec", ["trainer.v1.trainer_mode=colocate_async"], None),  # nothing but drafts
         ("off", [], None),

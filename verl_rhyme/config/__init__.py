@@ -5,7 +5,7 @@ The one source of every option: a field of these dataclasses with its help (:fun
 
 A file for each part of the tree: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling,
 streaming), :mod:`.placement` (placement, lengths), :mod:`.root` (the root, weights, events); :mod:`.presets` what
-``+rhyme=NAME`` sets. :mod:`verl_rhyme.config_tree` reads the tree from verl's.
+``+rhyme=NAME`` sets; :mod:`.listing` all options as records. :mod:`verl_rhyme.config_tree` reads the tree from verl's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from verl_rhyme.config.drafting import (
     PaperOptions,
     SamplingConfig,
 )
+from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.placement import (
     LENGTH_PLACEMENTS,
     PLACEMENTS,
@@ -65,6 +66,7 @@ __all__ = [
     "HistoryConfig",
     "LengthsConfig",
     "ModelRankerOptions",
+    "Option",
     "PaperOptions",
     "PlacementConfig",
     "RankerConfig",
@@ -74,6 +76,7 @@ __all__ = [
     "StreamingConfig",
     "WeightsConfig",
     "coerce",
+    "options",
     "require",
     "trained_unit",
     "training_order",

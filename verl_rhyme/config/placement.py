@@ -22,9 +22,6 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 #: Those that go by expected lengths: a coordinator plans with them.
 LENGTH_PLACEMENTS = ("longest_first", "histopipe", "makespan", "skewness_aware")
 
-#: What ``placement.policy=null`` is under the pipeline.
-DEFAULT_PLACEMENT = "longest_first"
-
 
 @dataclass(frozen=True)
 class PlacementConfig:
@@ -32,16 +29,16 @@ class PlacementConfig:
 
     policy: str | None = option(
         None,
-        "least_loaded, sticky_group (a prompt's samples on one replica), and under the pipeline longest_first, or to "
-        "compare makespan, histopipe, skewness_aware. null: longest_first under the pipeline, verl's router without.",
+        "null: verl's router; least_loaded, sticky_group (a prompt's samples on one replica); under the pipeline also "
+        "longest_first (what full sets), and to compare makespan, histopipe, skewness_aware.",
         public=True,
     )
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=about(
-            "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe groups=4, "
-            "two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; of "
-            "skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
+            "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe "
+            "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; "
+            "of skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
         ),
     )
     profile: str | None = option(
@@ -52,7 +49,7 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         policies = ", ".join(PLACEMENTS)
-        if self.profile is not None and self.policy is not None:
+        if self.profile is not None:
             allowed = f"null, or placement.policy one of {', '.join(LENGTH_PLACEMENTS)}"
             require(self.policy in LENGTH_PLACEMENTS, "placement.profile", self.profile, allowed)
         if self.policy is None:

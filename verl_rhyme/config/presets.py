@@ -18,7 +18,7 @@ WHAT: Mapping[str, str] = {
 #: Options of ours by preset, where they are not at their default.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "histospec": {},
-    "full": {"max_staleness": 1},
+    "full": {"max_staleness": 1, "placement.policy": "longest_first"},
     "sorted": {"max_staleness": 0, "scheduling.in_flight": 4.0, "scheduling.refill": "when_empty"},
     "histopipe": {"max_staleness": 1, "scheduling.take": "loaded", "placement.policy": "histopipe"},
     "stream": {"max_staleness": 1, "scheduling.take": "loaded", "placement.policy": "skewness_aware"},

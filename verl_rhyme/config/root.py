@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_rhyme.config.checks import option, require
 from verl_rhyme.config.drafting import DraftingConfig, HistoryConfig, SamplingConfig
-from verl_rhyme.config.placement import DEFAULT_PLACEMENT, LengthsConfig, PlacementConfig
+from verl_rhyme.config.placement import LengthsConfig, PlacementConfig
 from verl_rhyme.config.scheduling import SchedulingConfig, StreamingConfig
 
 
@@ -63,15 +63,9 @@ class RhymeConfig:
     def __post_init__(self) -> None:
         stale = self.max_staleness
         require(stale is None or stale >= 0, "max_staleness", stale, "null, or at least 0 (policy versions)")
-        if self.pipeline:
-            placed = dataclasses.replace(self.placement, policy=self.placement.policy or DEFAULT_PLACEMENT)
-            object.__setattr__(self, "placement", placed)
-            return
         allowed = "null without max_staleness (+rhyme=full): verl's own order asks for no expected length"
-        require(self.lengths.ranker.kind is None, "lengths.ranker.kind", self.lengths.ranker.kind, allowed)
-        allowed = "null without placement.policy or max_staleness (+rhyme=full)"
-        profile, policy = self.placement.profile, self.placement.policy
-        require(profile is None or policy is not None, "placement.profile", profile, allowed)
+        kind = self.lengths.ranker.kind
+        require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
 
     @property
     def pipeline(self) -> bool:

@@ -34,7 +34,7 @@ class _Request:
 
 
 class PaperDrafter:
-    """Drafts from each prompt's history: the latest ``match.max`` tokens, backing off to ``match.min``, are looked up
+    """Drafts from each prompt's history: the latest ``match_max`` tokens, backing off to ``match_min``, are looked up
     in it and continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
 
     Args:
@@ -49,7 +49,7 @@ class PaperDrafter:
         histories: Source | Get,
         vocabulary: int = 1 << 31,
     ):
-        self._config = config
+        self._max_tokens, self._options = config.max_tokens, config.paper
         self._vocabulary = vocabulary
         self._histories = Histories(histories)
         self._live: OrderedDict[str, _Request] = OrderedDict()
@@ -78,14 +78,14 @@ class PaperDrafter:
         return history is not None
 
     def _window(self) -> WindowPolicy:
-        window = self._config.window
-        return WindowPolicy(window.start, window.growth, min(window.max, self._config.max_tokens))
+        of = self._options
+        return WindowPolicy(of.window_start, of.window_growth, min(of.window_max, self._max_tokens))
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         for request, drafted, accepted in zip(done.requests, done.drafted, done.accepted, strict=True):
             self.observe(request, int(drafted), int(accepted))
-        longest = self._config.match.max
+        longest = self._options.match_max
         contexts = [
             done.tokens[row, max(0, length - longest) : length]
             for row, length in zip(done.rows, done.lengths, strict=True)
@@ -99,7 +99,7 @@ class PaperDrafter:
 
         Args:
             requests: B request ids; one that was never started gets no draft.
-            contexts: B arrays of the latest tokens, newest last, at least ``match.max`` of them where there are.
+            contexts: B arrays of the latest tokens, newest last, at least ``match_max`` of them where there are.
             limits: int[B], draft tokens each row may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
             budget: Draft tokens for the whole batch; where the wishes exceed it, each row gets an equal share.
 
@@ -142,13 +142,13 @@ class PaperDrafter:
             return _NO_DRAFT
         self._live.move_to_end(request)
         limit = min(limit, live.window.size)
-        match = self._config.match
-        if live.history is None or live.history is PENDING or limit <= 0 or len(context) < match.min:
+        of = self._options
+        if live.history is None or live.history is PENDING or limit <= 0 or len(context) < of.match_min:
             return _NO_DRAFT
-        length, low, high = suffix_index.longest_match(live.history, context, match.max)
-        if length < match.min:
+        length, low, high = suffix_index.longest_match(live.history, context, of.match_max)
+        if length < of.match_min:
             return _NO_DRAFT
-        draft = choice.choose(live.history, low, high, limit, self._config.reward_weight)
+        draft = choice.choose(live.history, low, high, limit, of.reward_weight)
         unknown = np.flatnonzero(draft >= self._vocabulary)
         return draft[: unknown[0]] if len(unknown) else draft
 

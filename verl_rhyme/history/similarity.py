@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import njit
 
-from verl_rhyme.config import MatchConfig
+from verl_rhyme.config import PaperOptions
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
-#: Tokens that must agree in a row: as many as the drafter of RhymeRL asks for (``drafting.match.min``).
-MATCH = MatchConfig().min
+#: Tokens that must agree in a row: as many as the drafter of RhymeRL asks for (``match_min``).
+MATCH = PaperOptions().match_min
 #: Tokens, new and old, that are compared in one append (about 50 ns each).
 BUDGET = 1 << 21
 CHANCE_BUDGET = BUDGET // 4

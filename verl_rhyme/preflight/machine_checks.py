@@ -23,7 +23,6 @@ from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
 from verl_rhyme.preflight.estimate import Estimate, count, gib
 from verl_rhyme.preflight.machine import Machine, can_write, free_disk
 from verl_rhyme.preflight.plan import Plan
-from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.workers.ranker_service import lacking
 from verl_rhyme.workers.weights import BACKEND as RELAY
 from verl_rhyme.workers.weights.folder import SHARED_MEMORY
@@ -336,23 +335,18 @@ def disk(config: Any, found: Estimate | None, history: tuple[int, int]) -> Itera
 
 
 def ranker(config: Any) -> Iterator[Check]:
-    """The length ranker has what it is trained with, and somebody asks it."""
+    """The length ranker has what it is trained with."""
     try:
         tree = config_tree.from_verl(config)
     except ConfigError:
         return  # the check of the rhyme tree tells
-    if tree is None or not tree.lengths.ranker.enable:
+    if tree is None or tree.lengths.ranker.kind is None:
         return
-    name, sorting = "ranker", tree.sorting
     if problem := lacking(tree.lengths.ranker, None):
         detail, _, remedy = problem.partition(": ")
-        yield Check(name, FAIL, detail, remedy)
-    elif sorting.start_order == "load" and tree.placement.policy not in PLANNED:
-        detail = "lengths.ranker.enable=true, and nothing goes by forecasts: neither placement nor the order of starts"
-        key = rhyme_config.CONFIG_PATH
-        yield Check(name, WARN, detail, f"set {key}.sorting.start_order=longest, or {key}.placement.policy=makespan")
+        yield Check("ranker", FAIL, detail, remedy)
     else:
-        yield Check(name, OK, f"{tree.lengths.ranker.kind}, beside the run")
+        yield Check("ranker", OK, f"{tree.lengths.ranker.kind}, alongside the run")
 
 
 def weights(config: Any, plan: Plan, found: Estimate | None) -> Iterator[Check]:

@@ -36,6 +36,8 @@ from verl_rhyme.workers.weights.manager import RelayManager, relayed
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 20
+#: Seconds between two looks of verl's replay buffer at its queue, at most; verl's are 2.
+_POLL_INTERVAL_S = 0.25
 
 
 class StageTimes(dict):
@@ -91,8 +93,7 @@ class RhymeTrainerMixin(PPOTrainer):
         self._event_log = EventLog(rhyme.events.dir or run_dir / "events") if rhyme.events.enable else None
         router_file.use(config, rhyme.placement)
         super().__init__(config)
-        if rhyme.poll_interval is not None:
-            self.replay_buffer.poll_interval = rhyme.poll_interval
+        self.replay_buffer.poll_interval = min(self.replay_buffer.poll_interval, _POLL_INTERVAL_S)
         self._watch_validation()
         self._watch_dropped()
 

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 #: Below a verl checkpoint folder ``global_step_N``.
 SNAPSHOT_FOLDER = "history"
-#: Bytes a second that copying a snapshot is granted, on top of ``history.timeout``.
+#: Seconds that the writer has for a piece of an update (128 MiB), before it is started anew.
+_TIMEOUT_S = 300.0
+#: Bytes a second that copying a snapshot is granted, on top of :data:`_TIMEOUT_S`.
 _COPY_RATE = 50e6
 _CLOSE_TIMEOUT_S = 30.0
 #: Of the node's part of Ray's store, what values that other nodes fetch may take: a step's, where there is room.
@@ -110,11 +112,11 @@ class HistoryService:
             HistoryError: The folder is another run's that is alive.
         """
         try:
-            self._answer(self._opening, self._config.timeout)
+            self._answer(self._opening, _TIMEOUT_S)
             self._ready = True
             # What a writer that dies leaves is this run's, which goes on, also where no engine reads it.
             self._in_use = owner.use(Path(self._folder))
-            if told := self._answer(self._writer.settle.remote(), self._config.timeout):
+            if told := self._answer(self._writer.settle.remote(), _TIMEOUT_S):
                 logger.info("history.max_bytes: %s", told)
         except HistoryError:
             raise
@@ -130,7 +132,7 @@ class HistoryService:
         if self._writer is None:
             raise HistoryUnavailable("there is no history writer now")
         try:
-            return ray.get(self._writer.rewards.remote(stored), timeout=min(self._config.timeout, _REWARDS_TIMEOUT_S))
+            return ray.get(self._writer.rewards.remote(stored), timeout=_REWARDS_TIMEOUT_S)
         except RayError as error:
             raise HistoryUnavailable(f"the history writer summed no rewards: {error}") from error
 
@@ -144,13 +146,13 @@ class HistoryService:
             HistoryUnavailable: The writer does not fetch now.
             SamplesGone: They were cleared before they were fetched.
         """
-        self._ask(lambda writer: writer.fetch.remote(piece), self._config.timeout)
+        self._ask(lambda writer: writer.fetch.remote(piece), _TIMEOUT_S)
 
     def append(self, batch: TrainedBatch, step: int) -> dict[str, Any]:
         """Have the writer record samples, which it fetches where it has not; returns its statistics.
 
-        ``history.timeout`` bounds each piece (:meth:`TrainedBatch.pieces`), not the whole: the writer may take as long
-        as it makes progress, and one that is started anew is asked for the piece that is missing, not for those before.
+        The deadline bounds each piece (:meth:`TrainedBatch.pieces`), not the whole: the writer may take as long as it
+        makes progress, and one that is started anew is asked for the piece that is missing, not for those before.
 
         Raises:
             HistoryUnavailable: The writer does not record now.
@@ -165,7 +167,7 @@ class HistoryService:
         return {**stats, **counts}
 
     def _append(self, piece: TrainedBatch, step: int) -> dict[str, Any]:
-        return self._ask(lambda writer: writer.append.remote(piece, step), self._config.timeout)
+        return self._ask(lambda writer: writer.append.remote(piece, step), _TIMEOUT_S)
 
     def snapshot(self, checkpoint: str) -> None:
         """Copy the history into a checkpoint.
@@ -174,7 +176,7 @@ class HistoryService:
             HistoryUnavailable: The writer does not write now.
         """
         folder = os.path.join(checkpoint, SNAPSHOT_FOLDER)
-        self._ask(lambda writer: writer.snapshot.remote(folder), self._config.timeout + self._bytes / _COPY_RATE)
+        self._ask(lambda writer: writer.snapshot.remote(folder), _TIMEOUT_S + self._bytes / _COPY_RATE)
 
     def restore(self, checkpoint: str) -> dict[str, Any] | None:
         """Load the snapshot of a checkpoint; ``None`` and a warning when it has none, or the writer gives no answer."""
@@ -185,7 +187,7 @@ class HistoryService:
             logger.warning("no history in %s: drafting starts with an empty one", checkpoint)
             return None
         self._bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        timeout = self._config.timeout + self._bytes / _COPY_RATE
+        timeout = _TIMEOUT_S + self._bytes / _COPY_RATE
         try:
             return self._ask(lambda writer: writer.restore.remote(str(folder)), timeout)
         except HistoryError:
@@ -202,8 +204,7 @@ class HistoryService:
             calls = [actor.close.remote() for actor in fetchers(str(self._config.dir))]
             if self._writer is not None:
                 calls.append(self._writer.close.remote())
-            timeout = min(self._config.timeout, _CLOSE_TIMEOUT_S)
-            ended, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout) if calls else ([], [])
+            ended, _ = ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT_S) if calls else ([], [])
             ray.get(ended)
             if len(ended) < len(calls):
                 logger.warning(

@@ -30,6 +30,8 @@ FOLDER = "ranker"
 _PAIRS, _ABOUT, _RANKER = "pairs.safetensors", "pairs.json", "model"
 #: Prompts that are remembered from their announcement to their answers.
 _ANNOUNCED = 1 << 16
+#: Prompts that it is trained on, the latest ones.
+_MOST = 8192
 #: Passes over the pairs when a model that was trained before is trained anew.
 _EPOCHS_AGAIN = 3
 
@@ -114,7 +116,7 @@ class RankerService:
                     continue
                 self._pairs[key] = ids, np.maximum(np.asarray(of, dtype=np.int32), 1)
                 self._untrained += 1
-            while len(self._pairs) > self._config.most:
+            while len(self._pairs) > _MOST:
                 self._pairs.popitem(last=False)
             due = self._untrained >= self._config.refresh and self._new
         if not due or not self._training.acquire(blocking=False):
@@ -144,11 +146,12 @@ class RankerService:
             return boosting.Boosting.fit(pairs)
         from verl_rhyme.lengths import ranker
 
+        of = config.training
         if before is not None:
             made = copy.deepcopy(before)
-            how = ranker.Training(loss=config.loss, rate=config.rate / 2, epochs=_EPOCHS_AGAIN)
+            how = ranker.Training(loss=of.loss, rate=of.rate / 2, epochs=_EPOCHS_AGAIN)
         else:
-            how = ranker.Training(loss=config.loss, rate=config.rate)
+            how = ranker.Training(loss=of.loss, rate=of.rate)
             made = ranker.tiny_for(pairs) if config.model is None else ranker.from_folder(Path(config.model))
         began, allowed = self._clock(), 60 * config.minutes
         return ranker.fit(made, pairs, how, gone=lambda: (self._clock() - began) / allowed)

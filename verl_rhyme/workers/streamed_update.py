@@ -211,7 +211,7 @@ def why_not(engine: Any) -> str | None:
 
 def _reduces(engine: Any) -> _Fsdp | _Megatron:
     if why := why_not(engine):
-        raise CannotStream(f"gradients of parts cannot be added up with {why}: set streaming.update=false")
+        raise CannotStream(f"gradients of parts cannot be added up with {why}: set streaming.part=null")
     return _Megatron(engine) if hasattr(engine, "tf_config") else _Fsdp(engine)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.config import DraftingConfig, MatchConfig, WindowConfig
+from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import paper
 from verl_rhyme.drafting.paper import PaperDrafter
 from verl_rhyme.drafting.policy import RequestCounts
@@ -40,7 +40,9 @@ def test_window_follows_the_verification():
 
 
 def test_backs_off_to_the_shortest_match_and_no_further():
-    drafter = PaperDrafter(DraftingConfig(match=MatchConfig(min=3, max=7)), {KEY: COUNTING}.get)
+    drafter = PaperDrafter(
+        DraftingConfig(policy="paper", options={"match_min": 3, "match_max": 7}), {KEY: COUNTING}.get
+    )
     drafter.start("a", KEY)
     assert one(drafter, "a", [99, 99, 5, 6, 7]) == [8, 9]
     assert one(drafter, "a", [99, 99, 99, 6, 7]) == []
@@ -49,7 +51,8 @@ def test_backs_off_to_the_shortest_match_and_no_further():
 
 
 def test_limits_of_config_and_row():
-    drafter = PaperDrafter(DraftingConfig(max_tokens=3, window=WindowConfig(start=2, growth=9)), {KEY: COUNTING}.get)
+    config = DraftingConfig(policy="paper", max_tokens=3, options={"window_start": 2, "window_growth": 9})
+    drafter = PaperDrafter(config, {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     drafter.observe("a", 2, 2)
     assert one(drafter, "a", [0, 1, 2]) == [3, 4, 5]
@@ -127,7 +130,8 @@ rows = st.lists(
 )
 def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(responses, steps):
     index = history(*responses)
-    config = DraftingConfig(max_tokens=20, window=WindowConfig(start=2, growth=6, max=32), match=MatchConfig(1, 5))
+    options = {"window_start": 2, "window_growth": 6, "window_max": 32, "match_min": 1, "match_max": 5}
+    config = DraftingConfig(policy="paper", max_tokens=20, options=options)
     pair = [PaperDrafter(config, {KEY: index}.get) for _ in range(2)]
     for drafter in pair:
         for i in range(6):  # 6 and 7 stay unknown

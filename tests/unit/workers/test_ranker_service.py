@@ -17,6 +17,7 @@ from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
+from verl_rhyme.workers import ranker_service
 from verl_rhyme.workers.ranker_service import RankerActor, RankerService, lacking
 
 KNOWN = world(96)
@@ -24,8 +25,13 @@ PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts
 LENGTHS = {key: lengths.tolist() for key, lengths in zip(PROMPTS, KNOWN.lengths, strict=True)}
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch) -> None:
+    monkeypatch.setattr(ranker_service, "_MOST", 80)
+
+
 def service(**options) -> RankerService:
-    return RankerService(RankerConfig(enable=True, **{"refresh": 64, "most": 80, **options}), lambda messages: messages)
+    return RankerService(RankerConfig(**{"kind": "boosting", "refresh": 64, **options}), lambda messages: messages)
 
 
 def some(of: dict, start: int, end: int) -> dict:
@@ -124,7 +130,7 @@ class Calls:
         self.comes, self.done = comes, True
         fake = SimpleNamespace(wait=self.wait, get=self.get, kill=lambda actor: None)
         monkeypatch.setattr(ranking, "ray", fake)
-        self.hand = ranking.Ranking(RankerConfig(enable=True), None, {}, actor=self)
+        self.hand = ranking.Ranking(RankerConfig(kind="boosting"), None, {}, actor=self)
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=lambda *arguments: self.made.append((method, *arguments)) or method)
@@ -248,7 +254,7 @@ def test_what_came_before_a_checkpoint_was_read_stays(learnt, tmp_path) -> None:
 def test_training_ends_in_time(monkeypatch) -> None:
     """A clock that goes on by a minute whenever it is looked at."""
     times = iter(range(0, 60 * 10_000, 60))
-    config = RankerConfig(enable=True, kind="model", refresh=64, most=80, minutes=3)
+    config = RankerConfig(kind="model", refresh=64, minutes=3)
     made = RankerService(config, lambda messages: messages, clock=lambda: float(next(times)))
     steps = []
     loss = ranker._LOSSES["listwise"]
@@ -261,7 +267,7 @@ def test_training_ends_in_time(monkeypatch) -> None:
 
 def test_what_is_missing_is_told_before_a_run_begins(tmp_path, monkeypatch) -> None:
     def lacks(vocabulary=None, **options) -> str:
-        return lacking(RankerConfig(enable=True, **options), vocabulary)
+        return lacking(RankerConfig(**{"kind": "boosting", **options}), vocabulary)
 
     assert lacks() == lacks(kind="model") == ""
     there = str(tmp_path / "model")

@@ -25,6 +25,8 @@ from verl_rhyme.workers.weights.sites import tree
 _CLOSE_S = 20.0
 #: Seconds between two looks at relays while replicas are waited for, and before one is told again.
 _LOOK_S, _PAUSE_S = 20.0, 1.0
+#: Seconds for which a node waits for one that sends nothing, before it asks another or gives up.
+_LINK_PATIENCE_S = 600.0
 #: What verl's rollouts may compute in that is narrower than float32.
 _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 #: How often relays may die at one thing that they are asked for.
@@ -157,7 +159,7 @@ class RelayManager(CheckpointEngineManager):
     def deliver(self, replicas: Iterable[Any]) -> None:
         """Have these replicas take the newest version, and wait until they have.
 
-        A relay that dies or hangs meanwhile is replaced, and a link that is cut waited for (``link_patience``).
+        A relay that dies or hangs meanwhile is replaced, and a link that is cut waited for (:data:`_LINK_PATIENCE_S`).
 
         Raises:
             RayError, WeightsError: One could not.
@@ -181,7 +183,7 @@ class RelayManager(CheckpointEngineManager):
                 continue
             died = self._part_with_dead(needed=True)
             if failed is not None:
-                until = until or time.monotonic() + self._options.link_patience
+                until = until or time.monotonic() + _LINK_PATIENCE_S
                 if not (died or isinstance(failed, (ActorUnavailableError, UnsentError))) or time.monotonic() > until:
                     raise failed  # of the replica itself
                 logger.warning("replicas are told again to take new weights: %s", last_line(failed))
@@ -231,7 +233,7 @@ class RelayManager(CheckpointEngineManager):
         if node not in self._relays:
             options = self._options
             heir_of = self._folders.get(node)
-            self._relays[node] = relay.start(node, self._root, heir_of, options.pack, options.link_patience)
+            self._relays[node] = relay.start(node, self._root, heir_of, options.pack, _LINK_PATIENCE_S)
         return self._relays[node]
 
     def _meet(self, replicas: list[Any]) -> bool:
@@ -271,17 +273,17 @@ class RelayManager(CheckpointEngineManager):
             WeightsError: It does not come.
         """
         try:
-            return ray.get(call, timeout=self._options.link_patience)
+            return ray.get(call, timeout=_LINK_PATIENCE_S)
         except GetTimeoutError as error:
             raise WeightsError(
-                f"the relay of weights on node {node} has not answered for {self._options.link_patience:.0f} s "
-                "(rhyme's weights.link_patience)\nThe same command goes on from the last checkpoint."
+                f"the relay of weights on node {node} has not answered for {_LINK_PATIENCE_S:.0f} s\n"
+                "The same command goes on from the last checkpoint."
             ) from error
 
     def _answers(self, calls: dict[str, Any], else_: str) -> dict[str, Exception]:
         """Wait for what nodes' relays do, all together; errors of those that did not, which are told in the log."""
         if calls:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=self._options.link_patience)
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LINK_PATIENCE_S)
         failed: dict[str, Exception] = {}
         for node, call in calls.items():
             try:
