@@ -32,7 +32,7 @@ Refill = Literal["always", "when_empty"]
 AtVersion = Literal["continue", "finish", "regenerate"]
 
 #: Tail batching (RollPacker, NSDI'26) where nothing is set: batches in flight, and the share of prompts put off.
-TAIL_BATCHES, TAIL_SHARE = 1.25, 0.15
+TAIL_BATCHES, TAIL_SHARE = 1.125, 0.25
 
 #: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and an update batch for
 #: its rewards.
@@ -105,8 +105,8 @@ class Rules:
             )
         if self.put_off and not self.rounds:
             raise ValueError(
-                f"put_off={self.put_off} is for max_staleness=0 with refill=always, take=finished and in_flight above "
-                "1: elsewhere long responses run on while others are trained; set put_off=0"
+                f"put_off={self.put_off} is for max_staleness=0 with refill=always and take=finished: elsewhere long "
+                "responses run on while others are trained; set put_off=0"
             )
         if self.at_version == "finish" and not (self.separate and self.relayed):
             raise ValueError(
@@ -139,7 +139,10 @@ class Rules:
         """Tail batching: on-policy, more prompts start than an update trains, and those that an update passed by wait
         for a round of their own."""
         return (
-            self.max_staleness == 0 and self.refill == "always" and self.take == "finished" and self.batches > 1
+            self.max_staleness == 0
+            and self.refill == "always"
+            and self.take == "finished"
+            and (self.batches > 1 or self.put_off > 0)
         )
 
     @property
@@ -227,7 +230,7 @@ def of_options(
     put_off = options.put_off
     if put_off is None:  # tail batching, where nothing else is set
         plain = options.in_flight is None and options.take == "finished" and options.refill == "always"
-        put_off = TAIL_SHARE if plain and max_staleness == 0 and not separate else 0.0
+        put_off = TAIL_SHARE if plain and max_staleness == 0 else 0.0
     return Rules(
         batch_prompts=batch_prompts,
         batch_samples=batch_prompts * samples,

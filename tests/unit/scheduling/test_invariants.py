@@ -26,7 +26,14 @@ def rules(batch, **given):
 in_flight = st.sampled_from([None, 1, 1.25, 1.5, 2, 3.5])
 #: Tail batching; SortedRL on-policy; the pipeline; SortedRL partial.
 colocated = st.one_of(
-    st.builds(rules, batches, max_staleness=st.just(0), put_off=st.sampled_from([0.1, 0.9]), unit=units, separate=st.booleans()),
+    st.builds(
+        rules,
+        batches,
+        max_staleness=st.just(0),
+        put_off=st.sampled_from([0.1, 0.9]),
+        unit=units,
+        separate=st.booleans(),
+    ),
     st.builds(rules, batches, max_staleness=st.just(0), in_flight=in_flight, unit=units),
     st.builds(
         rules,
