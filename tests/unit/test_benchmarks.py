@@ -36,8 +36,8 @@ from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
 from verl_rhyme.config import CONFIG_PATH, DraftingConfig
-from verl_rhyme.scheduling.rules import named
 from verl_rhyme.lengths.ranker import LOSSES
+from verl_rhyme.scheduling.rules import named
 from verl_rhyme.simulation.scenario import Streaming
 
 
