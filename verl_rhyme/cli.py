@@ -152,6 +152,22 @@ def preflight(
 
 
 @app.command()
+def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
+    """Print what the run scripts call a run's folder: preset and what differs from it, model, engine, mode."""
+    from verl_rhyme.config import ConfigError
+    from verl_rhyme.preflight import run_folder
+    from verl_rhyme.preflight.compose import compose
+
+    try:
+        with _silenced():
+            name = run_folder.name(compose(arguments or []), _pairs(note))
+    except ConfigError as error:
+        print(f"verl-rhyme: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(name)
+
+
+@app.command()
 def claim(
     arguments: _Arguments = None,
     check: Annotated[bool, typer.Option("--check", help="Look for what fails a dry run first.")] = False,

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: When this module of verl has been imported ... call this function of ours (without arguments).
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
-    ("omegaconf", "verl_rhyme.stale_tokens:register"),
+    ("omegaconf", "verl_rhyme.interpolations:register"),
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
     ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
     ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),

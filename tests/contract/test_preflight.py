@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
     "arguments",
     [
         ["model_engine=megatron", "trainer.nnodes=2", "+extra.key=${trainer.nnodes}", "hydra.run.dir=/tmp/x"],
-        ["--config-path", str(ROOT / "recipes/config"), "--config-name", "tiny_cpu", "+rhyme=histospec"],
+        ["--config-path", str(ROOT / "recipes/config"), "--config-name", "tiny_cpu"],
         ["--config-path", "config", "++trainer.project_name=${hydra:job.name}"],
     ],
     ids=["default config", "absolute path", "relative path"],
 )
 @pytest.mark.xdist_group("forks")
 def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path, forks):
-    variables = {name: str(tmp_path / name) for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM")}
+    variables = {name: str(tmp_path / name) for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR")}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = forks.main_ppo(*arguments, "--cfg", "job", "--resolve", cwd=tmp_path, env=variables)

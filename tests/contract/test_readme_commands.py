@@ -61,7 +61,7 @@ def test_readme_has_the_commands():
 def checkout(tmp_path_factory):
     """A checkout whose ``runs/`` is empty, and whose ``python`` does not train."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("recipes", "examples", "requirements"):
+    for name in ("recipes", "examples", "requirements", "verl_rhyme"):
         (folder / name).symlink_to(ROOT / name)
     programs = folder / "programs"
     programs.mkdir()
@@ -73,7 +73,7 @@ def checkout(tmp_path_factory):
 
 def start(checkout, command, **variables):
     environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "SKIP_PREFLIGHT": "1", "PROMPTS": "16", **variables}
-    for name in ("RHYME", "MODE", "MODEL", "ENGINE", "RUN_DIR", "DRY_RUN", "COMPARE", "SMOKE"):
+    for name in ("RHYME", "STALENESS", "MODE", "MODEL", "ENGINE", "RUN_DIR", "DRY_RUN", "COMPARE", "SMOKE"):
         environment.pop(name, None)
     environment |= {"PATH": f"{checkout / 'programs'}:{environment['PATH']}", **variables}
     if SLOW:
@@ -117,12 +117,7 @@ def test_they_work_one_after_another(checkout):
             summaries = [line for line in result.stdout.replace("\n/", "\n /").split() if line.endswith("summary.json")]
             summary = json.loads(Path(summaries[-1]).read_text())
             words = dict(word.split("=", 1) for word in command.partition(" bash ")[0].split() if "=" in word)
-            arm = words.get("RHYME", "histospec")
-            arm += {
-                "sorted": f"-{words.get('SORTED_MODE', 'on_policy')}",
-                "stream": f"-{words.get('STREAM_MODE', 'async')}",
-            }.get(arm, "")
-            arm += "-coupled" if SLOW and arm == "sorted-on_policy" else ""  # the event log tells it, of a real run
+            arm = words.get("RHYME", "histospec") + (f"-k{words['STALENESS']}" if "STALENESS" in words else "")
             assert list(summary.get("arms", [summary["arm"]] if "arm" in summary else [])) == (
                 ["off", "histospec"] if "COMPARE=1" in command else [arm]
             )
@@ -178,57 +173,31 @@ def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
 
 
 TREE = "actor_rollout_ref.rollout.custom.rhyme"
-SORTING_MODE = f"{TREE}.sorting.mode"
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("RHYME=histpospec", "RHYME=histpospec is unknown; use histospec, sorted, histopipe, stream, full or off"),
-        ("RHYME=sorted SORTED_MODE=on", "SORTED_MODE=on is unknown; use on_policy or partial"),
-        ("RHYME=histopipe SORTED_MODE=partial", "SORTED_MODE=partial is of RHYME=sorted; with RHYME=histopipe drop it"),
-        ("RHYME=histopipe SORTED_COUPLED=1", "SORTED_COUPLED=1 is of RHYME=sorted; with RHYME=histopipe drop it"),
-        (
-            f"RHYME=histopipe {SORTING_MODE}=partial",
-            f"{SORTING_MODE}=partial contradicts RHYME=histopipe, which names the rules and the run's folder; use",
-        ),
-        (f"RHYME=sorted {SORTING_MODE}=partial", "=partial contradicts RHYME=sorted SORTED_MODE=on_policy, which"),
-        ("RHYME=off rhyme=sorted", "rhyme=sorted chooses a system behind the back of RHYME=off, which names the run's"),
-        (
-            "++rhyme=off",
-            "++rhyme=off chooses a system behind the back of RHYME=histospec, which names the",
-        ),
-        (
-            f"{TREE}.enable=false",
-            "enable=false contradicts RHYME=histospec, which names the run's",
-        ),
-        (f"RHYME=off {TREE}.enable=true", "enable=true contradicts RHYME=off, which names the run's folder"),
-        (
-            f"RHYME=sorted {TREE}.sampling.coupled=false",
-            "coupled=false contradicts SORTED_COUPLED=1, which",
-        ),
-        (
-            f"RHYME=sorted SORTED_COUPLED=0 +{TREE}.sorting.coupled=True",
-            "coupled=True contradicts SORTED_COUPLED=0, which",
-        ),
-        (f"RHYME=stream +{TREE}.sorting.max_versions=1", "max_versions=1 is an earlier name of"),
-        (f"RHYME=stream +{TREE}.sorting.max_staleness=0", "max_staleness=0 contradicts STREAM_MODE=async, which names"),
-        ("RHYME=histopipe MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
-        ("RHYME=off MODE=separate_async", "MODE=separate_async needs rhyme here: on a CPU weights go by its relay"),
-        ("COMPARE=1 MODE=separate_async", "use another MODE for RHYME=off or COMPARE=1"),
+        ("RHYME=histpospec", "RHYME=histpospec is unknown; use one of full histopipe histospec off sorted stream"),
+        ("RHYME=sorted SORTED_MODE=partial", "SORTED_MODE is gone: set STALENESS"),
+        ("RHYME=full STALENESS=-1", "STALENESS=-1 is no whole number"),
+        ("STALENESS=1", "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
+        (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
+        (f"RHYME=full +{TREE}.sorting.mode=partial", "sorting.mode has ended: set max_staleness"),
+        ("RHYME=off MODE=separate_async", "backend=relay: the relay needs a trainer of verl-rhyme"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
-        ("MODE=foo", "MODE=foo is unknown; use sync, colocate_async or separate_async"),
-        ("ENGINE=foo", "ENGINE=foo is unknown; use fsdp or megatron"),
+        ("MODE=foo", "MODE=foo is unknown; use one of sync colocate_async separate_async"),
+        ("ENGINE=foo", "ENGINE=foo is unknown; use one of fsdp megatron"),
         ("EPOCHS=0", "EPOCHS=0 is below 1"),
         ("EPOCHS=x", "EPOCHS=x is no whole number"),
         ("PROMPTS=3", "PROMPTS=3 is below 16, a batch of data.train_batch_size"),
-        ("data.train_batch_size=x", "data.train_batch_size=x is no number of prompts"),
-        ("data.train_batch_size=0", "data.train_batch_size=0 is no number of prompts"),
+        ("data.train_batch_size=x", "train_batch_size"),
+        ("data.train_batch_size=0", "train_batch_size=0"),
         ("RHYME=sorted COMPARE=1", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
         ("PROMPTS=008", "PROMPTS=008 is below 16"),
         ("PEOPLE=abc", "PEOPLE='abc' is no list of numbers"),
         ("SEED=-1", "SEED=-1 is no whole number"),
-        ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use 0 or 1"),
+        ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
         ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),
         ("trainer.save_frq=2", "trainer.save_frq=2: there is no such key; did you mean trainer.save_freq?"),

@@ -1,6 +1,6 @@
 """The recipes for GPUs, as their scripts start them: they compose on the installed verl, and verl reads what they set.
 
-The arguments come from the real scripts, through a stand-in for ``verl-rhyme`` that writes down what it was given.
+The arguments come from the real scripts, through stand-ins that write down what they were given.
 """
 
 import asyncio
@@ -8,19 +8,25 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import os
 import shlex
 import string
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
+
+from verl_rhyme import config_tree
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS
+from verl_rhyme.preflight.checks import examine
+from verl_rhyme.preflight.compose import compose
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "config"
@@ -156,33 +162,24 @@ TOKENS = {
 #: Samples of one update: what "mini batch" means in the papers.
 UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
 
-#: What ``RHYME=sorted`` makes of it (recipes/config/RECIPE_rhyme): loads are larger than updates, and an update is one
-#: optimizer step, in order of length.
-_GROUPS = f"{ROLLOUT}.custom.rhyme.sorting.group_batches"
-SORTED = {
+#: What presets with batches in flight change of it (recipes/config/RECIPE_rhyme): an update is one optimizer step.
+PIPELINE = {
     "qwen32b_dapo": {
         "data.train_batch_size": 128,
         f"{ACTOR}.ppo_mini_batch_size": 128,
         f"{ACTOR}.optim.lr_warmup_steps": 40,
-        _GROUPS: 4,
         "trainer.save_freq": 40,
     },
-    "llama8b_logic": {_GROUPS: 4},
-    "qwen3_8b_grpo": {"data.train_batch_size": 32, _GROUPS: 4, "trainer.save_freq": 80},
+    "llama8b_logic": {},
+    "qwen3_8b_grpo": {"data.train_batch_size": 32, "trainer.save_freq": 80},
     "qwen32b_ppo_math": {
         "data.train_batch_size": 128,
-        _GROUPS: 4,
         f"{ACTOR}.optim.lr_warmup_steps": 40,
         "critic.optim.lr_warmup_steps": 40,
         "trainer.total_training_steps": 2400,
         "trainer.save_freq": 80,
     },
 }
-SORTED_UPDATE = {**UPDATE, "qwen32b_dapo": 2048}
-
-CASES = [
-    (recipe, rhyme, engine) for recipe in RECIPES for rhyme in ("off", "histospec", "sorted") for engine in ENGINES
-]
 
 #: Not in verl's YAML, yet read: by DAPORewardManager, by CriticConfig.
 ADDED = ("reward.reward_kwargs.", "critic.ppo_infer_max_token_len_per_gpu")
@@ -202,30 +199,26 @@ IGNORED = (
 
 
 def start(recipe, *arguments, verl_rhyme="exit 0", training="echo trained", **variables):
-    """Run a recipe's script with stand-ins for the programs it calls; ``(result, [[program, argument, ...], ...])``."""
+    """Run a recipe's script with stand-ins for the programs it calls; ``(result, [[program, argument, ...], ...])``.
+
+    Only ``verl-rhyme run-name`` is the real one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record")
-        for program, answer in (("verl-rhyme", verl_rhyme), ("python", training)):
+        named = f'[ "$1" != run-name ] || exec {shlex.quote(sys.executable)} -m verl_rhyme.cli "$@"\n'
+        for program, answer in (("verl-rhyme", named + verl_rhyme), ("python", training)):
             path = Path(folder, program)
             # beside the run, and so not in its order
             watches = 'case "$2" in *.observe) echo "watched $3"; touch "$3/watched"; exit;; esac'
-            told = f"printf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\n"
-            path.write_text(f"#!/bin/sh\n{watches}\n{told}")
-            with path.open("a") as file:
-                file.write(f"printf '\\n' >> {record}\n{answer}\n")
+            told = f"printf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\nprintf '\\n' >> {record}\n"
+            path.write_text(f"#!/bin/sh\n{watches}\n{told}{answer}\n")
             path.chmod(0o755)
         kept = {key: value for key, value in os.environ.items() if key in ("HOME", "LANG")}
+        own = {"PATH": f"{folder}:/usr/bin:/bin", "SKIP_BOOTSTRAP": "1", "RUN_DIR": f"{folder}/run"}
         result = subprocess.run(
             ["bash", ROOT / "recipes" / f"run_{recipe}.sh", *arguments],
             cwd=folder,
-            env={
-                **kept,
-                "PATH": f"{folder}:/usr/bin:/bin",
-                "SKIP_BOOTSTRAP": "1",
-                "RUN_DIR": f"{folder}/run",
-                "MODEL": str(MODEL),
-                **variables,
-            },
+            env={**kept, **own, "MODEL": str(MODEL), **variables},
             capture_output=True,
             text=True,
             timeout=60,
@@ -234,27 +227,19 @@ def start(recipe, *arguments, verl_rhyme="exit 0", training="echo trained", **va
         return result, [call.split("\0")[:-1] for call in calls]
 
 
-def config_of(arguments):
-    """The config that ``python -m verl.trainer.main_ppo ARGUMENTS`` would compose."""
-    assert arguments[0] == "--config-path"
-    assert arguments[2] == "--config-name"
-    with initialize_config_dir(arguments[1], version_base=None):
-        return compose(arguments[3], overrides=arguments[4:])
-
-
 @functools.cache
-def composed(recipe, rhyme, engine):
-    result, calls = start(recipe, DRY_RUN="1", RHYME=rhyme, ENGINE=engine)
+def composed(recipe, rhyme, engine, mode="", **variables):
+    """What ``python -m verl.trainer.main_ppo`` would train with."""
+    result, calls = start(recipe, DRY_RUN="1", RHYME=rhyme, ENGINE=engine, MODE=mode, **variables)
     assert result.returncode == 0, result.stderr
-    (call,) = calls
-    assert call[:4] == ["verl-rhyme", "preflight", "--dry-run", "--"]
-    return config_of(call[4:])
+    assert calls[-1][:3] == ["verl-rhyme", "preflight", "--dry-run"]
+    return compose(calls[-1][calls[-1].index("--") + 1 :])
 
 
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(params=[(recipe, engine) for recipe in RECIPES for engine in ENGINES], ids="-".join)
 def case(request):
-    recipe, rhyme, engine = request.param
-    return recipe, rhyme, engine, copy.deepcopy(composed(recipe, rhyme, engine))
+    recipe, engine = request.param
+    return recipe, engine, copy.deepcopy(composed(recipe, "histospec", engine))
 
 
 def value(config, key):
@@ -267,10 +252,8 @@ def differing(config, expected):
 
 
 def test_resolved_values(case):
-    recipe, rhyme, engine, config = case
-    loaded = SORTED[recipe] if rhyme == "sorted" else {}
-    assert differing(config, {**EVERY, **RECIPES[recipe], **loaded}) == {}
-    assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if rhyme == "sorted" else "sync")
+    recipe, engine, config = case
+    assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
     update, log_prob = TOKENS[recipe][engine]
     tokens = {
         f"{ACTOR}.ppo_max_token_len_per_gpu": update,
@@ -311,32 +294,13 @@ def test_resolved_values(case):
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= length
     assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu >= length
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    samples = SORTED_UPDATE if rhyme == "sorted" else UPDATE
-    assert mini_batch * config.actor_rollout_ref.rollout.n == samples[recipe]
+    assert mini_batch * config.actor_rollout_ref.rollout.n == UPDATE[recipe]
     assert config.trainer.v1.separate_async.parameter_sync_step * mini_batch == config.data.train_batch_size
-
-
-def test_our_own_keys(case):
-    _, rhyme, _, config = case
-    from verl_rhyme import config_tree
-    from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
-
-    if rhyme == "off":
-        assert config_tree.from_verl(config) is None
-        assert config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class") is None
-        return
-    parsed = config_tree.from_verl(config)
-    assert parsed.drafting.enable
-    assert parsed.drafting.policy == "adaptive"
-    assert parsed.sorting.mode == ("on_policy" if rhyme == "sorted" else None)
-    manager = SessionAgentLoopManager if rhyme == "sorted" else RhymeAgentLoopManager
-    name = f"{manager.__module__}.{manager.__name__}"
-    assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == name
 
 
 def test_verl_turns_it_into_its_dataclasses(case):
     """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
-    recipe, _, engine, config = case
+    recipe, engine, config = case
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -501,11 +465,7 @@ def leaves(tree, prefix=""):
 
 @functools.cache
 def stock(engine):
-    import verl
-
-    folder = Path(verl.__file__).parent / "trainer" / "config"
-    with initialize_config_dir(str(folder), version_base=None):
-        return compose("ppo_trainer", overrides=[f"model_engine={'dp' if engine == 'fsdp' else engine}"])
+    return compose([f"model_engine={'dp' if engine == 'fsdp' else engine}", f"{ROLLOUT}.name=vllm"])
 
 
 @pytest.mark.parametrize(
@@ -536,301 +496,193 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
         assert "ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n" in inspect.getsource(update)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sorted_trains_together_what_the_algorithm_compares(recipe):
-    from verl_rhyme import config_tree
-    from verl_rhyme.trainer.pipeline import RhymePipelineColocated
-    from verl_rhyme.trainer.topology import Colocated
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))],
+)
+@pytest.mark.parametrize("rhyme", PRESETS)
+def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
+    """It composes, the preflight finds nothing that would stop it, and its sizes are those of the tables."""
+    separate, ours = mode == "separate_async", rhyme in PIPELINES
+    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR"):
+        monkeypatch.setenv(name, str(MODEL) if name == "MODEL" else name.lower())
+    engine = ENGINES[(separate + list(PRESETS).index(rhyme)) % 2]
+    # TP is 8 of a real model's heads
+    sizes = {} if recipe == "tiny_cpu" else {"TP": "1", "SP": "1", "ROLLOUT_TP": "1"}
+    if recipe == "tiny_cpu" and rhyme == "off" and separate:
+        pytest.skip("stock verl has nothing that carries weights on a CPU")
+    config = composed(recipe, rhyme, engine, mode, **sizes, **({"STALENESS": "2"} if ours else {}))
+    assert [check for check in examine(config, dry_run=True).checks if check.status == "fail"] == []
+    tree = config_tree.from_verl(config)
+    assert (None if tree is None else tree.max_staleness) == (2 if ours else None)
+    assert config.trainer.v1.trainer_mode == mode
+    assert config.actor_rollout_ref.hybrid_engine == (not separate or (not ours and recipe != "tiny_cpu"))
+    carrier = ("relay" if ours or recipe == "tiny_cpu" else "nccl") if separate else "naive"
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == carrier
+    assert not separate or config.actor_rollout_ref.rollout.nnodes == 1
+    if recipe != "tiny_cpu":
+        wanted = {**EVERY, **RECIPES[recipe], **(PIPELINE[recipe] if rhyme in ("sorted", "full") else {})}
+        assert differing(config, {key: value for key, value in wanted.items() if "tensor_model" not in key}) == {}
+        batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+        assert config.trainer.v1.separate_async.parameter_sync_step == (1 if ours else batch // mini)
 
-    config = composed(recipe, "sorted", "megatron")
-    trainer = object.__new__(RhymePipelineColocated)
-    trainer.config, trainer.trainer_mode = config, config.trainer.v1.trainer_mode
-    trainer._rhyme, trainer.topology = config_tree.from_verl(config), Colocated(trainer)
-    trainer._build_replay_buffer()
-    rules = trainer.rules
-    assert rules.unit == ("trajectory" if config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus") else "group")
-    assert rules.batch_samples == rules.batch_prompts * config.actor_rollout_ref.rollout.n
-    assert trainer._filters == ("acc" if recipe == "qwen32b_dapo" else None)
-    assert trainer._sortedness() == 1, "one mini-batch an update: sorted by length"
-    assert rules.group_batches * rules.batch_prompts == (128 if recipe == "qwen3_8b_grpo" else 512)
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rhyme", ["histospec", "sorted", "histopipe", "stream", "full", "off"])
-def test_the_yaml_alone_selects_a_system(recipe, rhyme, tmp_path):
+@pytest.mark.parametrize("rhyme", PRESETS)
+def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
     """With plain ``python -m verl.trainer.main_ppo``: the recipe's own YAML, or one of a user's that names another."""
-    from verl_rhyme import config_tree
-
-    text = (CONFIGS / f"{recipe}.yaml").read_text()
+    text = (CONFIGS / "qwen3_8b_grpo.yaml").read_text()
     assert "  - rhyme: histospec" in text
     text = text.replace("  - rhyme: histospec", f'  - rhyme: "{rhyme}"')
     (tmp_path / "mine.yaml").write_text(text.replace("  searchpath:", f"  searchpath:\n    - file://{CONFIGS}"))
-    with initialize_config_dir(str(tmp_path), version_base=None):
-        config = compose("mine")
-    ours = config_tree.from_verl(config)
-    by_script = composed(recipe, rhyme, "megatron")
-    for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "trainer.save_freq"):
+    config = compose(["--config-path", str(tmp_path), "--config-name", "mine"])
+    by_script = composed("qwen3_8b_grpo", rhyme, "megatron")
+    for key in (
+        "data.train_batch_size",
+        f"{ACTOR}.ppo_mini_batch_size",
+        "trainer.save_freq",
+        "trainer.v1.trainer_mode",
+    ):
         assert value(config, key) == value(by_script, key)
-    assert ours == config_tree.from_verl(by_script)
-    if rhyme in ("sorted", "histopipe", "stream", "full"):
-        assert config.trainer.v1.separate_async.parameter_sync_step == 1
-
-
-def check_sorted(config, mode, sorted_mode):
-    """A config of ``RHYME=sorted MODE=mode``, or histopipe: in the mode asked for, and nothing of it is refused."""
-    from verl_rhyme import combinations, config_tree
-
-    rhyme = config_tree.from_verl(config)
-    assert rhyme.sorting.mode == sorted_mode
-    assert [*combinations.refusals(config, rhyme)] == []
-    assert config.trainer.v1.trainer_mode == ("rhyme_sorted" if mode in ("", "sync") else mode)
-    if mode == "separate_async":
-        assert config.trainer.v1.separate_async.parameter_sync_step == 1
-        assert not config.actor_rollout_ref.hybrid_engine
-        assert config.actor_rollout_ref.rollout.nnodes == 1
-        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend != "naive"
-    return rhyme
+    assert config_tree.from_verl(config) == config_tree.from_verl(by_script)
+    assert config.trainer.experiment_name == rhyme
 
 
 @pytest.mark.parametrize(
-    ("mode", "sorted_mode"),
+    ("variables", "told"),
     [
-        ("", "on_policy"),
-        ("sync", "partial"),
-        ("colocate_async", "on_policy"),
-        ("separate_async", "on_policy"),
-        ("separate_async", "partial"),
+        *(({name: "x"}, f"{name} is gone: set STALENESS") for name in ("SORTED_MODE", "SORTED_COUPLED", "STREAM_MODE")),
+        ({"STALENESS": "-1", "RHYME": "full"}, "STALENESS=-1 is no whole number"),
+        ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is no whole number"),
+        ({"STALENESS": "1"}, "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
+        ({"STALENESS": "0", "RHYME": "off"}, "STALENESS=0 bounds the pipeline, which RHYME=off has not"),
+        ({"RHYME": "histospeck"}, "RHYME=histospeck is unknown; use one of full histopipe histospec off sorted stream"),
+        ({"ENGINE": "deepspeed"}, "ENGINE=deepspeed is unknown; use one of megatron fsdp"),
+        ({"MODE": "my_async"}, "MODE=my_async is unknown; use one of sync colocate_async separate_async"),
+        # taken for off, DRY_RUN=yes would train
+        *(
+            ({name: "yes"}, f"{name}=yes is unknown; use one of 0 1")
+            for name in ("DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP", "OBSERVE")
+        ),
+        ({"TP": "two"}, "TP=two is no whole number"),
+        *(({name: "0"}, f"{name}=0 is below 1") for name in ("NNODES", "GPUS_PER_NODE", "PP", "SP", "ROLLOUT_TP")),
+        ({"SEED": "x"}, "SEED=x is no whole number"),
+        *(
+            ({name: "/tmp/a=(b)"}, f"{name}=/tmp/a=(b) contains =(), which hydra cannot read")
+            for name in ("RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL")
+        ),
     ],
 )
-def test_sorted_in_every_mode_on_a_cpu(mode, sorted_mode, monkeypatch):
-    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR", "ARM"):
-        monkeypatch.setenv(name, name.lower())
-    variables = {"RHYME": "sorted", "SORTED_MODE": sorted_mode, "MODE": mode, "RUN_DIR": "", "DRY_RUN": "1"}
-    result, calls = start("tiny_cpu", **variables)
+def test_a_wrong_variable_is_one_line_before_anything_starts(variables, told):
+    result, calls = start("qwen3_8b_grpo", **variables)
+    assert (result.returncode, len(result.stderr.splitlines()), calls) == (2, 1, [])
+    assert told in result.stderr
+
+
+def test_checks_then_trains_with_the_same_arguments():
+    result, calls = start("qwen3_8b_grpo", "trainer.total_epochs=3")
     assert result.returncode == 0, result.stderr
-    config = config_of(calls[-1][calls[-1].index("--") + 1 :])
-    check_sorted(config, mode, sorted_mode)
-    assert config.trainer.v1.sampler.custom_sampler.path is None
+    preflight, claim, training = calls
+    assert preflight[:3] == ["verl-rhyme", "preflight", "--"]
+    assert claim[:3] == ["verl-rhyme", "claim", "--"]
+    assert training[:3] == ["python", "-m", "verl.trainer.main_ppo"]
+    assert preflight[3:] == claim[3:] == training[3:]
+    assert training[-1] == "trainer.total_epochs=3"
+    assert "trained" in result.stdout
+    assert result.stderr.startswith("qwen3_8b_grpo: RHYME=histospec MODE=sync ENGINE=megatron in ")
+    assert "timing_s/gen" in result.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-class TestScript:
-    @pytest.mark.parametrize(
-        ("variables", "group", "key", "wanted"),
-        [
-            ({"SORTED_MODE": "partial"}, "sorting", "mode", "partial"),
-            ({}, "sampling", "coupled", None),  # by the mode
-            ({"SORTED_COUPLED": "0"}, "sampling", "coupled", False),
-            ({"SORTED_COUPLED": "1"}, "sampling", "coupled", True),
-        ],
+@pytest.mark.parametrize("watch", ["0", "1"])
+def test_a_run_is_watched_from_outside_if_wanted(watch, tmp_path):
+    # the observer is stopped with the training, which here would end before the observer has begun
+    watched = f"for _ in $(seq 200); do [ -e {tmp_path}/watched ] && break; sleep 0.1; done"
+    training = watched if watch == "1" else "true"
+    result, calls = start("qwen3_8b_grpo", OBSERVE=watch, RUN_DIR=str(tmp_path), training=training)
+    config = compose(calls[-1][3:]).actor_rollout_ref.rollout
+    assert config.prometheus.enable == (not config.disable_log_stats) == (watch == "1")
+    assert (config.prometheus.file == str(tmp_path / "servers.yml")) == (watch == "1")
+    assert (f"watched {tmp_path}" in result.stdout) == (watch == "1")
+
+
+def test_a_failed_check_stops_it():
+    result, calls = start("qwen3_8b_grpo", verl_rhyme="exit 1")
+    assert result.returncode == 1
+    assert "SKIP_PREFLIGHT=1" in result.stderr
+    assert [call[0] for call in calls] == ["verl-rhyme"]
+    result, calls = start("qwen3_8b_grpo", verl_rhyme='[ "$1" = claim ]', SKIP_PREFLIGHT="1")
+    assert result.returncode == 0
+    assert [call[:2] for call in calls] == [["verl-rhyme", "claim"], ["python", "-m"]]
+
+
+@pytest.mark.parametrize(("claimed", "status"), [(1, 1), (3, 0)])
+def test_a_foreign_folder_and_a_finished_run_are_not_trained_in(claimed, status):
+    result, calls = start("qwen3_8b_grpo", verl_rhyme=f'[ "$1" != claim ] || exit {claimed}')
+    assert result.returncode == status
+    assert [call[1] for call in calls] == ["preflight", "claim"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "name"),
+    [
+        ({}, [], "histospec-qwen2-megatron-sync"),
+        ({"RHYME": "off", "ENGINE": "fsdp", "MODE": "colocate_async"}, [], "off-qwen2-fsdp-colocate_async"),
+        ({}, ["rhyme=off"], "off-qwen2-megatron-sync"),
+        ({"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"}, [], "full-k2-qwen2-megatron-separate_async"),
+        ({"RHYME": "full", "STALENESS": "1", "MODE": "colocate_async"}, [], "full-qwen2-megatron-colocated"),
+        ({"RHYME": "full"}, [f"{CONFIG_PATH}.max_staleness=0"], "full-k0-qwen2-megatron-colocated"),
+        (
+            {"RHYME": "stream", "SMOKE": "1"},
+            [f"{CONFIG_PATH}.drafting.enable=false"],
+            "smoke/stream-no_drafting-qwen2-megatron-separate_async",
+        ),
+    ],
+)
+def test_python_names_the_folder(variables, overrides, name):
+    result, calls = start("qwen3_8b_grpo", *overrides, DRY_RUN="1", RUN_DIR="", **variables)
+    assert result.returncode == 0, result.stderr
+    named, dry_run = calls
+    assert named[1] == "run-name"
+    assert compose(dry_run[4:]).trainer.default_local_dir == f"{ROOT}/runs/qwen3_8b_grpo/{name}/checkpoints"
+
+
+def test_variables(tmp_path):
+    config = composed(
+        "qwen32b_ppo_math",
+        "histospec",
+        "megatron",
+        "separate_async",
+        NNODES="2",
+        GPUS_PER_NODE="4",
+        TP="4",
+        PP="2",
+        ROLLOUT_TP="2",
+        MODEL="some/model",
+        DATA_DIR=str(tmp_path),
+        VAL_FILE="[a.parquet,b.parquet]",
+        RUN_DIR=str(tmp_path / "a run"),
+        LOGGER="file,wandb",
+        SEED="7",
+        ROLLOUT_NNODES="3",
     )
-    def test_the_switches_of_sorted(self, recipe, variables, group, key, wanted):
-        result, calls = start(recipe, DRY_RUN="1", RHYME="sorted", **variables)
-        assert result.returncode == 0, result.stderr
-        assert config_of(calls[0][4:]).actor_rollout_ref.rollout.custom.rhyme[group][key] == wanted
-
-    @pytest.mark.parametrize(
-        ("variables", "told"),
-        [
-            ({"SORTED_MODE": "off_policy"}, "SORTED_MODE=off_policy is unknown; use on_policy or partial"),
-            ({"SORTED_COUPLED": "yes"}, "SORTED_COUPLED=yes is unknown; use 0 or 1"),
-            ({"MODE": "my_async"}, "MODE=my_async is unknown; use sync, colocate_async or separate_async"),
-        ],
-    )
-    def test_switches_that_cannot_be(self, recipe, variables, told):
-        result, calls = start(recipe, RHYME="sorted", **variables)
-        assert result.returncode == 2
-        assert told in result.stderr
-        assert calls == []
-
-    @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
-    def test_sorted_in_other_modes(self, recipe, mode):
-        result, calls = start(recipe, DRY_RUN="1", RHYME="sorted", MODE=mode, SORTED_MODE="partial")
-        assert result.returncode == 0, result.stderr
-        check_sorted(config_of(calls[0][4:]), mode, "partial")
-
-    @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
-    def test_placement_by_length_in_every_mode(self, recipe, mode):
-        result, calls = start(recipe, DRY_RUN="1", RHYME="histopipe", MODE=mode)
-        assert result.returncode == 0, result.stderr
-        rhyme = check_sorted(config_of(calls[0][4:]), mode, "histopipe")
-        assert (rhyme.placement.policy, rhyme.sorting.start_order) == ("histopipe", "longest")
-        assert rhyme.drafting.enable
-
-    @pytest.mark.parametrize(("mode", "stale"), [("", 1), ("async", 1), ("sync", 0)])
-    def test_streaming(self, recipe, mode, stale):
-        result, calls = start(recipe, DRY_RUN="1", RHYME="stream", STREAM_MODE=mode)
-        assert result.returncode == 0, result.stderr
-        rhyme = check_sorted(config_of(calls[0][4:]), "separate_async", "stream")
-        assert (rhyme.sorting.max_staleness, rhyme.placement.policy) == (stale, "makespan")
-        assert rhyme.streaming.enable
-        assert rhyme.drafting.enable
-
-    def test_all_together(self, recipe):
-        result, calls = start(recipe, DRY_RUN="1", RHYME="full")
-        assert result.returncode == 0, result.stderr
-        config = config_of(calls[0][4:])
-        rhyme = check_sorted(config, "separate_async", "partial")
-        assert (rhyme.sorting.max_staleness, rhyme.placement.policy, rhyme.sorting.start_order) == (
-            1,
-            "makespan",
-            "longest",
-        )
-        assert rhyme.streaming.enable
-        assert rhyme.drafting.enable
-        assert rhyme.sorting.keep_running
-        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "relay"
-
-    def test_a_mode_that_does_not_exist(self, recipe):
-        result, calls = start(recipe, RHYME="histospeck")
-        assert result.returncode == 2
-        assert "RHYME=histospeck" in result.stderr
-        assert "use histospec, sorted, histopipe, stream, full or off" in result.stderr
-        assert calls == []
-
-    @pytest.mark.parametrize("variable", ["ENGINE", "MODE"])
-    def test_an_unknown_choice(self, recipe, variable):
-        result, calls = start(recipe, **{variable: "deepspeed"})
-        assert result.returncode == 2
-        assert f"{variable}=deepspeed is unknown; use " in result.stderr
-        assert calls == []
-
-    @pytest.mark.parametrize("variable", ["DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP"])
-    def test_a_switch_that_is_neither_on_nor_off(self, recipe, variable):
-        result, calls = start(recipe, **{variable: "yes"})  # taken for off, DRY_RUN=yes would train
-        assert result.returncode == 2
-        assert f"{variable}=yes is unknown; use 0 or 1" in result.stderr
-        assert calls == []
-
-    @pytest.mark.parametrize("variable", ["NNODES", "GPUS_PER_NODE", "TP", "PP", "SP", "ROLLOUT_TP", "ROLLOUT_NNODES"])
-    def test_a_count_that_is_no_number(self, recipe, variable):
-        for value, told in (("two", "=two is no whole number"), ("0", "=0 is below 1")):
-            result, calls = start(recipe, **{variable: value})
-            assert result.returncode == 2
-            assert f"{variable}{told}" in result.stderr
-            assert calls == []
-
-    def test_a_variable_behind_the_command(self, recipe):
-        result, calls = start(recipe, "trainer.total_epochs=3", "DRY_RUN=1")
-        assert result.returncode == 2
-        assert "DRY_RUN=1 is a variable, not one of hydra's overrides; set it before the command" in result.stderr
-        assert calls == []
-
-    def test_a_seed_that_is_no_number(self, recipe):
-        result, calls = start(recipe, DRY_RUN="1", SEED="x")
-        assert result.returncode == 2
-        assert "SEED=x is no whole number" in result.stderr
-        assert calls == []
-
-    def test_the_models_earlier_name(self, recipe):
-        result, calls = start(recipe, DRY_RUN="1", MODEL_PATH="some/model")
-        assert result.returncode == 2
-        assert result.stderr == f"{recipe}: MODEL_PATH is now called MODEL: set MODEL=some/model\n"
-        assert calls == []
-
-    @pytest.mark.parametrize("variable", ["RUN_DIR", "CKPT", "DATA_DIR", "TRAIN_FILE", "VAL_FILE", "MODEL"])
-    def test_a_path_that_hydra_cannot_read(self, recipe, variable, tmp_path):
-        path = tmp_path / "a=(b)"
-        path.mkdir()
-        result, calls = start(recipe, **{variable: str(path)})
-        assert result.returncode == 2
-        assert f"{variable}={path} contains =(), which hydra cannot read" in result.stderr
-        assert len(result.stderr.splitlines()) == 1
-        assert calls == []
-
-    def test_checks_then_trains_with_the_same_arguments(self, recipe):
-        result, calls = start(recipe, "trainer.total_epochs=3")
-        assert result.returncode == 0, result.stderr
-        preflight, claim, training = calls
-        assert preflight[:3] == ["verl-rhyme", "preflight", "--"]
-        assert claim[:3] == ["verl-rhyme", "claim", "--"]
-        assert training[:3] == ["python", "-m", "verl.trainer.main_ppo"]
-        assert preflight[3:] == claim[3:] == training[3:]
-        assert training[-1] == "trainer.total_epochs=3"
-        assert "trained" in result.stdout
-        assert result.stderr.startswith(f"{recipe}: RHYME=histospec: drafts from earlier responses")
-        assert "or RHYME=sorted     the sorted pipeline" in result.stderr
-        assert "timing_s/gen" in result.stdout.splitlines()[-1]
-
-    def test_a_run_is_watched_from_outside_if_wanted(self, recipe, tmp_path):
-        # the observer is stopped with the training, which here would end before the observer has begun
-        watched = f"for _ in $(seq 200); do [ -e {tmp_path}/watched ] && break; sleep 0.1; done"
-        for watch, training in (("0", "true"), ("1", watched)):
-            result, calls = start(recipe, OBSERVE=watch, RUN_DIR=str(tmp_path), training=training)
-            config = config_of(calls[-1][3:]).actor_rollout_ref.rollout
-            assert config.prometheus.enable == (not config.disable_log_stats) == (watch == "1")
-            assert (config.prometheus.file == str(tmp_path / "servers.yml")) == (watch == "1")
-            assert (f"watched {tmp_path}" in result.stdout) == (watch == "1")
-        failed, _ = start(recipe, OBSERVE="yes")
-        assert (failed.returncode, "OBSERVE=yes is unknown; use 0 or 1" in failed.stderr) == (2, True)
-
-    def test_a_failed_check_stops_it(self, recipe):
-        result, calls = start(recipe, verl_rhyme="exit 1")
-        assert result.returncode == 1
-        assert "SKIP_PREFLIGHT=1" in result.stderr
-        assert [call[0] for call in calls] == ["verl-rhyme"]
-        result, calls = start(recipe, verl_rhyme='[ "$1" = claim ]', SKIP_PREFLIGHT="1")
-        assert result.returncode == 0
-        assert [call[:2] for call in calls] == [["verl-rhyme", "claim"], ["python", "-m"]]
-
-    @pytest.mark.parametrize(("claimed", "status"), [(1, 1), (3, 0)])
-    def test_a_foreign_folder_and_a_finished_run_are_not_trained_in(self, recipe, claimed, status):
-        result, calls = start(recipe, verl_rhyme=f'[ "$1" != claim ] || exit {claimed}')
-        assert result.returncode == status
-        assert [call[1] for call in calls] == ["preflight", "claim"]
-
-    def test_each_kind_of_run_has_a_folder_of_its_own(self, recipe):
-        runs = [{"RHYME": "off"}, {}, {"ENGINE": "fsdp"}, {"MODE": "colocate_async"}, {"SMOKE": "1"}]
-        more = [{}, {"SORTED_MODE": "partial"}, {"SORTED_COUPLED": "0"}]
-        more += [{"SORTED_MODE": mode, "MODE": "separate_async"} for mode in ("on_policy", "partial")]
-        runs += [{"RHYME": "sorted", **each} for each in more]
-        calls = [start(recipe, DRY_RUN="1", RUN_DIR="", **run)[1][0] for run in runs]
-        folders = {word for call in calls for word in call if word.startswith("trainer.default_local_dir=")}
-        assert len(folders) == len(runs)
-        for name in ("histospec-megatron-sync", "sorted-partial-megatron-separate_async"):
-            assert f"trainer.default_local_dir={ROOT}/runs/{recipe}/{name}/checkpoints" in folders
-
-    def test_variables(self, recipe, tmp_path):
-        result, calls = start(
-            recipe,
-            DRY_RUN="1",
-            NNODES="2",
-            GPUS_PER_NODE="4",
-            TP="4",
-            PP="2",
-            ROLLOUT_TP="2",
-            MODEL="some/model",
-            DATA_DIR=str(tmp_path),
-            VAL_FILE="[a.parquet,b.parquet]",
-            RUN_DIR=str(tmp_path / "a run"),
-            LOGGER="file,wandb",
-            SEED="7",
-            MODE="separate_async",
-            ROLLOUT_NNODES="3",
-        )
-        assert result.returncode == 0, result.stderr
-        config = config_of(calls[0][4:])
-        assert config.data.train_files.startswith(str(tmp_path))
-        expected = {
-            "trainer.nnodes": 2,
-            "trainer.n_gpus_per_node": 4,
-            f"{ACTOR}.megatron.tensor_model_parallel_size": 4,
-            f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
-            "critic.megatron.pipeline_model_parallel_size": 2,
-            f"{ROLLOUT}.tensor_model_parallel_size": 2,
-            f"{ROLLOUT}.nnodes": 3,
-            f"{ROLLOUT}.n_gpus_per_node": 4,
-            f"{ROLLOUT}.checkpoint_engine.backend": "nccl",
-            f"{ROLLOUT}.seed": 7,
-            "data.seed": 7,
-            "actor_rollout_ref.model.path": "some/model",
-            "data.val_files": ["a.parquet", "b.parquet"],
-            "trainer.logger": ["file", "wandb"],
-            "trainer.v1.trainer_mode": "separate_async",
-            "trainer.default_local_dir": str(tmp_path / "a run" / "checkpoints"),
-            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(tmp_path / "a run" / "metrics.jsonl"),
-        }
-        assert differing(config, expected) == {}
+    expected = {
+        "data.train_files": str(tmp_path / "dapo-math-17k.parquet"),
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 4,
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 4,
+        f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+        "critic.megatron.pipeline_model_parallel_size": 2,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        f"{ROLLOUT}.nnodes": 3,
+        f"{ROLLOUT}.n_gpus_per_node": 4,
+        f"{ROLLOUT}.seed": 7,
+        "data.seed": 7,
+        "actor_rollout_ref.model.path": "some/model",
+        "data.val_files": ["a.parquet", "b.parquet"],
+        "trainer.logger": ["file", "wandb"],
+        "trainer.default_local_dir": str(tmp_path / "a run" / "checkpoints"),
+        "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(tmp_path / "a run" / "metrics.jsonl"),
+    }
+    assert differing(config, expected) == {}
 
 
 def test_paths_are_refused_where_hydra_cannot_read_them():
@@ -850,7 +702,7 @@ def test_paths_are_refused_where_hydra_cannot_read_them():
     assert taken <= readable
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "tiny_cpu"])
+@pytest.mark.parametrize("recipe", ["qwen3_8b_grpo", "tiny_cpu"])
 def test_a_checkout_where_hydra_cannot_read_it(recipe, tmp_path):
     (tmp_path / "a=b").symlink_to(ROOT)
     script = tmp_path / "a=b" / "recipes" / f"run_{recipe}.sh"

@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
         ("qwen32b_dapo", {}, []),
         pytest.param("llama8b_logic", {}, ["actor/kl_loss"], marks=SLOW),
         pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
-        pytest.param("qwen3_8b_grpo", {"RHYME": "full"}, ["actor/kl_loss", "training/stream/parts"], marks=SLOW),
+        pytest.param(
+            "qwen3_8b_grpo",
+            {"RHYME": "full", "MODE": "separate_async"},
+            ["actor/kl_loss", "training/stream/parts"],
+            marks=SLOW,
+        ),
         pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
         *(
             pytest.param(recipe, {"RHYME": "sorted"}, ["training/sorted/order", *metrics], marks=SLOW)

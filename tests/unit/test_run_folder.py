@@ -50,7 +50,7 @@ RUNS = {
     "off": [],
     "histospec": ["+rhyme=histospec"],
     "sorted": ["+rhyme=sorted"],
-    "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"],
+    "partial": ["+rhyme=sorted", f"{R}.custom.rhyme.max_staleness=1"],
     "apart": ["+rhyme=sorted", "trainer.v1.trainer_mode=separate_async"],
     "mode": ["trainer.v1.trainer_mode=colocate_async"],
     "engine": ["model_engine=megatron"],
@@ -111,36 +111,31 @@ def test_what_may_change_from_start_to_start(tmp_path):
     assert run_folder.refusal(config) is None
 
 
-def test_the_colocated_trainer_modes_are_one_to_a_sorted_run(tmp_path):
+def test_the_colocated_trainer_modes_are_one_to_the_pipeline(tmp_path):
     config = run_in(tmp_path, "sorted")
     run_folder.claim(config)
     config.trainer.v1.trainer_mode = "colocate_async"
     assert run_folder.refusal(config) is None
     config.trainer.v1.trainer_mode = "separate_async"
-    assert "mode rhyme_sorted there, separate_async here" in run_folder.refusal(config)
+    assert "mode colocated there, separate_async here" in run_folder.refusal(config)
 
 
-@pytest.mark.parametrize("arm", ["histospec", "sorted"])
-def test_drafts_may_be_switched_off_and_on_again(tmp_path, arm):
-    config = run_in(tmp_path, arm)
+@pytest.mark.parametrize("preset", ["histospec", "sorted"])
+def test_drafts_may_be_switched_off_and_on_again(tmp_path, preset):
+    config = run_in(tmp_path, preset)
     run_folder.claim(config)
     for enable in (False, True):
         config.actor_rollout_ref.rollout.custom.rhyme.drafting.enable = enable
         assert run_folder.refusal(config) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "arm", "told"),
-    [("histospec", "histospec", "histospec"), ("partial", "sorted partial", "sorted-partial")],
-)
-def test_an_earlier_versions_run_is_its_own(tmp_path, name, arm, told):
-    config = run_in(tmp_path, name)
+def test_a_run_of_earlier_rules_is_told_why_it_does_not_resume(tmp_path):
+    config = run_in(tmp_path, "partial")
     run_folder.claim(config)
     marker = tmp_path / "run.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": f"{arm} without drafts"}))
-    config.actor_rollout_ref.rollout.custom.rhyme.drafting.enable = False
-    assert run_folder.refusal(config) is None
-    assert f"arm {told} there, off here" in run_folder.refusal(run_in(tmp_path, "off"))
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": "sorted-partial", "mode": "rhyme_sorted"}))
+    told = "arm sorted-partial there, sorted-k1 here; mode rhyme_sorted there, colocated here"
+    assert run_folder.refusal(config) == f"{tmp_path} belongs to another run: {told}"
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
@@ -185,6 +180,23 @@ def test_steps(world, tmp_path):
     assert run_folder.total_steps(compose([*world, "data.train_max_samples=8", "trainer.total_epochs=5"])) == 10
     assert run_folder.total_steps(compose([*world, "trainer.total_training_steps=7"])) == 7
     assert run_folder.total_steps(compose([*world, "data.train_files=/nowhere.parquet"])) is None
+
+
+def test_the_command_names_a_run(world):
+    for changes, notes, name in (
+        ([], [], "off-qwen2-fsdp-sync"),
+        (["+rhyme=histospec", "model_engine=megatron"], [], "histospec-qwen2-megatron-sync"),
+        (
+            ["+rhyme=full", f"{R}.custom.rhyme.max_staleness=2", "trainer.v1.trainer_mode=colocate_async"],
+            ["--note", "replicas=2"],
+            "full-k2-qwen2-fsdp-colocated-2_replicas",
+        ),
+    ):
+        told = CliRunner().invoke(app, ["run-name", *notes, "--", *world, *changes])
+        assert (told.exit_code, told.output) == (0, f"{name}\n")
+    told = CliRunner().invoke(app, ["run-name", "--", *world, "+rhyme=full", f"{R}.custom.rhyme.max_staleness=-1"])
+    assert (told.exit_code, told.stdout, len(told.stderr.splitlines())) == (1, "", 1)
+    assert "max_staleness must be null, or at least 0" in told.stderr
 
 
 def claim(*arguments):

@@ -39,6 +39,11 @@ _PIPELINE_KEYS: Mapping[str, tuple[Any, str]] = {
         "engines take samples in the scheduler's order, whatever agent loop worker they come from",
     ),
     MANAGER: (PIPELINE_MANAGER, ""),
+    "actor_rollout_ref.hybrid_engine": ("${rhyme.if_separate:false,true}", "all engines are the pipeline's"),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": (
+        "${rhyme.if_separate:relay,naive}",
+        "separate engines: through shared memory and the network, each replica by itself; nccl sends to all at once",
+    ),
     "algorithm.rollout_correction.rollout_is": (
         "${rhyme.rollout_is:}",
         "token where tokens of earlier policies are trained (max_staleness above 0): verl's truncated importance "

@@ -296,7 +296,9 @@ def batches(config: Any, plan: Plan) -> Iterator[Check]:
         int(rollout.n),
         plan.data_parallel,
     )
-    if mini < 1 or batch % mini:
+    if batch < 1:
+        problems.append((FAIL, f"data.train_batch_size={batch}: an update trains nothing", "raise it"))
+    elif mini < 1 or batch % mini:
         problems.append(
             (
                 FAIL,

@@ -1,6 +1,7 @@
 """Whose checkpoints stand in a folder: a run resumes from its own, and from nobody else's.
 
-``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`). A run with another arm,
+``run.json`` in ``trainer.default_local_dir`` says what run marked the folder (:func:`claim`); the run scripts call the
+folder after the same (:func:`name`). A run with another arm,
 trainer mode, engine, model, seed or data is refused there, because it would resume from weights, from a data order or
 from metrics that are not its own. What may change from one start to the next is not part of it: epochs, steps,
 learning rates, batch sizes, drafting's options, ``drafting.enable`` among them: drafts change no sample's distribution,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     rhyme = config_tree.from_verl(config)
-    run = {"arm": arm_name(rhyme, switches=False), "mode": _mode(rhyme, str(trainer.v1.trainer_mode))}
+    run = {"arm": arm_name(rhyme, switches=False), "mode": _mode(rhyme, config)}
     run["engine"] = str(actor.strategy)
     if run["engine"].startswith("fsdp"):  # one file a rank
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
@@ -63,6 +65,24 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
     run["seed"] = str(config.data.get("seed"))
     run["data"] = ", ".join(Path(file).name for file in _files(config))
     return run | dict(notes or {})
+
+
+def name(config: Any, notes: Mapping[str, str] | None = None) -> str:
+    """What the run scripts call a run's folder: preset, model, engine, mode, e.g. ``full-k2-qwen2-fsdp-colocated``.
+
+    Args:
+        config: verl's resolved config.
+        notes: As of :func:`describe`; each becomes ``VALUE_NAME``.
+
+    Raises:
+        ConfigError: The rhyme tree is wrong.
+    """
+    rhyme = config_tree.from_verl(config)
+    model = Path(str(config.actor_rollout_ref.model.path)).name
+    engine = str(config.actor_rollout_ref.actor.strategy).removesuffix("2")  # of FSDP there is one engine in V1
+    parts = [arm_name(rhyme), model, engine, _mode(rhyme, config)]
+    parts += [f"{value}_{what}" for what, value in (notes or {}).items()]
+    return re.sub(r"[^A-Za-z0-9._@%+-]+", "_", "-".join(parts))  # of a path that hydra reads without quotes
 
 
 def refusal(config: Any, notes: Mapping[str, str] | None = None) -> str | None:
@@ -136,20 +156,18 @@ def total_steps(config: Any) -> int | None:
     return prompts // int(config.data.train_batch_size) * int(config.trainer.total_epochs)
 
 
-def _mode(rhyme: RhymeConfig | None, mode: str) -> str:
-    """The trainer mode; those that are one to a sorted run are ``rhyme_sorted``."""
-    one = rhyme is not None and rhyme.sorting.mode is not None and TOPOLOGIES.get(mode) == TOPOLOGIES["rhyme_sorted"]
-    return "rhyme_sorted" if one else mode
+def _mode(rhyme: RhymeConfig | None, config: Any) -> str:
+    """The trainer mode; to the pipeline ``sync`` and ``colocate_async`` are one, ``colocated``."""
+    mode = str(config.trainer.v1.trainer_mode)
+    one = rhyme is not None and rhyme.pipeline and TOPOLOGIES.get(mode) == "colocated"
+    return "colocated" if one else mode
 
 
 def _owner(checkpoints: Path) -> dict[str, str]:
     """What the marker says; without one, what the latest checkpoint tells of itself."""
     marker = checkpoints / MARKER
     try:
-        told = {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
-        if "arm" in told:  # as earlier versions wrote it, who took a run without drafts for an arm of its own
-            told["arm"] = told["arm"].removesuffix(" without drafts").replace(" ", "-")
-        return told
+        return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, AttributeError) as error:

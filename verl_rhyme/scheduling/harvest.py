@@ -7,7 +7,7 @@ update and k more at the latest, all that k batches cannot hold are due now (ear
 Say a batch takes 4 samples, ``max_staleness`` is 2, and version 7 is trained. One sample has a token of version 5, five
 have none older than 6, and the rest are of 7. The one of version 5 is due, for at the next update it is past the bound.
 Of the six that go by 5 or 6 the next batch can hold four, so that two are due: that one, and another. The batch is
-then, in this order: the one of version 5, the first loaded of version 6, and the first loaded of the others, until there
+then, in this order: the one of version 5, the first loaded of version 6, the first loaded of the others, until there
 are 4.
 
 What the trainer was promised, because it works on it already, comes before the others; no more is promised than leaves

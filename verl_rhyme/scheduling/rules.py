@@ -105,7 +105,8 @@ class Rules:
             )
         if self.put_off and not self.rounds:
             raise ValueError(
-                f"put_off={self.put_off} is for max_staleness=0 with refill=always and take=finished: elsewhere long responses run on while others are trained; set put_off=0"
+                f"put_off={self.put_off} is for max_staleness=0 with refill=always and take=finished: elsewhere long "
+                "responses run on while others are trained; set put_off=0"
             )
         if self.at_version == "finish" and not (self.separate and self.relayed):
             raise ValueError(
@@ -229,7 +230,7 @@ def of_options(
     put_off = options.put_off
     if put_off is None:  # tail batching, where nothing else is set
         plain = options.in_flight is None and options.take == "finished" and options.refill == "always"
-        put_off = TAIL_SHARE if plain and max_staleness == 0 and not separate else 0.0
+        put_off = TAIL_SHARE if plain and max_staleness == 0 else 0.0
     return Rules(
         batch_prompts=batch_prompts,
         batch_samples=batch_prompts * samples,

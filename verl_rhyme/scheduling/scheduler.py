@@ -298,9 +298,9 @@ class Scheduler:
         """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
         is waited for.
 
-        Until :data:`~.rules.STOP_WAIT_S` these are: attempts that may still ask stopped engines for tokens, and rewards of
-        what is to be the update batch. Rewards of others change nothing; but a short response whose reward is slow is
-        not passed by for a longer one, or on-policy those that are slow to judge would be drawn again.
+        Until :data:`~.rules.STOP_WAIT_S` these are: attempts that may still ask stopped engines for tokens, and rewards
+        of what is to be the update batch. Rewards of others change nothing; but a response whose reward is slow is not
+        passed by for a later one, or on-policy those that are slow to judge would be generated again.
         """
         if stopped_s >= STOP_WAIT_S:
             return True

@@ -1,306 +1,32 @@
-"""The scheduler under random schedules: a make-believe engine finishes, fails and is cut short at any moment."""
-
-import copy
-import dataclasses
-import json
-import random
+"""The scheduler's decisions, one by one; test_invariants.py has what holds under all schedules."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
-SAMPLES, LONGEST = 3, 40
-
-rules_of = st.builds(
-    lambda batch, groups, mode, unit, threshold, staleness: named(
-        mode,
-        batch_prompts=batch,
-        batch_samples=batch * SAMPLES,
-        group_batches=groups,
-        unit=unit,
-        harvest_tokens=threshold,
-        max_staleness=staleness,
-    ),
-    batch=st.integers(1, 4),
-    groups=st.integers(1, 4),
-    mode=st.sampled_from(["on_policy", "partial"]),
-    unit=st.sampled_from(["group", "trajectory"]),
-    threshold=st.sampled_from([None, None, 60]),
-    staleness=st.integers(1, 3),
-)
+#: SortedRL's loads of three batches, of a prompt with two samples each; on-policy, partial.
+LOADS = {"in_flight": 3, "refill": "when_empty"}
+ON_POLICY, PARTIAL = {"max_staleness": 0, **LOADS}, {"max_staleness": 1, **LOADS}
+SEPARATE = {"separate": True, "relayed": True}
+FINISHING = {**SEPARATE, "at_version": "finish", "in_flight": 3}
 
 
-class World:
-    """Engine and trainer around a scheduler; ``text`` holds the version of every token a sample has.
-
-    ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
-    made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
-    """
-
-    def __init__(self, rules, seed, mishaps=0.0, losses=0.0):
-        self.rules, self.mishaps, self.losses = rules, mishaps, losses
-        self.scheduler = Scheduler(rules)
-        self.random = random.Random(seed)
-        self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
-        self.running, self.unrewarded, self.loads, self.version = [], [], 0, 0
-        self.attempts = set()
-        self.kept = {}  # tokens of an earlier attempt that this one began with
-        self.limit = self.random.choice([None, 1, 2, 7])
-        self.lot = self.random.randint(1, self.limit or 1)
-
-    def step(self, batches_left=None):
-        scheduler = self.scheduler
-        for sample in scheduler.begin(self.version):
-            self.text[sample] = []
-        self.unrewarded = [sample for sample in self.unrewarded if self.state(sample) == "generated"]
-        self.fill(batches_left)
-        rewarded = False
-        while True:
-            while not scheduler.enough(rewarded):
-                assert self.running or self.unrewarded, "nothing is on its way, nothing enough: the scheduler is stuck"
-                self.advance()
-                self.fill(batches_left)
-            for sample in list(self.running):  # the abort: some finish before it reaches them
-                if sample[0] in scheduler.ledger and self.random.random() >= self.losses:  # or are busy elsewhere
-                    self.advance(sample, stop=self.random.random() < 0.8)
-            while self.unrewarded and self.random.random() >= self.losses:
-                self.reward()
-            self.check_settled()
-            assert set(scheduler.give_up()) == {sample for sample in self.running if self.state(sample) is not None}
-            for sample in self.running:
-                assert self.state(sample) in ("pending", None)
-                self.text[sample] = self.text[sample][: self.kept[sample]]
-            self.running = []
-            if scheduler.ready():
-                break
-            rewarded = True
-            self.fill(batches_left)  # a reward failed, or is long in coming: on with it
-        batch = scheduler.harvest()
-        self.check(batch)
-        self.version += 1
-        return batch
-
-    def check_settled(self):
-        """Engines stand still for rewards as long as these may change the batch, and no longer."""
-        scheduler = self.scheduler
-        assert scheduler.settled(self.rules.stop_wait)
-        settled = scheduler.settled(0.0)
-        if any(self.state(sample) is not None for sample in self.running):
-            assert not settled
-            return
-        late = [sample for sample in self.unrewarded if self.state(sample) is not None]
-        if not late:
-            assert settled
-            return
-        rewarded = copy.deepcopy(scheduler)
-        for sample in late:
-            rewarded.finish(*sample)
-        batch = rewarded.harvest().samples if rewarded.ready() else []
-        if settled:
-            assert batch == (copy.deepcopy(scheduler).harvest().samples if scheduler.ready() else [])
-        elif scheduler.ready():
-            assert set(late) & set(batch), "waits for the reward of a sample that is not of the batch"
-        else:
-            assert batch, "waits for rewards that do not fill the batch"
-
-    def fill(self, batches_left):
-        while count := self.scheduler.loadable(batches_left):
-            consumed = not len(self.scheduler.ledger) or self.rules.load == "refill"
-            assert consumed or count <= len(self.dropped), "loaded before all were consumed"
-            for _ in range(count):
-                self.scheduler.load(f"p{self.loads}", SAMPLES)
-                self.loads += 1
-        started = self.scheduler.dispatch(self.limit, self.lot)
-        left = any(True for _ in self.scheduler.ledger.samples("pending"))
-        assert not started or len(started) >= self.lot or not left, "a message for less than a lot"
-        for sample in started:
-            if not self.rules.continues or not self.text.get(sample):
-                self.text[sample] = []
-                self.length[sample] = self.random.randint(1, LONGEST)
-            self.kept[sample] = len(self.text[sample])
-            assert sample not in self.running
-            attempt = (*sample, self.scheduler.ledger.prompt(sample[0]).samples[sample[1]].attempt)
-            assert attempt not in self.attempts, "two attempts with one name"
-            self.attempts.add(attempt)
-            self.running.append(sample)
-        alive = [sample for sample in self.running if sample[0] in self.scheduler.ledger]
-        assert self.limit is None or len(alive) <= self.limit
-
-    def reward(self):
-        uid, number = sample = self.random.choice(self.unrewarded)
-        self.unrewarded.remove(sample)
-        if self.random.random() < self.mishaps:
-            self.dropped.add(uid)
-            self.scheduler.fail(uid)
-        else:
-            self.scheduler.finish(uid, number)
-
-    def advance(self, sample=None, stop=None):
-        if sample is None and self.unrewarded and (not self.running or self.random.random() < 0.3):
-            self.reward()
-            return
-        if self.random.random() < self.losses:
-            self.lose(sample or self.random.choice(self.running + self.unrewarded))
-            return
-        sample = sample or self.random.choice(self.running)
-        uid, number = sample
-        text = self.text[sample]
-        more = self.length[sample] - len(text)
-        made = self.random.randint(0, more) if stop or (stop is None and self.random.random() < 0.7) else more
-        text += [self.version] * made
-        if len(text) == self.length[sample]:
-            self.running.remove(sample)
-            self.scheduler.generate(uid, number, len(text), min(text))
-            self.unrewarded.append(sample)
-        elif stop:
-            self.running.remove(sample)
-            self.scheduler.interrupt(uid, number, len(text), min(text, default=None))
-
-    def state(self, sample):
-        uid, number = sample
-        if uid not in self.scheduler.ledger:
-            return None
-        return self.scheduler.ledger.prompt(uid).samples[number].state
-
-    def lose(self, sample):
-        """Its worker dies; what it had told before is kept, and what it said since was told to nobody."""
-        generated = sample in self.unrewarded
-        (self.unrewarded if generated else self.running).remove(sample)
-        self.scheduler.abandon(*sample)
-        assert self.state(sample) in ("pending", None)
-        if not generated:
-            self.text[sample] = self.text[sample][: self.kept[sample]]
-
-    def check(self, batch):
-        assert batch.samples
-        assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
-        assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
-        oldest = self.version - self.rules.max_staleness
-        for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
-            assert sample not in self.trained, "trained twice"
-            assert min(self.text[sample]) >= oldest
-            assert staleness == self.version - min(self.text[sample])
-            self.trained.append(sample)
-        if self.rules.unit == "group":
-            assert len(batch.samples) == SAMPLES * len({uid for uid, _ in batch.samples})
-        self.batches.append(batch)
-
-
-def drain(world, steps=60):
-    """Train until everything that was loaded is consumed."""
-    for _ in range(steps):
-        if not len(world.scheduler.ledger) and world.batches:
-            break
-        world.step()
-    assert not len(world.scheduler.ledger), "some prompts never had their turn"
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]))
-def test_none_is_lost_and_none_is_trained_twice(rules, seed, mishaps):
-    world = World(rules, seed, mishaps)
-    drain(world)
-    wanted = {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
-    assert set(world.trained) | {s for s in wanted if s[0] in world.dropped} == wanted
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.05, 0.3]))
-def test_lost_and_late_attempts_lose_no_sample(rules, seed, mishaps, losses):
-    world = World(rules, seed, mishaps, losses)
-    drain(world, steps=300)
-    wanted = {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
-    assert set(world.trained) | {s for s in wanted if s[0] in world.dropped} == wanted
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6), st.integers(1, 8))
-def test_loads_that_are_refilled_are_all_trained_when_training_ends(rules, seed, updates):
-    """Prompts are here for so many updates at all times, and no more than will be trained."""
-    rules = dataclasses.replace(rules, load="refill", harvest_tokens=None)
-    world = World(rules, seed)
-    for left in range(updates, 0, -1):
-        world.step(left)
-        here = world.scheduler.ledger.tally.untrained
-        assert here + rules.batch_samples == min(rules.group_batches, left) * rules.batch_samples
-    assert sorted(world.trained) == sorted((f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES))
-    assert len(world.trained) == updates * rules.batch_samples
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6))
-def test_waiting_is_bounded(rules, seed):
-    world = World(rules, seed)
-    for _ in range(12):
-        world.step()
-    longest = max(max(batch.waited) for batch in world.batches)
-    if rules.harvest_tokens is None:
-        assert longest <= rules.group_batches - 1  # full batches only: a group is consumed in so many
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6), st.integers(0, 200), st.integers(1, 4))
-def test_a_crash_at_any_event_resumes_from_the_checkpoint(rules, seed, crash_at, every):
-    """What ran is begun anew, what was finished is still there; the checkpoint is what JSON keeps of it."""
-
-    class Crash(Exception):
-        pass
-
-    class Mortal(World):
-        events = 0
-
-        def advance(self, *args, **kwargs):
-            self.events += 1
-            if self.events == crash_at:
-                raise Crash
-            super().advance(*args, **kwargs)
-
-    world = Mortal(rules, seed)
-    saved = None
-    try:
-        for step in range(8):
-            world.step()
-            if step % every == 0:
-                kept = copy.deepcopy((world.text, world.length, world.trained, world.loads, world.version))
-                saved = json.dumps(world.scheduler.state_dict()), kept
-    except Crash:
-        pass
-    world = World(rules, seed + 1)
-    if saved is not None:
-        state, (world.text, world.length, world.trained, world.loads, world.version) = saved
-        world.scheduler.load_state_dict(json.loads(state))
-    drain(world)
-    assert set(world.trained) == {(f"p{i}", j) for i in range(world.loads) for j in range(SAMPLES)}
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
-def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses):
-    class Hopeless(Exception):
-        pass
-
-    class Failing(World):
-        def fill(self, batches_left):
-            if self.scheduler.hopeless():
-                raise Hopeless
-            assert self.loads < 400
-            super().fill(batches_left)
-
-    with pytest.raises(Hopeless):
-        Failing(rules, seed, mishaps=1.0, losses=losses).step()
-
-
-def scheduler(mode="on_policy", **rules):
-    numbers = {"batch_prompts": 1, "batch_samples": 2, "group_batches": 3, "max_staleness": 1}
-    built = Scheduler(named(mode, **{**numbers, **rules}))
+def scheduler(batch=1, **rules):
+    built = Scheduler(Rules(batch, 2 * batch, **{**ON_POLICY, **rules}))
     built.begin(0)
-    for i in range(built.loadable()):
-        built.load(f"p{i}", 2)
+    load(built)
     built.dispatch()
     return built
+
+
+def load(built):
+    for _ in range(built.loadable()):
+        built.load(f"p{built.ledger.loaded}", 2)
+
+
+def running(built):
+    return [prompt.uid for prompt, number, _ in built.ledger.samples("running") if number == 0]
 
 
 def finish(built, uid, *lengths, version=0):
@@ -309,46 +35,28 @@ def finish(built, uid, *lengths, version=0):
         built.finish(uid, number)
 
 
-def test_harvest_takes_the_shortest_first():
+def test_of_finished_groups_the_first_loaded_are_trained_sorted_by_length():
     built = scheduler()
-    finish(built, "p0", 30, 30)
     finish(built, "p2", 9, 11)
+    finish(built, "p0", 30, 20)
     batch = built.harvest()
-    assert batch.samples == [("p2", 0), ("p2", 1)]
-    assert batch.lengths == [9, 11]
+    assert batch.samples == [("p0", 1), ("p0", 0)]
+    assert batch.lengths == [20, 30]
 
 
-def test_surplus_is_stale_after_the_update_on_policy_and_kept_in_partial_mode():
-    for mode, stale in (("on_policy", [("p0", 0), ("p0", 1)]), ("partial", [])):
-        built = scheduler(mode=mode)
-        finish(built, "p0", 30, 30)
-        finish(built, "p2", 9, 11)
-        built.harvest()
-        assert built.begin(1) == stale
-        assert built.step.wasted_tokens == 30 * len(stale)
-        assert built.ready() == (mode == "partial")
-
-
-@pytest.mark.parametrize(("load", "trained"), [("group", ["p0", "p1"]), ("refill", ["p0", "p2", "p3"])])
-def test_a_long_response_waits_for_the_load_or_where_that_is_refilled_for_ever(load, trained):
-    """On-policy, the second prompt is long: it is cut short at each update, and passed by as long as others come."""
-    built = scheduler(group_batches=2, load=load)
-    loaded = 2
-    for version, uid in enumerate(trained):
-        built.begin(version)
-        for _ in range(built.loadable()):
-            built.load(f"p{loaded}", 2)
-            loaded += 1
-        built.dispatch()
-        finish(built, uid, 5, 5, version=version)
-        assert built.harvest().samples == [(uid, 0), (uid, 1)]
-        for number in (0, 1) if uid != "p1" else ():
-            built.interrupt("p1", number, 3, version)
-    assert built.loadable() == (1 if load == "refill" else 2)
+@pytest.mark.parametrize(("bound", "stale"), [(0, [("p2", 0), ("p2", 1)]), (1, [])])
+def test_surplus_is_stale_on_policy_and_else_kept(bound, stale):
+    built = scheduler(max_staleness=bound)
+    finish(built, "p0", 30, 30)
+    finish(built, "p2", 9, 9)
+    built.harvest()
+    assert built.begin(1) == stale
+    assert built.step.wasted_tokens == 9 * len(stale)
+    assert built.ready() == (not stale)
 
 
 def test_no_prompt_is_loaded_before_all_are_consumed():
-    built = scheduler(group_batches=2)
+    built = scheduler(in_flight=2)
     for version, uid in enumerate(("p0", "p1")):
         assert built.loadable() == 0
         built.begin(version)
@@ -358,8 +66,9 @@ def test_no_prompt_is_loaded_before_all_are_consumed():
         for _, number in [("p1", 0), ("p1", 1)] if version == 0 else []:
             built.interrupt("p1", number, 3, 0)
     assert built.loadable() == 2
-    assert built.loadable(batches_left=1) == 1
-    assert built.loadable(batches_left=0) == 0
+    for left in (1, 0):
+        built.begin(2, left)
+        assert built.loadable() == left
 
 
 def test_a_dropped_prompt_wastes_what_might_have_been_trained_and_nothing_twice():
@@ -416,7 +125,7 @@ def replaced(built, failing):
 
 def test_it_is_hopeless_when_as_many_fail_one_after_another_as_an_update_batch_has():
     for batch, failures in ((1, FAILURES), (20, 20)):
-        built = scheduler(batch_prompts=batch, batch_samples=2 * batch)
+        built = scheduler(batch)
         failed = 0
         while not built.hopeless():
             built.fail(next(iter(built.ledger)).uid)
@@ -434,7 +143,7 @@ def test_a_prompt_that_hangs_does_not_hide_that_all_others_fail():
 
 
 def test_while_others_come_to_their_end_it_is_not_hopeless():
-    built = scheduler(batch_prompts=20, batch_samples=40, group_batches=4)
+    built = scheduler(20, in_flight=4)
     for round in range(4):
         replaced(built, lambda number: number % 2 == 0)  # at once, and those of the same age run on
         assert not built.hopeless(), round
@@ -488,7 +197,7 @@ def test_prompts_start_in_the_order_of_loading_their_longest_samples_leading():
         (lambda c: finish(c, "p0", 5) or c.finish("p0", 0), "cannot become finished: it is finished"),
         (lambda c: c.load("p0", 2), "p0 is loaded already"),
         (lambda c: c.harvest(), "ask ready"),
-        (lambda c: Scheduler(named("partial", batch_prompts=1, batch_samples=1)), "at least 1"),
+        (lambda c: c.ledger.start("p0", 0), "cannot become running: it is running"),
     ],
 )
 def test_what_cannot_be_is_refused(event, message):
@@ -536,19 +245,19 @@ def test_a_full_batch_does_not_wait_for_rewards_of_others():
     assert built.harvest().samples == [("p0", 0), ("p0", 1)]
 
 
-def test_a_shorter_response_is_not_passed_by_because_its_reward_is_slow():
+def test_an_earlier_response_is_not_passed_by_because_its_reward_is_slow():
     built = scheduler()
-    finish(built, "p0", 9, 9)
+    finish(built, "p1", 9, 9)
     for number in range(2):
-        built.generate("p1", number, 5, 0)
+        built.generate("p0", number, 5, 0)
         built.interrupt("p2", number, 3, 0)
     assert built.ready()
     assert not built.settled(29.0)
     assert built.settled(30.0)
-    built.finish("p1", 0)
-    built.finish("p1", 1)
+    built.finish("p0", 0)
+    built.finish("p0", 1)
     assert built.settled(0.0)
-    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+    assert built.harvest().samples == [("p0", 0), ("p0", 1)]
 
 
 def test_an_attempt_that_may_still_ask_the_engines_is_waited_for_though_the_batch_is_full():
@@ -571,14 +280,14 @@ def test_engines_go_on_at_once_where_no_reward_can_fill_the_batch():
     assert not built.ready()
 
 
-def test_a_response_whose_reward_comes_after_the_update_is_made_anew_on_policy_and_kept_in_partial_mode():
-    for mode, state in (("on_policy", "pending"), ("partial", "generated")):
-        built = scheduler(mode=mode)
-        finish(built, "p0", 5, 5)
-        built.generate("p1", 0, 7, 0)
-        built.harvest()
-        assert built.begin(1) == ([("p1", 0)] if mode == "on_policy" else [])
-        assert built.ledger.prompt("p1").samples[0].state == state
+@pytest.mark.parametrize(("bound", "state"), [(0, "pending"), (1, "generated")])
+def test_a_response_whose_reward_comes_after_the_update_is_regenerated_on_policy_and_else_kept(bound, state):
+    built = scheduler(max_staleness=bound)
+    finish(built, "p0", 5, 5)
+    built.generate("p1", 0, 7, 0)
+    built.harvest()
+    assert built.begin(1) == ([("p1", 0)] if bound == 0 else [])
+    assert built.ledger.prompt("p1").samples[0].state == state
 
 
 def test_a_response_without_tokens_is_the_current_policys():
@@ -587,3 +296,265 @@ def test_a_response_without_tokens_is_the_current_policys():
     batch = built.harvest()
     assert batch.lengths == [0, 0]
     assert batch.staleness == [0, 0]
+
+
+# ---- the pipeline ----
+
+
+def test_no_prompt_begins_between_a_batch_and_its_policy_unless_they_start_early():
+    for early in (False, True):
+        built = scheduler(max_staleness=2, in_flight=2, refill="always", start_early=early, **SEPARATE)
+        built.interrupt("p1", 0, 3, 0)
+        finish(built, "p0", 5, 5)
+        built.harvest()
+        load(built)
+        assert built.dispatch() == [("p1", 0)] + [("p2", 0), ("p2", 1)] * early, "what has begun goes on"
+        built.begin(1)
+        assert built.dispatch() == [("p2", 0), ("p2", 1)] * (not early)
+
+
+def test_the_oldest_batch_starts_first_in_it_the_longest_expected():
+    built = Scheduler(Rules(2, 2, max_staleness=2))
+    built.begin(0)
+    for uid, tokens in (("short", 10), ("long", 90), ("unknown", None), ("later", 99)):
+        built.load(uid, 1)
+        if tokens is not None:
+            built.expect(uid, tokens)
+    assert [uid for uid, _ in built.dispatch()] == ["long", "short", "unknown", "later"]
+
+
+def test_a_fraction_of_a_batch_may_be_in_flight():
+    built = Scheduler(Rules(4, 8, max_staleness=1, in_flight=1.5))
+    built.begin(0)
+    assert built.loadable() == 6
+
+
+def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
+    built = scheduler(max_staleness=1, refill="always", **FINISHING)
+    assert running(built) == ["p0", "p1"]
+    finish(built, "p1", 3, 3)
+    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+    assert built.dispatch() == []  # p0 fills the one update that may train what the old policy says
+    built.begin(1)
+    assert built.dispatch() == [("p2", 0), ("p2", 1)]
+
+
+def test_what_would_be_too_stale_at_the_next_update_is_waited_for():
+    built = scheduler(max_staleness=1, **FINISHING)
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    assert built.begin(1) == []  # p0 runs on
+    built.dispatch()
+    finish(built, "p2", 3, 3, version=1)
+    assert not built.enough()
+    finish(built, "p0", 9, 9, version=0)
+    batch = built.harvest()
+    assert batch.samples == [("p0", 0), ("p0", 1)]
+    assert batch.staleness == [1, 1]
+
+
+def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
+    """Two of three old prompts are left and each fits into one of the two batches that may train them."""
+    built = scheduler(max_staleness=2, **{**FINISHING, "in_flight": 4})
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    built.begin(1)
+    assert built.dispatch() == [("p3", 0), ("p3", 1)]
+    finish(built, "p3", 1, 1, version=1)
+    assert not built.enough(), "p0 and p2 would be left for one batch"
+    finish(built, "p2", 9, 9)
+    assert built.harvest().samples == [("p2", 0), ("p2", 1)]
+    built.begin(2)
+    assert not built.enough()
+    finish(built, "p0", 9, 9)
+    assert built.harvest().staleness == [2, 2]
+    assert built.begin(3) == []
+
+
+def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
+    built = scheduler(max_staleness=1, **FINISHING)
+    built.begin(1)
+    finish(built, "p1", 9, 9)
+    assert built.enough(), "p0 is lost, and what is made meanwhile would be, too"
+
+
+def test_a_request_that_only_queued_is_as_young_as_its_first_token():
+    built = scheduler(max_staleness=1, **FINISHING)
+    finish(built, "p1", 3, 3)
+    built.harvest()
+    built.begin(1)
+    built.dispatch()
+    finish(built, "p2", 3, 3, version=1)
+    assert all(built.progress("p0", number, None) for number in range(2))
+    assert built.harvest().samples == [("p2", 0), ("p2", 1)]
+    assert built.begin(2) == []
+
+
+def test_what_is_past_the_bound_is_regenerated_while_it_runs_or_when_it_reports():
+    built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
+    assert built.begin(2) == [("p0", 0), ("p0", 1)]  # two updates by somebody else
+    assert built.step.stale == 2
+    assert built.dispatch() == [("p0", 0), ("p0", 1)]
+    assert not built.progress("p0", 0, 0)  # its replica has not taken the weights
+    assert not built.generate("p0", 1, 7, 0)
+    assert built.step.wasted_tokens == 7
+    assert built.dispatch() == [("p0", 1), ("p0", 0)]
+    assert not built.interrupt("p0", 0, 5, 0)
+    assert built.interrupt("p0", 1, 5, 1)
+    assert [sample.first_version for sample in built.ledger.prompt("p0").samples] == [None, 1]
+
+
+def test_what_goes_on_stays_as_old_as_what_it_goes_on_from():
+    built = scheduler(max_staleness=1, **{**FINISHING, "in_flight": 1})
+    assert built.interrupt("p0", 0, 5, 0)
+    built.begin(1)
+    built.dispatch()
+    assert built.progress("p0", 0, None)
+    assert built.begin(2) == [("p0", 0), ("p0", 1)]
+
+
+def test_a_replica_may_answer_with_a_version_as_old_as_the_bound_allows():
+    """Of update batches as they were loaded, with replicas that take new versions one by one."""
+    built = scheduler(max_staleness=1, take="loaded", in_flight=None, refill="always", **SEPARATE)
+    assert built.oldest_versions(["p0", "p1"]) == [0, 0]  # p1 is trained by version 1 at the earliest
+    finish(built, "p0", 3, 3)
+    built.harvest()
+    assert built.oldest_versions(["p1"]) == [0]
+    built.load("p2", 2)
+    assert built.oldest_versions(["p1", "p2"]) == [0, 1], "p2 is trained by version 2, which is not there yet"
+    built.begin(1)
+    assert built.oldest_versions(["p1", "p2"]) == [0, 1]
+    built.load("p3", 2)
+    assert built.oldest_versions(["p3"]) == [1], "no update comes before p3 starts"
+
+
+@pytest.mark.parametrize(("relayed", "wanted"), [(True, 3), (False, 0)])
+def test_any_of_the_next_updates_may_take_what_finishes_first(relayed, wanted):
+    built = scheduler(max_staleness=1, separate=True, relayed=relayed)
+    built.begin(3)
+    assert built.oldest_versions(["p1"]) == [wanted]
+
+
+def test_a_batch_waits_for_the_rewards_of_the_first_but_for_nothing_that_runs():
+    built = scheduler(max_staleness=1, **FINISHING)
+    finish(built, "p1", 9, 9)
+    assert built.settled(0.0)  # p0 runs on
+    assert all(built.generate("p0", number, 5, 0) for number in range(2))
+    assert not built.settled(0.0)
+    assert built.settled(30.0)
+    assert built.give_up() == []
+    assert built.harvest().samples == [("p1", 0), ("p1", 1)]
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_no_batch_is_taken_before_the_policy_is_new(bound):
+    built = scheduler(max_staleness=bound, separate=True)
+    finish(built, "p0", 5, 5)
+    built.harvest()
+    finish(built, "p1", 5, 5)
+    assert not built.enough()
+    assert not built.ready()
+    restored = Scheduler(built.rules)
+    restored.load_state_dict(built.state_dict())
+    assert not restored.enough()
+    assert built.begin(1) == ([] if bound else [("p1", 0), ("p1", 1)])
+    assert built.ready() == bool(bound)
+
+
+# ---- tail batching ----
+
+
+def rounds(batch=2, **rules):
+    """Lengths are known of earlier prompts, of which one in four has 100 tokens, the others 10."""
+    built = Scheduler(Rules(batch, batch, **{"max_staleness": 0, "in_flight": 1.5, "put_off": 0.25, **rules}))
+    built.begin(0)
+    for number in range(4 * batch):
+        built._expected.append(100.0 if number % 4 == 0 else 10.0)
+    built._sorted = sorted(built._expected)
+    return built
+
+
+def test_a_prompt_expected_among_the_longest_is_put_off_and_another_loaded_for_it():
+    built = rounds()
+    for uid in ("p0", "p1", "p2"):
+        built.load(uid, 1)
+        built.expect(uid, 120 if uid == "p1" else 9)
+    assert list(built.ledger.put_off) == ["p1"]
+    assert built.loadable() == 1
+    assert [uid for uid, _ in built.dispatch()] == ["p0", "p2"]
+
+
+def test_what_an_update_passed_by_waits_for_a_round_in_which_nothing_else_runs():
+    built = rounds(in_flight=2, put_off=0)
+    names = iter(f"p{number}" for number in range(20))
+
+    def update(version, finished):
+        built.begin(version)
+        for uid in [next(names) for _ in range(built.loadable())]:
+            built.load(uid, 1)
+        started = {uid for uid, _ in built.dispatch()}
+        for uid in finished:
+            built.generate(uid, 0, 5, version)
+            built.finish(uid, 0)
+        built.harvest()
+        for uid in started - set(finished):
+            built.interrupt(uid, 0, 3, version)
+        return started
+
+    assert update(0, ["p0", "p2"]) == {"p0", "p1", "p2", "p3"}
+    assert update(1, ["p1", "p3"]) == {"p1", "p3"}, "those that were passed by have the update for themselves"
+    assert update(2, ["p4", "p5"]) == {"p4", "p5", "p6", "p7"}
+
+
+def test_the_last_updates_train_all_that_was_put_off():
+    built = rounds()
+    built.begin(0, batches_left=2)
+    for number in range(3):
+        built.load(f"p{number}", 1)
+        built.expect(f"p{number}", 150)
+    assert len(built.ledger.put_off) == 2
+    assert built.loadable() == 1
+    built.load("p3", 1)
+    built.expect("p3", 150)
+    assert "p3" not in built.ledger.put_off, "or this update had no batch"
+    assert built.loadable() == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"max_staleness": 0, "at_version": "continue"}, ["at_version=continue", "max_staleness to at least 1"]),
+        ({"max_staleness": 0, "start_early": True}, ["start_early", "max_staleness to at least 1"]),
+        ({"max_staleness": 0, "take": "loaded", "in_flight": 2}, ["in_flight=2", "take=finished"]),
+        ({"max_staleness": 1, "put_off": 0.2}, ["put_off=0.2", "max_staleness=0", "put_off=0"]),
+        ({"max_staleness": 1, "at_version": "finish"}, ["trainer_mode=separate_async", "relay"]),
+        ({"max_staleness": -1}, ["max_staleness", "at least 0", "-1"]),
+        ({"in_flight": 0.5}, ["in_flight", "at least 1", "0.5"]),
+        ({"put_off": 1.0}, ["put_off", "below 1"]),
+        ({"at_version": "stop"}, ["at_version", "regenerate", "'stop'"]),
+        ({"unit": "prompt"}, ["unit", "trajectory", "'prompt'"]),
+        ({"take": "shortest"}, ["take", "finished", "'shortest'"]),
+        ({"batch_samples": 0}, ["a sample of each"]),
+    ],
+)
+def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked at below)
+        Rules(**{"batch_prompts": 1, "batch_samples": 2, **rules})
+    assert not [word for word in words if word not in str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "batches"),
+    [
+        ({"max_staleness": 0}, 1),
+        ({"max_staleness": 0, "put_off": 0.25}, 1.125),
+        ({"max_staleness": 1}, 2),
+        ({"max_staleness": 2}, 2),
+        ({"max_staleness": 3}, 2.5),
+        ({"max_staleness": 4}, 3),
+        ({"max_staleness": 2, "take": "loaded"}, 3),
+        ({"max_staleness": 1, "in_flight": 1.5}, 1.5),
+    ],
+)
+def test_batches_in_flight_follow_from_the_bound(rules, batches):
+    assert Rules(1, 2, **rules).batches == batches

@@ -203,7 +203,8 @@ class Separate(World):
 
 
 class Stopping:
-    """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token a sample has.
+    """Engines that stop while the policy is trained, around a scheduler; ``text`` holds the version of every token a
+    sample has.
 
     ``mishaps``: share of rewards that fail. ``losses``: share of events at which an attempt gets lost with all that it
     made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.

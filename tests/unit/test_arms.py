@@ -1,0 +1,58 @@
+"""What a run is called: its preset, and what differs from it."""
+
+import pytest
+
+from verl_rhyme import config_tree
+from verl_rhyme.arms import arm_name
+from verl_rhyme.config import PRESETS
+
+
+def rhyme(preset, **changes):
+    tree = {}
+    for path, value in {
+        **PRESETS[preset],
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }.items():
+        *sections, option = path.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[option] = value
+    return config_tree.parse(tree)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_called_after_itself(preset):
+    tree = None if preset == "off" else rhyme(preset)
+    assert (arm_name(tree), arm_name(tree, switches=False)) == (preset, preset)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "name", "run"),
+    [
+        ("full", {"max_staleness": 0}, *["full-k0"] * 2),
+        ("sorted", {"max_staleness": 1}, *["sorted-k1"] * 2),
+        ("histospec", {"drafting__enable": False}, "histospec-no_drafting", "histospec"),
+        (
+            "full",
+            {"max_staleness": 2, "drafting__enable": False, "placement__policy": "least_loaded"},
+            "full-k2-no_drafting-least_loaded",
+            "full-k2-least_loaded",
+        ),
+        ("full", {"scheduling__in_flight": 1.5, "streaming__part": None}, *["full-in_flight_1.5-no_part"] * 2),
+        (
+            "histospec",
+            {"drafting__policy": "paper", "drafting__options": {"match_min": 4}},
+            "histospec-paper-match_min_4",
+            "histospec",
+        ),
+        ("sorted", {"sampling__coupled": False}, "sorted-no_coupled", "sorted"),
+        # neither where files are nor how long to wait
+        ("full", {"history__dir": "/x", "events__enable": False, "scheduling__lost_after": 60.0}, *["full"] * 2),
+        # whatever it is set with, it is the same run
+        ("full", {"scheduling__take": "loaded", "placement__policy": "histopipe"}, *["histopipe"] * 2),
+    ],
+)
+def test_what_differs_is_in_the_name(preset, changes, name, run):
+    tree = rhyme(preset, **changes)
+    assert (arm_name(tree), arm_name(tree, switches=False)) == (name, run)
