@@ -101,4 +101,6 @@ class Balance:
         paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()
         paces[1.0] += replicas - len(order)  # one more than there are
         fleet = [(cost.slowed(pace * self._scale), np.array([count])) for pace, count in paces.items() if count]
-        return float(rollout(fleet, self._work, self._setting.rules.max_staleness)[0])  # alone: it is compared with training
+        return float(
+            rollout(fleet, self._work, self._setting.rules.max_staleness)[0]
+        )  # alone: it is compared with training

@@ -26,7 +26,7 @@ Objective = Literal["time", "cost"]
 #: A split that is slower (or dearer) than the best by less is as good: of such the one with the fewest GPUs is taken.
 WORTH = 0.01
 #: A larger bound of staleness is profitable where a step is faster (or a sample cheaper) by more.
-PROFIT = 0.05
+PROFIT = 0.1
 #: Bounds that are compared.
 BOUNDS = (0, 1, 2, 4, 8)
 #: Points at which rollout's seconds are looked at with training of another length.
