@@ -100,10 +100,11 @@ class ReplicaCost:
             pace: Tokens a decoding step, at least 1.
             overhead: Draft tokens verified for each token gained.
         """
+        if pace == 1:
+            return self
         step = self.step
-        base = step.base + step.drafting * (pace > 1)
         row = step.row + step.draft * (pace - 1) * overhead
-        return replace(self, step=StepCost(base / pace, row / pace, step.cached / pace))
+        return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
     def alone(self, prompt: float, tokens: float) -> float:
         """Seconds of a response that has the replica to itself."""
