@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from verl_rhyme import config_tree
+from verl_rhyme import config_tree, interpolations
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
@@ -244,6 +244,7 @@ def _read_config(path: Path, since: float) -> Any:
     last = path.with_name("overrides.yaml")
     if not last.is_file() or last.stat().st_mtime < since - 1:
         return None
+    interpolations.register()
     return OmegaConf.load(path)
 
 
