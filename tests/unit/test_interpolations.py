@@ -12,7 +12,7 @@ BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 @pytest.mark.parametrize(
     ("mode", "carrier", "hybrid"),
-    [("sync", "naive", True), ("colocate_async", "naive", True)] + [("separate_async", "relay", False)],
+    [("sync", "naive", True), ("colocate_async", "naive", True), ("separate_async", "relay", False)],
 )
 def test_the_mode_says_where_engines_are(mode, carrier, hybrid):
     config = compose(["+rhyme=full", f"trainer.v1.trainer_mode={mode}"])
