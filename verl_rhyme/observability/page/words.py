@@ -4,7 +4,7 @@ TABLE = """Useful tokens are response tokens that were trained, per second of ro
 share of the request slots while rollout is on. The acceptance length is the tokens that a step which verifies drafts
 emits, 1 without drafts. Similarity is the share of the trained tokens that stood in their prompt's last epoch; by
 chance: that stood in another prompt's.
-Staleness is the greatest of the epoch, in policy versions."""
+Staleness is the policy versions between a trained group's oldest token and the policy that it trains."""
 PARTIAL = "* of part of the epoch's steps: the event log of the others is damaged or missing"
 
 LANES = """<b>{name}.</b> A lane is a replica. The blue area is the requests that run there over {height}; the colour
@@ -54,6 +54,8 @@ STAGES_ON = ", though the engines go on while it trains"
 REWARD = "<b>Reward</b>: mean of each step (thin) and of each epoch (dots)."
 USEFUL = "<b>Useful tokens</b>: trained response tokens per second of rollout."
 LENGTH = """<b>Response length</b>, mean of each step: where two runs differ in it, so do their seconds per step."""
+STALENESS = """<b>Staleness</b>: policy versions between the oldest token of a trained group and the policy that it
+trains, mean of each step."""
 
 MATCHED = """A run whose responses get shorter has shorter steps, whatever was done to its engine. So steps are
 compared only with steps of the other run whose mean response length is in the same bin, a tenth wide: in each bin the
