@@ -213,7 +213,7 @@ class Observer:
         fillable = metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples)
         return int(info.get("slots") or fillable), runs_on
 
-    def _in_flight(self, tree: RhymeConfig | None) -> tuple[int, bool]:
+    def _in_flight(self, tree: RhymeConfig | None) -> tuple[float, bool]:
         """The most samples that may be started and not finished; engines run while the actor trains."""
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
