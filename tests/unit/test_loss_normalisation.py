@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_rhyme import loss_normalisation
+from verl_rhyme.checks import loss_normalisation
 from verl_rhyme.config import RhymeConfig, SortingConfig
 
 NORM = "seq-mean-token-sum-norm"
