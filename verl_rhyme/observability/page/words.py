@@ -16,10 +16,10 @@ that the end looks emptier than it was."""
 
 SHARES = """A moment has one reason for all slots that are empty then, so shares add up to one. Where engines stop
 while the actor trains, a rollout lasts from the first start to the last end between two trainings; where they run on,
-from harvest to harvest. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q
+from one batch to the next. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q
 request slots running for dt seconds: all of a rollout that is not busy. Logged: what the run itself said of it,
 <code>rollout/bubble_ratio</code>, weighted alike. Where engines run on it reckons with what still ran at
-the harvest before that could say since when."""
+the batch before that could say since when."""
 BUBBLES = """<b>Each rollout of {name}.</b> What is not blue is its bubble ratio, to be read beside the useful tokens
 per second: a bubble can be cut by throwing work away."""
 
