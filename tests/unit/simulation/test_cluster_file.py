@@ -231,7 +231,7 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("replicas=[{count: 1}]", "missing"),
         ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
         ("batch_prompts=many", "batch_prompts must be a whole number"),
-        ("max_staleness=-1", "max_staleness must be at least 0"),
+        ("max_staleness=-1", "max_staleness must be null, or at least 0"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
         ("workload.response_limit=0", "workload.response_limit must be at least 1"),
         ("workload.prompts=3", "fewer prompts than batch_prompts=512"),
