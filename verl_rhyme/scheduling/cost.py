@@ -93,6 +93,19 @@ class ReplicaCost:
         step = StepCost(*(factor * getattr(self.step, field.name) for field in fields(StepCost)))
         return replace(self, step=step, prefill=factor * self.prefill)
 
+    def drafted(self, pace: float, overhead: float) -> ReplicaCost:
+        """One like it that drafts: what a token costs with drafts, for what a decoding step costs.
+
+        Args:
+            pace: Tokens a decoding step, at least 1.
+            overhead: Draft tokens verified for each token gained.
+        """
+        if pace == 1:
+            return self
+        step = self.step
+        row = step.row + step.draft * (pace - 1) * overhead
+        return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
+
     def alone(self, prompt: float, tokens: float) -> float:
         """Seconds of a response that has the replica to itself."""
         step = self.step

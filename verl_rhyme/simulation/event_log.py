@@ -178,7 +178,7 @@ def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
         metrics.TRAINED_TOKENS: step.tokens,
         metrics.REQUESTS: step.samples,
         metrics.BUBBLE_RATIO: step.bubble,
-        metrics.STALENESS_MAX: step.staleness,
+        metrics.STALENESS_MAX: step.staleness_max,
         metrics.SORTED_DISCARDED: step.wasted,
         **{metrics.LENGTHS + name: value for name, value in step.lengths.items()},
         **_streamed(step, scenario),

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
@@ -339,7 +340,7 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
-        self.trained = batch.harvest.lengths
+        self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
         if self._kept is not None:
             self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
@@ -359,7 +360,8 @@ class Simulation:
             self.steps.append(
                 Step(
                     *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
-                    *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
+                    *(batch.counts.wasted_tokens, bubble, len(stale), fmean(stale), max(stale)),
+                    self.expectations.measures(),
                     parts=parts,
                     rest=rest,
                     ahead=ahead,
