@@ -120,12 +120,11 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
     Raises:
         ConfigError: There are no such, or they are not simulated.
     """
-    if config.preset is not None and config.preset not in PRESETS:
-        raise ConfigError(
-            f"preset must be {', '.join(PRESETS)}, not {config.preset!r}{nearest(config.preset, PRESETS)}"
-        )
+    preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
+    if preset not in PRESETS:
+        raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
     given = OmegaConf.create({})
-    for name, value in PRESETS.get(config.preset or "off", {}).items():
+    for name, value in PRESETS[preset].items():
         OmegaConf.update(given, name, value)
     run = parse(OmegaConf.to_container(OmegaConf.merge(given, tree)))  # type: ignore[arg-type]
     assert run is not None  # enable is no key here

@@ -326,7 +326,7 @@ def test_it_is_compared_with_half_each_and_with_turns():
     turns = colocated(uneven, found.best.train, 32, 2)
     assert turns.gpus == 32
     assert turns.step == pytest.approx(turns.rolled_out + turns.trained)
-    even = plan(problem())
+    even = plan(problem(pool(training=Training(token=6e-4, update=2.0, copy_gpus=2, reserve=10e9))))
     assert even.best.train_gpus == even.best.rollout_gpus == 16, "half each is the best: it does not stand there twice"
     assert not [other for other in even.others if other.what.startswith("half")]
 
@@ -363,10 +363,10 @@ def test_a_larger_bound_is_no_slower_and_the_least_that_is_nearly_the_best_is_pr
 
 
 def test_what_a_step_stands_on():
-    """The longest response at small bounds, the trainer at large ones; slots where these are few; a link."""
+    """The longest response at small bounds alone; the trainer, slots, or a link where these are slow."""
     given = problem(pool(gpus=64))
     binds = [found.best.binds for found in dial(given)]
-    assert (binds[0], binds[-1]) == ("longest response", "trainer")
+    assert binds[0] == "longest response" != binds[-1]
     home = given.pools[0]
     assert split(given, (home, 8), [(home, 48)], 2, "").binds == "trainer"
     few = ReplicaCost(FAST.step, FAST.prefill, slots=2, gpus=2)

@@ -19,7 +19,7 @@ import numpy as np
 
 from verl_rhyme.config import StreamingConfig
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Floats, Training, Work, rollout, slots
+from verl_rhyme.scheduling.allocation.times import Floats, Training, Work, rollout, slots, step
 
 Objective = Literal["time", "cost"]
 
@@ -29,6 +29,8 @@ WORTH = 0.01
 PROFIT = 0.1
 #: Bounds that are compared.
 BOUNDS = (0, 1, 2, 4, 8)
+#: Share of a batch that a streamed part has.
+_PART = StreamingConfig().part or 1.0
 #: Points at which rollout's seconds are looked at with training of another length.
 _BETWEEN = 24
 #: Where it is asked how many GPUs would do.
@@ -50,7 +52,6 @@ class Problem:
         max_staleness: Policy versions between a trained token and the policy it trains, at most (k).
         weights: Seconds until new weights are handed out at the site that trains.
         links: Between sites.
-        part: Share of a batch that a streamed part has; ``None``: training waits for whole batches.
     """
 
     pools: Sequence[Pool]
@@ -59,7 +60,6 @@ class Problem:
     max_staleness: int = 1
     weights: float = 0.0
     links: Links = field(default_factory=Links)
-    part: float | None = StreamingConfig().part
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -243,9 +243,18 @@ def split(
 
 
 def _after(problem: Problem, training: Training, gpus: Floats, transfer: float) -> Floats:
-    """Seconds from the collection of a batch to engines with its policy: the last part of it, and what is fixed."""
-    share = 1.0 if problem.part is None else problem.part
-    return training.seconds(gpus, problem.work.trained_tokens, share) + problem.weights + transfer
+    """Seconds from the collection of a batch to engines with its policy: the last part of it, and what is fixed. On-
+    policy these stand beside rollout (:func:`_step`)."""
+    if not problem.max_staleness:
+        return np.zeros(np.shape(gpus))
+    return training.seconds(gpus, problem.work.trained_tokens, _PART) + problem.weights + transfer
+
+
+def _step(problem: Problem, training: Training, rolled_out: Floats, trained: Floats, transfer: float) -> Floats:
+    """Seconds of a step, of what rollout and an update allow."""
+    on_policy, fixed = not problem.max_staleness, training.update + problem.weights
+    seconds = step(rolled_out, trained - training.update, fixed + transfer * on_policy, on_policy)
+    return np.maximum(seconds, transfer)
 
 
 def _told(
@@ -256,9 +265,9 @@ def _told(
     assert pool.training is not None
     work = problem.work
     fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout_on]
-    trained = float(pool.training.seconds(gpus, work.trained_tokens)) + problem.weights
+    trained = pool.training.seconds(gpus, work.trained_tokens)
     transfer = problem.links.seconds(pool.site, {each.site for each, _ in rollout_on}, problem.model.bytes) or 0.0
-    seconds = max(floor, trained, transfer)
+    seconds = float(_step(problem, pool.training, np.array(floor), trained, transfer))
     hourly, cost = _price([*rollout_on, train], seconds, work)
     return Split(
         what,
@@ -268,7 +277,7 @@ def _told(
         tp,
         rolled_out=floor,
         slots=float(slots(fleet, work)[0]),
-        trained=trained,
+        trained=float(trained) + problem.weights,
         transfer=transfer,
         step=seconds,
         tokens_per_s=work.tokens / seconds,
@@ -386,8 +395,8 @@ def _search(
     fleet = [(share.replicas[tp], np.array(xs) / tp)]
     fleet += [(pool.replicas[tp], np.full(len(xs), pool.gpus // tp)) for pool in whole]
     rolled_out = _rolled_out(fleet, problem, _after(problem, train.training, np.array(ys), transfer))  # [ys, xs]
-    trained = train.training.seconds(ys, work.trained_tokens) + problem.weights
-    seconds = np.maximum(np.maximum(rolled_out, trained[:, None]), transfer)
+    trained = train.training.seconds(ys, work.trained_tokens)[:, None]
+    seconds = _step(problem, train.training, rolled_out, trained, transfer)
     if share is train:
         seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
     looked_at, fastest = int(np.isfinite(seconds).sum()), float(seconds.min())
@@ -414,8 +423,12 @@ def _search(
 
 def _rolled_out(fleet: list, problem: Problem, after: Floats) -> Floats:
     """float64[len(after), counts]: rollout's floor with training of each length."""
-    points = np.unique(np.geomspace(max(1e-3, after.min()), max(2e-3, after.max()), _BETWEEN))
+    points = np.unique(after)
+    if len(points) > _BETWEEN:
+        points = np.geomspace(points[0], points[-1], _BETWEEN)
     rows = np.stack([rollout(fleet, problem.work, problem.max_staleness, point) for point in points])
+    if len(points) == 1:
+        return np.broadcast_to(rows, (len(after), rows.shape[1]))
     at = np.clip(np.searchsorted(points, after) - 1, 0, len(points) - 2)
     part = ((after - points[at]) / (points[at + 1] - points[at])).clip(0, 1)[:, None]
     return np.where(part > 0, (1 - part) * rows[at] + part * rows[at + 1], rows[at])

@@ -10,6 +10,9 @@ Two floors explain a step (docs/planning.md, "How long a step takes"). With ``ma
   ``T >=`` what brings all tokens through the slots.
 - **trainer**: ``T >= tokens + fixed``.
 
+On-policy the two overlap only as far as parts of a batch are finished before its end: between the larger and the sum,
+``T = sqrt((W + L)^2 + tokens^2) + fixed``. Between versions the larger of the two floors it is.
+
 Colocated engines stop while the actor trains, so that F is outside: ``T = W + L / (k + 1) + F``.
 
 All replicas are taken to get as much as they can do in equal time. ``python -m benchmarks.allocation`` and
@@ -125,8 +128,10 @@ class _Kind:
         return self._each * samples + cost.prefill * work.prompt_tokens * prompts
 
     def streamed(self, samples: Floats) -> Floats:
-        """As many as bring all tokens through its slots."""
-        return self._cost.step.base * self._filled(samples) + self.busy(samples)
+        """As many as bring all tokens through its slots; what runs at a new policy is prefilled again under it."""
+        work = self._work
+        again = self._cost.prefill * np.minimum(samples, self.rows) * work.held / work.mean
+        return self._cost.step.base * self._filled(samples) + self.busy(samples) + again
 
     def longest(self, samples: Floats) -> Floats:
         """Of the steps alone, on the replica that is the last to be done with a batch."""
@@ -166,7 +171,7 @@ def rollout(
 
     def seconds(kind: _Kind, samples: Floats) -> Floats:
         due = kind.busy(samples) + (kind.longest(samples) + after) / (max_staleness + 1)
-        return np.maximum(kind.streamed(samples), due)
+        return np.maximum(kind.streamed(samples), due) if max_staleness else due
 
     counts = [np.asarray(count, dtype=float) for _, count in fleet]
     total = np.sum(counts, axis=0)
@@ -176,6 +181,20 @@ def rollout(
     else:
         found = _level(kinds, counts, work.samples, seconds)
     return np.where(total > 0, found, np.inf)
+
+
+def step(rolled_out: Floats, tokens: Floats, fixed: float, on_policy: bool) -> Floats:
+    """Seconds of a step on separate engines, of which an update's parts are trained while the rest is generated.
+
+    Args:
+        rolled_out: What :func:`rollout` allows; on-policy without ``after``.
+        tokens: Seconds of training an update's tokens.
+        fixed: Seconds of an update and its weights beside that.
+        on_policy: ``max_staleness`` is 0.
+    """
+    if on_policy:
+        return np.asarray(np.hypot(rolled_out, tokens) + fixed)
+    return np.maximum(rolled_out, tokens + fixed)
 
 
 def slots(fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work) -> Floats:
