@@ -69,7 +69,7 @@ class TestOnPolicy:
         assert (~trained).any(), "nothing was cut short: the test sees no interruption"
         for _, metrics in whole_run.steps_of(coupled):
             assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 0
-            assert metrics["training/sorted/token_staleness/max"] == 0
+            assert metrics["training/staleness/tokens/max"] == 0
             # vLLM's and the actor's probabilities of every token: made by these very weights.
             assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
             assert metrics["training/sorted/order"] == 1
@@ -128,7 +128,7 @@ def test_partial_with_reference_and_validation(tmp_path):
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] <= 1
         assert metrics["training/sorted/discarded_tokens"] == 0
     assert any(key.startswith("val-") for key in steps[-1][1])
-    assert max(metrics["training/sorted/token_staleness/max"] for _, metrics in steps) == 1, "nothing was continued"
+    assert max(metrics["training/staleness/tokens/max"] for _, metrics in steps) == 1, "nothing was continued"
     requests = requests_of(tmp_path)
     train = ~requests["validate"]
     samples = {}
@@ -183,7 +183,7 @@ def test_on_policy_on_engines_of_their_own(tmp_path, mode):
     np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     for metrics in steps:
-        assert metrics["training/sorted/token_staleness/max"] == 0
+        assert metrics["training/staleness/tokens/max"] == 0
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0
     started = runs_while_the_actor_trains(tmp_path)
@@ -217,7 +217,7 @@ def test_two_ranks_and_two_replicas(tmp_path):
     assert set(requests["replica"][trained]) == {0, 1}
     steps = whole_run.steps_of(tmp_path)
     for _, metrics in steps:
-        assert metrics["training/sorted/token_staleness/max"] == 0
+        assert metrics["training/staleness/tokens/max"] == 0
         assert metrics["training/sorted/order"] == 1
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in steps) > 0

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-from verl_rhyme import config_tree, stale_tokens
+from verl_rhyme import config_tree, interpolations, stale_tokens
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.preflight.compose import compose
 
@@ -23,7 +23,7 @@ PRESETS = Path(stale_tokens.__file__).parent / "conf/rhyme"
 
 def config(preset, *overrides):
     """What of a run's config matters here; composed by hydra it takes a second."""
-    stale_tokens.register()
+    interpolations.register()
     found = OmegaConf.create({"algorithm": {"rollout_correction": OmegaConf.load(CORRECTION)}})
     found.trainer = {"v1": {"trainer_mode": "sync"}}
     for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from verl_rhyme import config_tree
+from verl_rhyme import config_tree, interpolations
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
@@ -213,7 +213,7 @@ class Observer:
         fillable = metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples)
         return int(info.get("slots") or fillable), runs_on
 
-    def _in_flight(self, tree: RhymeConfig | None) -> tuple[int, bool]:
+    def _in_flight(self, tree: RhymeConfig | None) -> tuple[float, bool]:
         """The most samples that may be started and not finished; engines run while the actor trains."""
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
@@ -244,6 +244,7 @@ def _read_config(path: Path, since: float) -> Any:
     last = path.with_name("overrides.yaml")
     if not last.is_file() or last.stat().st_mtime < since - 1:
         return None
+    interpolations.register()
     return OmegaConf.load(path)
 
 
