@@ -1,79 +1,147 @@
-"""What does not go together, why, and what to do instead: the one table, and the one list of systems.
+"""What cannot go together, why, and what to set instead: the one table.
 
-Start-up (:mod:`verl_rhyme.startup`), the preflight and, of the list, the run scripts (``recipes/settings.sh``) read
-them; ``docs/combinations.md`` shows them.  What one section of our tree excludes within itself is refused where that
-is read (:mod:`verl_rhyme.config`).
+Start-up (:mod:`verl_rhyme.startup`) and the preflight read it; ``docs/combinations.md`` shows it. What options of ours
+exclude among themselves is refused where they are read: a section in :mod:`verl_rhyme.config`, the pipeline's rules in
+:mod:`verl_rhyme.scheduling.rules`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
+from verl_rhyme.config import (
+    CONFIG_PATH,
+    LENGTH_PLACEMENTS,
+    PIPELINES,
+    PRESETS,
+    SINGLE_ESTIMATORS,
+    TOPOLOGIES,
+    RhymeConfig,
+)
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.preflight import model_folder
-
-#: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
-DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
-SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
-MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+from verl_rhyme.scheduling.rules import Rules, of_config
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+_BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _MODE = "trainer.v1.trainer_mode"
 _SEPARATE = "trainer.v1.separate_async"
-_LIST = Path(__file__).with_name("conf") / "systems.txt"
+_CORRECTION = "algorithm.rollout_correction"
+_ESTIMATOR = "algorithm.adv_estimator"
+_FILTER = "algorithm.filter_groups.enable"
+_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_DRAFTING = "rhyme.drafting.enable"
+_BOUND = "rhyme.max_staleness"
+_PLACEMENT = "rhyme.placement.policy"
+
+#: vLLM's options that verl sets from a key of its own, which rhyme reads.
+VERLS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+}
+
+#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585: "exact
+#: on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+ON_POLICY_ESTIMATORS = ("opo", "remax")
+
+#: Values of ``policy_loss.loss_mode`` without a ratio to the policy that sampled: only ``rollout_is_weights`` correct
+#: them. All others of verl 0.9.1 take ``old_log_probs``.
+RATIO_FREE_LOSSES = ("gpg",)
+
+#: Carriers of weights that send to all replicas at once only.
+_ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
 
 
 @dataclass(frozen=True)
-class System:
-    """One value of the run scripts' ``RHYME``.
+class Run:
+    """What the rows look at.
 
     Attributes:
-        name: As in ``RHYME=name`` and, but for ``off``, ``+rhyme=name``.
-        modes: The run scripts' ``MODE`` that it works with; ``None`` for any.
-        what: In a few words.
+        config: verl's whole config.
+        rhyme: Our tree in it; ``None`` without rhyme.
+        rules: The pipeline's; ``None`` without it, or where its options contradict each other.
     """
 
-    name: str
-    modes: tuple[str, ...] | None
-    what: str
+    config: Any
+    rhyme: RhymeConfig | None
+    rules: Rules | None
 
+    def value(self, key: str) -> Any:
+        """Of verl's config, or with ``rhyme.`` in front of ours, as typed; ``None`` for what is not set."""
+        prefix, _, ours = key.partition(".")
+        if prefix == "rhyme":
+            return functools.reduce(getattr, ours.split("."), self.rhyme)
+        tree, _, option = key.rpartition(".")
+        if tree != _ENGINE:
+            return OmegaConf.select(self.config, key, throw_on_missing=True)
+        # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
+        given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
+        named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
+        return next((value for name, value in named if name and option.startswith(name)), None)
 
-@functools.cache
-def systems() -> Mapping[str, System]:
-    """All of ``conf/systems.txt`` by name, in its order."""
-    found = {}
-    for line in _LIST.read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, modes, what = line.split(maxsplit=2)
-            found[name] = System(name, None if modes == "any" else tuple(modes.split(",")), what)
-    return found
+    @property
+    def topology(self) -> str | None:
+        """``"colocated"``, ``"separate"``, or ``None`` under a trainer of somebody's own."""
+        return TOPOLOGIES.get(str(self.value(_MODE)))
+
+    @property
+    def drafting(self) -> bool:
+        return self.rhyme is not None and self.rhyme.drafting.enable
+
+    @property
+    def pipeline(self) -> bool:
+        return self.rhyme is not None and self.rhyme.pipeline
+
+    @property
+    def stale(self) -> bool:
+        """Tokens of earlier policies are trained."""
+        return self.rules is not None and self.rules.max_staleness > 0
 
 
 @dataclass(frozen=True)
-class Combination:
-    """A row of the table.
+class Option:
+    """A key that a row looks at.
 
     Attributes:
-        keys: What it looks at: keys of verl's config; ``rhyme.`` stands for ours, read as typed, with its defaults.
-        refused: Whether these values, in the order of ``keys``, are refused; ``None`` for what is not set.
+        key: Of verl's config; with ``rhyme.`` in front of ours.
+        refused: Whether this value of it is, in this run; by default whether it is set at all.
+        remedy: Instead of the row's.
+        beside: Keys that the refusal names as well.
+    """
+
+    key: str
+    refused: Callable[[Any, Run], bool] = lambda value, run: bool(value)
+    remedy: str = ""
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What cannot go together for one reason.
+
+    Attributes:
+        options: Each is refused by itself.
+        when: Of which runs the row speaks.
         reason: Why.
         remedy: What to do instead.
-        rhyme: ``False`` for what is refused without rhyme (no tree, or ``enable=false``).
+        beside: Keys that each refusal names as well.
     """
 
-    keys: tuple[str, ...]
-    refused: Callable[..., bool]
+    options: tuple[Option, ...]
+    when: Callable[[Run], bool]
     reason: str
     remedy: str
-    rhyme: bool = True
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,33 +155,19 @@ class Refusal:
         return "; ".join(filter(None, (self.detail, self.remedy)))
 
 
-def _mixes(sorting: str | None, trainer: Any) -> bool:
-    """A response may have tokens of several policies."""
-    apart = TOPOLOGIES.get(str(trainer)) == "separate"
-    return sorting == "partial" or (sorting in ("histopipe", "stream") and apart)
+def _rhyme(run: Run) -> bool:
+    return run.rhyme is not None
 
 
-#: vLLM's options that verl sets from a key of its own, which rhyme reads.
-VERLS = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-    "max_num_seqs": "max_num_seqs",
-    "scheduling_policy": "scheduling_policy",
-}
+def _engine(*names: str) -> tuple[Option, ...]:
+    return tuple(Option(f"{_ENGINE}.{name}") for name in names)
 
 
-def _with_drafting(option: str, refused: Callable[[Any], bool], reason: str) -> Combination:
-    """A row for an option of vLLM's that excludes drafting."""
-    return Combination(
-        (f"{_ENGINE}.{option}", "rhyme.drafting.enable"),
-        lambda value, drafting: drafting and refused(value),
-        reason,
-        f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
-    )
+def _differs_from(key: str) -> Callable[[Any, Run], bool]:
+    return lambda value, run: value is not None and value != run.value(key)
 
 
-def _recurrent(path: Any) -> bool:
+def _recurrent(path: Any, run: Run) -> bool:
     """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
     file = model_folder.find(str(path))
     try:
@@ -122,332 +176,254 @@ def _recurrent(path: Any) -> bool:
         return False
 
 
+def _uncoupled(coupled: bool | None, run: Run) -> bool:
+    """Nothing is regenerated that could repeat itself."""
+    return bool(coupled) and not (run.rules.redrafts if run.rules else run.pipeline)
+
+
+def _torn(unit: str | None, run: Run) -> bool:
+    """Trajectories are trained one by one, and something compares a prompt's samples."""
+    alone = run.rules is not None and run.rules.unit == "trajectory"
+    return alone and (bool(run.value(_FILTER)) or run.value(_ESTIMATOR) not in SINGLE_ESTIMATORS)
+
+
+def _uncorrected(loss: str | None, run: Run) -> bool:
+    kinds = [run.value(f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
+    return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{_CORRECTION}.bypass_mode")) or not any(kinds))
+
+
+def _rests(run: Run) -> bool:
+    return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
+
+
+_OTHERS = " or ".join(f"+rhyme={name}" for name in PIPELINES)
+_NO_DRAFTING = f"{CONFIG_PATH}.drafting.enable=false"
+
 TABLE = (
-    Combination(
-        (f"{_ROLLOUT}.name",),
-        lambda engine: engine != "vllm",
-        "rhyme works with vllm only",
-        f"set {_ROLLOUT}.name=vllm",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.disaggregation.enabled",),
-        bool,
-        "rhyme does not work with prefill and decoding apart",
-        "drop it",
-    ),
-    Combination(
-        ("trainer.use_v1",),
-        lambda v1: v1 is not None and not v1,
-        "rhyme needs verl's V1 trainer",
-        "drop it",
-    ),
-    *(
-        _with_drafting(option, bool, "an engine drafts in one way")
-        for option in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    ),
-    Combination(
-        (f"{_ROLLOUT}.mtp.enable", f"{_ROLLOUT}.mtp.enable_rollout", "rhyme.drafting.enable"),
-        lambda mtp, rollout, ours: bool(mtp and rollout and ours),
-        "an engine drafts in one way",
-        f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {CONFIG_PATH}.drafting.enable=false",
-    ),
-    _with_drafting("async_scheduling", bool, "vLLM would schedule a step before its drafts are known"),
-    _with_drafting("scheduler_cls", bool, "drafts are known to be right with vLLM's synchronous scheduler only"),
-    _with_drafting("logits_processors", bool, "vLLM applies no logits processors of your own to drafted positions"),
-    *(
-        _with_drafting(option, refused, "micro-batches of a step are not known to be right with drafts of many lengths")
-        for option, refused in (("enable_dbo", bool), ("ubatch_size", lambda size: int(size or 0) > 1))
-    ),
-    _with_drafting("diffusion_config", bool, "a diffusion model has no next token to draft"),
-    Combination(
-        (f"{_ENGINE}.worker_extension_cls",),
-        bool,
-        "rhyme's own extension would be missing in the workers",
+    Row(
+        (
+            Option(f"{_ROLLOUT}.name", lambda name, run: name != "vllm", f"set {_ROLLOUT}.name=vllm"),
+            Option("trainer.use_v1", lambda v1, run: v1 is not None and not v1, "drop it"),
+            Option(f"{_ROLLOUT}.disaggregation.enabled"),
+            *_engine("kv_transfer_config", "worker_extension_cls"),
+            Option(f"{_ENGINE}.config", remedy=f"set the options that are in that file in {_ENGINE}"),
+        ),
+        _rhyme,
+        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension, "
+        "options that can be read",
         f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
-    Combination(
-        (f"{_ENGINE}.kv_transfer_config",),
-        bool,
-        "rhyme does not work with prefill and decoding apart",
-        "drop it",
+    Row(
+        (
+            *_engine("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+            Option(
+                f"{_ROLLOUT}.mtp.enable_rollout",
+                lambda mtp, run: bool(mtp and run.value(f"{_ROLLOUT}.mtp.enable")),
+                f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
+            ),
+            *_engine("async_scheduling", "scheduler_cls", "logits_processors", "enable_dbo"),
+            Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
+            *_engine("diffusion_config"),
+        ),
+        lambda run: run.drafting,
+        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its own "
+        "sampler; this puts something else there",
+        f"drop the first, or set {_NO_DRAFTING}",
+        (_DRAFTING,),
     ),
-    Combination(
-        (f"{_ENGINE}.config",),
-        bool,
-        "what vLLM reads from a file of options cannot be checked",
-        f"set the options in {_ENGINE}",
+    Row(
+        tuple(
+            Option(
+                f"{_ENGINE}.{name}",
+                _differs_from(f"{_ROLLOUT}.{key}"),
+                f"set {_ROLLOUT}.{key} instead",
+                (f"{_ROLLOUT}.{key}",),
+            )
+            for name, key in VERLS.items()
+        ),
+        _rhyme,
+        "verl and rhyme size replicas, slots and the order of requests by verl's own key",
+        f"set that key of {_ROLLOUT} instead",
     ),
-    # verl and rhyme size replicas, slots and the order of requests by verl's keys.
-    *(
-        Combination(
-            (f"{_ENGINE}.{option}", f"{_ROLLOUT}.{key}"),
-            lambda theirs, verls: theirs is not None and theirs != verls,
-            "verl and rhyme go by the second",
-            f"set {_ROLLOUT}.{key} instead",
-        )
-        for option, key in VERLS.items()
-    ),
-    Combination(
-        ("actor_rollout_ref.model.path", "rhyme.drafting.enable"),
-        lambda path, drafting: drafting and _recurrent(path),
+    Row(
+        (Option("actor_rollout_ref.model.path", _recurrent),),
+        lambda run: run.drafting,
         recurrent.REASON,
         recurrent.REMEDY,
+        (_DRAFTING,),
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
-    Combination(
-        (f"{_ROLLOUT}.data_parallel_size", "rhyme.drafting.enable"),
-        lambda size, drafting: int(size or 1) > 1 and drafting,
-        "vLLM lets us see the first of a replica's engines only",
+    Row(
+        (Option(f"{_ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
+        lambda run: run.drafting,
+        "vLLM shows the first of a replica's engines only",
         f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs; or set "
         f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
+        (_DRAFTING,),
     ),
-    Combination(
-        ("rhyme.sampling.coupled", "rhyme.drafting.enable"),
-        lambda coupled, drafting: coupled and not drafting,
-        "coupling pays by verifying drafts of what was interrupted",
-        f"set {CONFIG_PATH}.drafting.enable=true, or drop coupled",
+    Row(
+        (Option("rhyme.sampling.coupled", _uncoupled),),
+        _rhyme,
+        "only a response that is regenerated, with its own text as draft, can repeat itself",
+        "drop it: null couples wherever that is so",
+        (_DRAFTING, _BOUND),
     ),
-    Combination(
-        ("rhyme.sampling.coupled", "rhyme.sorting.mode"),
-        lambda coupled, sorting: coupled and sorting != "on_policy",
-        "only the sorted on-policy mode (+rhyme=sorted) generates anew what could repeat itself",
-        "drop coupled",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: sorting not in (None, "stream") and trainer not in TOPOLOGIES,
-        f"sorting works in {' or '.join(TOPOLOGIES)} only (sync saves nothing of the samples in flight)",
-        f"drop the override of {_MODE} (+rhyme=sorted and +rhyme=histopipe set rhyme_sorted), or set "
-        f"{CONFIG_PATH}.sorting.mode=null",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: trainer == "rhyme_sorted" and sorting is None,
-        "this trainer mode is that of sorting",
-        f"set {CONFIG_PATH}.sorting.mode=on_policy, partial or histopipe, as +rhyme=sorted and +rhyme=histopipe do, or "
-        f"{_MODE} to one of verl's",
-    ),
-    Combination(
-        (MANAGER, "rhyme.sorting.mode"),
-        lambda manager, sorting: sorting is not None and manager in (None, DRAFTING_MANAGER),
-        f"sorting needs {SORTED_MANAGER} there, or what derives from it",
-        "drop the override: +rhyme=sorted, histopipe, stream and full set it",
-    ),
-    Combination(
-        (_MODE, f"{_SEPARATE}.parameter_sync_step", "rhyme.sorting.mode"),
-        lambda trainer, steps, sorting: sorting is not None and trainer == "separate_async" and int(steps or 1) != 1,
-        "the scheduler counts a policy version at every update",
-        f"set {_SEPARATE}.parameter_sync_step=1",
-    ),
-    Combination(
-        (_MODE, f"{_SEPARATE}.hybrid_rollout.enable_switch", "rhyme.sorting.mode"),
-        lambda trainer, switch, sorting: sorting is not None and trainer == "separate_async" and bool(switch),
-        "the scheduler gives out samples for engines that stay",
-        f"set {_SEPARATE}.hybrid_rollout.enable_switch=false",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: sorting == "stream" and TOPOLOGIES.get(str(trainer)) != "separate",
-        "what is streamed comes from engines apart from the actor, which go on while it trains",
-        f"set {_MODE}=separate_async, as +rhyme=stream does, or {CONFIG_PATH}.sorting.mode=histopipe",
-    ),
-    Combination(
-        (_MODE, "rhyme.streaming.enable", "rhyme.sorting.mode"),
-        lambda trainer, streaming, sorting: (
-            # of stream, and of a mode that sorting does not work in, the rows above say it
-            streaming and (sorting is None or (sorting != "stream" and TOPOLOGIES.get(str(trainer)) == "colocated"))
-        ),
-        "a part is worked on while engines of their own go on, and a sorted rollout's scheduler says what is in it",
-        f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode, as +rhyme=stream does, or drop streaming.enable",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.max_staleness", "rhyme.streaming.elastic.enable"),
-        lambda trainer, sorting, stale, elastic: (
-            elastic and (trainer != "separate_async" or not _mixes(sorting, trainer) or not stale)
-        ),
-        "whether a replica more or less would do better shows where rollout goes on while the actor trains",
-        f"set {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=stream, partial or histopipe and "
-        "sorting.max_staleness at least 1, or drop streaming.elastic",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.streaming.elastic.enable"),
-        lambda backend, elastic: elastic and backend in ("kimi_ckpt_engine", "delta_sharded"),
-        "a replica that returns has to get the current weights alone, which this backend cannot send",
-        f"set {_ROLLOUT}.checkpoint_engine.backend=relay or nccl, or drop streaming.elastic",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
-        lambda trainer, sorting, ahead: ahead and (trainer, sorting) != ("separate_async", "on_policy"),
-        "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",
-        f"drop draft_ahead; it is for {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=on_policy (partial trains "
-        "what is generated meanwhile)",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend",),
-        lambda backend: backend == "shm",
-        "weights through shared memory are the relay's now",
-        f"set {_ROLLOUT}.checkpoint_engine.backend=relay",
-    ),
-    Combination(
-        (_MODE, f"{_ROLLOUT}.checkpoint_engine.backend"),
-        lambda trainer, backend: backend == "relay" and trainer in ("sync", "colocate_async", "rhyme_sorted"),
-        "engines on the GPUs that train take weights from the actor beside them: nothing is relayed",
-        f"drop the backend, or set {_MODE}=separate_async",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode", f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.sorting.keep_running"),
-        lambda trainer, sorting, backend, keep: (
-            keep
-            and (trainer, backend, sorting in ("partial", "histopipe", "stream")) != ("separate_async", "relay", True)
-        ),
-        "replicas must take new weights one by one, each when it is done with what it began under older ones",
-        f"set {_MODE}=separate_async, {_ROLLOUT}.checkpoint_engine.backend=relay and {CONFIG_PATH}.sorting.mode="
-        "partial, histopipe or stream, or drop keep_running",
-    ),
-    Combination(
-        ("rhyme.sorting.draft_ahead", "rhyme.sorting.redraft", "rhyme.drafting.enable"),
-        lambda ahead, redraft, drafting: ahead and not (redraft and drafting),
-        "what is generated ahead is of use as a draft only",
-        f"set {CONFIG_PATH}.sorting.redraft=true and {CONFIG_PATH}.drafting.enable=true, or drop draft_ahead",
-    ),
-    Combination(
+    Row(
         (
-            "algorithm.adv_estimator",
-            "algorithm.filter_groups.enable",
-            "rhyme.sorting.mode",
-            "rhyme.sorting.unit",
+            Option(
+                _MODE, lambda mode, run: str(mode) not in TOPOLOGIES, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"
+            ),
+            Option(MANAGER, lambda manager, run: manager in (None, DRAFTING_MANAGER), f"use {_OTHERS}, which set it"),
+            Option(
+                f"{_ROLLOUT}.scheduling_policy",
+                lambda policy, run: policy != "priority",
+                f"set {_ROLLOUT}.scheduling_policy=priority, as {_OTHERS} do",
+            ),
+            Option(
+                f"{_SEPARATE}.parameter_sync_step",
+                lambda steps, run: run.topology == "separate" and int(steps or 1) != 1,
+                f"set {_SEPARATE}.parameter_sync_step=1, as {_OTHERS} do",
+            ),
+            Option(
+                f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)
+            ),
+            Option("trainer.v1.sampler.custom_sampler.path"),
+            Option("skip.rollout_tq.enable"),
+            Option(
+                "actor_rollout_ref.actor.shuffle",
+                remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles an update",
+            ),
+            Option(
+                "data.gen_batch_size",
+                lambda size, run: size not in (None, 1),
+                f"drop it; {CONFIG_PATH}.scheduling.in_flight says how much is loaded",
+            ),
         ),
-        lambda estimator, filtered, sorting, unit: (
-            sorting is not None
-            and sorting_unit(unit, str(estimator)) == "trajectory"
-            and (bool(filtered) or estimator not in SINGLE_ESTIMATORS)
+        lambda run: run.pipeline,
+        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an update "
+        "trains, and that each update is a policy version",
+        f"drop the first, or set {CONFIG_PATH}.max_staleness=null (verl's own schedule)",
+        (_BOUND,),
+    ),
+    Row(
+        (
+            Option(
+                f"{_ROLLOUT}.calculate_log_probs",
+                lambda kept, run: not kept,
+                f"set {_ROLLOUT}.calculate_log_probs=true, or {CONFIG_PATH}.max_staleness=0",
+            ),
+            Option(_ESTIMATOR, lambda estimator, run: estimator in ON_POLICY_ESTIMATORS),
+            Option(
+                _LOSS,
+                _uncorrected,
+                f"set {_CORRECTION}.rollout_is=token and bypass_mode=false, or {CONFIG_PATH}.max_staleness=0",
+            ),
         ),
-        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
-        f"set {CONFIG_PATH}.sorting.unit=group",
+        lambda run: run.stale,
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
+        "it is exact for the current policy's own tokens only",
+        f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
+        (_BOUND,),
     ),
-    Combination(
-        (f"{_ROLLOUT}.scheduling_policy", "rhyme.sorting.mode"),
-        lambda policy, sorting: sorting is not None and policy != "priority",
-        "more samples are given out than run, and without priorities the engines take them in any order",
-        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted, histopipe, stream and full do",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
-        lambda replay, sorting: bool(replay) and sorting in ("partial", "histopipe", "stream"),
+    Row(
+        (Option(f"{_ROLLOUT}.enable_rollout_routing_replay"),),
+        lambda run: run.rules is not None and run.rules.continues,
         "the experts of a response that several policies, or replicas, made cannot be replayed",
-        f"set {_ROLLOUT}.enable_rollout_routing_replay=false, or {CONFIG_PATH}.sorting.mode=on_policy",
+        f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
+        (_BOUND,),
     ),
-    Combination(
-        (f"{_ROLLOUT}.calculate_log_probs", "rhyme.sorting.mode", _MODE),
-        lambda logprobs, sorting, trainer: not logprobs and _mixes(sorting, trainer),
-        "responses that span policies need the log-probabilities that tokens were made with",
-        f"set {_ROLLOUT}.calculate_log_probs=true",
+    Row(
+        (Option("rhyme.scheduling.unit", _torn),),
+        lambda run: run.pipeline,
+        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
+        f"set {CONFIG_PATH}.scheduling.unit=group",
+        (_ESTIMATOR, _FILTER),
     ),
-    Combination(
-        ("trainer.v1.sampler.custom_sampler.path", "rhyme.sorting.mode"),
-        lambda path, sorting: bool(path) and sorting is not None,
-        "a sampler of your own is ignored: the scheduler decides what is sampled",
-        f"set trainer.v1.sampler.custom_sampler.path=null, or {CONFIG_PATH}.sorting.mode=null",
+    Row(
+        (
+            Option(
+                "rhyme.streaming.elastic.min_replicas",
+                lambda least, run: run.rules is None or not run.rules.starts_through_training,
+                beside=(_MODE, _BOUND),
+            ),
+            Option(_BACKEND, lambda backend, run: backend in _ALL_AT_ONCE),
+        ),
+        _rests,
+        "replicas rest where separate engines generate while the actor trains, and return with weights that they take "
+        "alone",
+        f"set {_MODE}=separate_async, max_staleness to at least 1 and {_BACKEND}=relay or nccl, or drop "
+        "streaming.elastic.min_replicas",
     ),
-    Combination(
-        ("actor_rollout_ref.actor.shuffle", "rhyme.sorting.mode"),
-        lambda shuffle, sorting: bool(shuffle) and sorting is not None,
-        "shuffling undoes the order by length",
-        f"set actor_rollout_ref.actor.shuffle=false, and {CONFIG_PATH}.sorting.order=0 for a shuffled batch",
+    Row(
+        (
+            Option(_BACKEND, lambda backend, run: backend == "shm", f"set {_BACKEND}=relay"),
+            Option(_BACKEND, lambda backend, run: backend == "relay" and run.topology == "colocated"),
+        ),
+        _rhyme,
+        "the relay carries weights through shared memory to separate engines; colocated ones take them from the actor",
+        f"drop the override of the backend, or set {_MODE}=separate_async",
+        (_MODE,),
     ),
-    Combination(
-        ("data.gen_batch_size", "rhyme.sorting.mode"),
-        lambda size, sorting: sorting is not None and size not in (None, 1),
-        "verl sets it to 1 outside of sync, and the scheduler says how many prompts are loaded",
-        f"drop it; {CONFIG_PATH}.sorting.group_batches is what you want",
-    ),
-    Combination(
-        ("skip.rollout_tq.enable", "rhyme.sorting.mode"),
-        lambda skip, sorting: sorting is not None and bool(skip),
-        "verl's skip of rollout is ignored: the scheduler starts and takes samples itself",
-        f"set skip.rollout_tq.enable=false, or {CONFIG_PATH}.sorting.mode=null",
-    ),
-    Combination(
-        ("rhyme.placement.policy", "rhyme.sorting.mode"),
-        lambda policy, sorting: policy in LENGTH_PLACEMENTS and sorting is None,
-        "it goes by forecasts of lengths, which the coordinator of a sorted rollout makes",
-        f"use +rhyme=histopipe, sorted, stream or full, or set {CONFIG_PATH}.placement.policy=sticky_group",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.router_config_path", "rhyme.placement.policy"),
-        lambda file, policy: bool(file) and policy is not None,
-        "there is one router",
+    Row(
+        (
+            Option(
+                _PLACEMENT,
+                lambda policy, run: policy in LENGTH_PLACEMENTS and not run.pipeline,
+                f"use {_OTHERS}, or set {CONFIG_PATH}.placement.policy=sticky_group or least_loaded",
+                (_BOUND,),
+            ),
+            Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),
+            Option(f"{_ROLLOUT}.full_determinism", beside=(_PLACEMENT,)),
+        ),
+        lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
+        "one router places requests: verl's, your own, or a placement, some of which go by lengths that the pipeline "
+        "expects",
         f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
     ),
-    Combination(
-        (f"{_ROLLOUT}.full_determinism", "rhyme.placement.policy"),
-        lambda full, policy: bool(full) and policy is not None,
-        "only verl's own router places requests deterministically",
-        f"set {CONFIG_PATH}.placement.policy=null, or {_ROLLOUT}.full_determinism=false",
-    ),
-    Combination(
-        (_MODE,),
-        lambda mode: str(mode).startswith("rhyme_"),
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
-        "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
-        rhyme=False,
-    ),
-    Combination(
-        (MANAGER,),
-        lambda manager: manager == SORTED_MANAGER,
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted, histopipe, stream and full set with it",
-        "for stock verl drop +rhyme=sorted (or the system that is there)",
-        rhyme=False,
-    ),
-    Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend",),
-        lambda backend: backend == "relay",
-        "the relay needs a trainer of verl-rhyme",
-        "add +rhyme=histospec, sorted or histopipe (with enable=true), or set it to nccl, nixl or mooncake",
-        rhyme=False,
+    Row(
+        (
+            Option(MANAGER, lambda manager, run: manager == PIPELINE_MANAGER),
+            Option(_BACKEND, lambda backend, run: backend == "relay"),
+        ),
+        lambda run: run.rhyme is None,
+        f"it needs {CONFIG_PATH}.enable=true, which all presets but off set",
+        "for stock verl use +rhyme=off, or none, and drop the override",
     ),
 )
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those rows of :data:`TABLE` that a config meets; imports neither verl nor an engine.
+    """Those options that :data:`TABLE` refuses, and rules that contradict each other; imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.
         rhyme: Our tree in it; ``None`` without rhyme.
     """
+    rules = None
+    try:
+        rules = of_config(config, rhyme)
+    except ValueError as error:
+        yield Refusal(f"{CONFIG_PATH}: {error}")
+    run = Run(config, rhyme, rules)
     for row in TABLE:
-        if row.rhyme != (rhyme is not None):
+        if not row.when(run):
             continue
-        values = [_value(config, rhyme, key) for key in row.keys]
-        if row.refused(*values):
-            told = " with ".join(_told(key, value) for key, value in zip(row.keys, values, strict=True))
-            yield Refusal(f"{told}: {row.reason}", row.remedy)
+        for option in row.options:
+            if option.refused(run.value(option.key), run):
+                keys = (option.key, *option.beside, *row.beside)
+                told = " with ".join(_told(key, run.value(key)) for key in keys)
+                yield Refusal(f"{told}: {row.reason}", option.remedy or row.remedy)
 
 
 def group_not_found(name: str) -> Refusal:
     """Of ``+rhyme=name`` that hydra took for a plain value: its config group was not there."""
-    groups = [system for system in systems() if system != "off"]
-    use = " or ".join(f"+rhyme={group}" for group in groups)
-    if name in groups:
+    if name in PRESETS:
         remedy = "verl-rhyme is not installed beside verl (pip show verl-rhyme): install it there"
     else:
-        remedy = f"there is no such group; use {use}, or nothing for stock verl"
+        groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
+        remedy = f"there is no such group; use {groups}, or nothing for stock verl"
     return Refusal(f"+rhyme={name} did not find its config group", remedy)
-
-
-def _value(config: Any, rhyme: RhymeConfig | None, key: str) -> Any:
-    prefix, _, ours = key.partition(".")
-    if prefix == "rhyme":
-        return functools.reduce(getattr, ours.split("."), rhyme)
-    tree, _, option = key.rpartition(".")
-    if tree != _ENGINE:
-        return OmegaConf.select(config, key, throw_on_missing=True)
-    # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
-    given = OmegaConf.select(config, tree, throw_on_missing=True) or {}
-    named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
-    return next((value for name, value in named if name and option.startswith(name)), None)
 
 
 def _told(key: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -10,9 +11,11 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, weight_bucket
-from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER, Refusal
+from verl_rhyme import combinations, config_tree
+from verl_rhyme.checks import loss_normalisation, queue_room, stale_tokens, weight_bucket
+from verl_rhyme.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.workers import router_file
 
 logger = logging.getLogger(__name__)
@@ -68,10 +71,8 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
-    try:
+    with contextlib.suppress(ValueError):  # rules that contradict each other: in the list already
         found += queue_room.refusals(config, rhyme)
-    except ValueError as error:  # rules that exclude each other, some of which the table does not know
-        found += [] if found else [Refusal(str(error))]
     try:
         router_file.check(rhyme.placement)
         router_file.check_own(config)
@@ -111,11 +112,11 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)
-    if name in (DRAFTING_MANAGER, SORTED_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
+    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
         return
     from verl.utils.import_utils import load_class_from_fqn
 
-    needed = DRAFTING_MANAGER if rhyme.sorting.mode is None else SORTED_MANAGER
+    needed = PIPELINE_MANAGER if rhyme.pipeline else DRAFTING_MANAGER
     try:
         known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
     except Exception as error:

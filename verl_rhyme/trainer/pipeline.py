@@ -419,6 +419,8 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
+        # verl's sync would save no samples in flight (``PPOTrainer._save_checkpoint``)
+        config.trainer.v1.trainer_mode = "colocate_async"
         self.topology = Colocated(self)
         super().__init__(config)
 
