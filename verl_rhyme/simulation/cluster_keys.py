@@ -34,6 +34,7 @@ class TrainingFile:
     reward: float = 0.0
     start: float = 0.0
     gradients: bool = True
+    copy: float | None = None
 
 
 @dataclass
