@@ -33,8 +33,8 @@ class TrainingFile:
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
-    gradients: bool = True
     copy: float | None = None
+    gradients: bool = True
 
 
 @dataclass
