@@ -149,7 +149,9 @@ class TrainingCost:
         update: Seconds of an update beside that.
         part: Seconds of each part but the last, beside its tokens, where an update's samples come in parts (StreamRL,
             arXiv:2504.15930, section 4.1).
-        sync: Seconds until a new version's weights are in the engines.
+        sync: Seconds from an update's end until its weights are in the engines.
+        copy: Seconds of these for which the trainer is held where replicas take versions one by one: until the weights
+            lie in the relay. ``None``: all of them; so it is where all replicas take a version together.
         reward: Seconds from a response's end to its reward.
         start: Seconds from the new weights until the first requests are in the engines' slots.
     """
@@ -161,19 +163,26 @@ class TrainingCost:
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
+    copy: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
         if self.logprobs > 1:
             raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
+        if self.copy is not None and self.copy > self.sync:
+            raise ValueError(f"training.copy is a part of training.sync={self.sync!r}, not {self.copy!r} seconds")
 
     def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
         """Of an update of so many tokens once all are there, of which ``early`` had gone through in parts, with their
         gradients or without."""
         return self.update + self.token * (tokens - early * self._ahead(gradients))
+
+    def held(self, one_by_one: bool) -> float:
+        """Seconds for which publication holds the trainer (``Rules.one_by_one``)."""
+        return self.copy if one_by_one and self.copy is not None else self.sync
 
     def part_seconds(self, tokens: float, gradients: bool = True) -> float:
         """Of a part."""

@@ -33,6 +33,7 @@ class TrainingFile:
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
+    copy: float | None = None
     gradients: bool = True
 
 

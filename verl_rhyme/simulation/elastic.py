@@ -19,7 +19,7 @@ from verl_rhyme.simulation.scenario import Step
 
 def add(simulation: Simulation, name: str, cost: ReplicaCost) -> None:
     """A replica more, with the newest weights."""
-    simulation._versions[name] = simulation._version
+    simulation._versions[name] = simulation._arrived
     simulation.cluster.add(name, Engine(cost))
     _resize(simulation)
     simulation.placement.add(name, cost)

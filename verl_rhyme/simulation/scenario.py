@@ -92,6 +92,11 @@ class Scenario:
         """Q of the bubble ratio."""
         return self.fillable(self.replicas)
 
+    @property
+    def held(self) -> float:
+        """Seconds for which publication holds the trainer."""
+        return self.training.held(self.rules.one_by_one)
+
     def fillable(self, replicas: Iterable[ReplicaCost]) -> int:
         """Q of the bubble ratio with these replicas: slots that samples can fill, as in training."""
         samples = math.ceil(self.rules.load_batches(None) * self.rules.batch_samples)
