@@ -50,8 +50,8 @@ VERLS = {
     "scheduling_policy": "scheduling_policy",
 }
 
-#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585: "exact
-#: on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585:
+#: "exact on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
 ON_POLICY_ESTIMATORS = ("opo", "remax")
 
 #: Values of ``policy_loss.loss_mode`` without a ratio to the policy that sampled: only ``rollout_is_weights`` correct
@@ -226,8 +226,8 @@ TABLE = (
             *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
-        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its own "
-        "sampler; this puts something else there",
+        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its "
+        "own sampler; this puts something else there",
         f"drop the first, or set {_NO_DRAFTING}",
         (_DRAFTING,),
     ),
@@ -301,8 +301,8 @@ TABLE = (
             ),
         ),
         lambda run: run.pipeline,
-        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an update "
-        "trains, and that each update is a policy version",
+        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an "
+        "update trains, and that each update is a policy version",
         f"drop the first, or set {CONFIG_PATH}.max_staleness=null (verl's own schedule)",
         (_BOUND,),
     ),
@@ -321,8 +321,8 @@ TABLE = (
             ),
         ),
         lambda run: run.stale,
-        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
-        "it is exact for the current policy's own tokens only",
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: it "
+        "is exact for the current policy's own tokens only",
         f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
         (_BOUND,),
     ),
@@ -394,7 +394,7 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those options that :data:`TABLE` refuses, and rules that contradict each other; imports neither verl nor an engine.
+    """Those options that :data:`TABLE` refuses, and rules that contradict each other; imports no verl, no engine.
 
     Args:
         config: verl's whole config.
