@@ -1,8 +1,8 @@
-"""What does not go together, why, and what to do instead: the one table, and the one list of systems.
+"""What does not go together, why, and what to do instead: the one table.
 
-Start-up (:mod:`verl_rhyme.startup`), the preflight and, of the list, the run scripts (``recipes/settings.sh``) read
-them; ``docs/combinations.md`` shows them.  What one section of our tree excludes within itself is refused where that
-is read (:mod:`verl_rhyme.config`).
+Start-up (:mod:`verl_rhyme.startup`) and the preflight read it; ``docs/combinations.md`` shows it.  What our tree
+excludes within one of its sections is refused where that is read (:mod:`verl_rhyme.config`), rules of the pipeline that
+contradict each other by :class:`~verl_rhyme.scheduling.rules.Rules`.
 """
 
 from __future__ import annotations
@@ -10,70 +10,151 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, SINGLE_ESTIMATORS, TOPOLOGIES, RhymeConfig, sorting_unit
+from verl_rhyme.config import (
+    CONFIG_PATH,
+    LENGTH_PLACEMENTS,
+    PRESETS,
+    SINGLE_ESTIMATORS,
+    TOPOLOGIES,
+    RhymeConfig,
+    trained_unit,
+)
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.preflight import model_folder
 
-#: What ``+rhyme=histospec``, and ``+rhyme=sorted`` and all systems after it, set as :data:`MANAGER`.
-DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
-SORTED_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
-MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _MODE = "trainer.v1.trainer_mode"
 _SEPARATE = "trainer.v1.separate_async"
-_LIST = Path(__file__).with_name("conf") / "systems.txt"
+_CORRECTION = "algorithm.rollout_correction"
 
 
 @dataclass(frozen=True)
-class System:
-    """One value of the run scripts' ``RHYME``.
+class Run:
+    """A config that the table looks at.
 
     Attributes:
-        name: As in ``RHYME=name`` and, but for ``off``, ``+rhyme=name``.
-        modes: The run scripts' ``MODE`` that it works with; ``None`` for any.
-        what: In a few words.
+        config: verl's whole config.
+        rhyme: Our tree in it; ``None`` without rhyme (no tree, or ``enable=false``).
     """
 
-    name: str
-    modes: tuple[str, ...] | None
+    config: Any
+    rhyme: RhymeConfig | None
+
+    def get(self, key: str) -> Any:
+        """The value of a key of verl's config; ``rhyme.`` stands for ours, as typed, with its defaults."""
+        prefix, _, ours = key.partition(".")
+        if prefix == "rhyme":
+            return functools.reduce(getattr, ours.split("."), self.rhyme)
+        tree, _, option = key.rpartition(".")
+        if tree != _ENGINE:
+            return OmegaConf.select(self.config, key, throw_on_missing=True)
+        # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
+        given = OmegaConf.select(self.config, tree, throw_on_missing=True) or {}
+        named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
+        return next((value for name, value in named if name and option.startswith(name)), None)
+
+    def told(self, key: str) -> str:
+        """The key and its value, in words."""
+        value = self.get(key)
+        if key.startswith("rhyme."):
+            key = f"{CONFIG_PATH}{key.removeprefix('rhyme')}"
+        if OmegaConf.is_config(value):
+            return key
+        return f"{key}={str(value).lower() if isinstance(value, bool) else 'null' if value is None else value}"
+
+    @property
+    def pipeline(self) -> bool:
+        return self.rhyme is not None and self.rhyme.pipeline
+
+    @property
+    def stale(self) -> bool:
+        """Tokens of earlier policies are trained."""
+        return self.pipeline and self.get("rhyme.max_staleness") > 0
+
+    @property
+    def topology(self) -> str | None:
+        """Where engines and training live; ``None`` under a trainer of somebody's own."""
+        return TOPOLOGIES.get(str(self.get(_MODE)))
+
+
+@dataclass(frozen=True)
+class When:
+    """In which runs a row holds.
+
+    Attributes:
+        what: In words.
+        holds: Whether it is one.
+        told: Keys that say so in a refusal.
+    """
+
     what: str
+    holds: Callable[[Run], bool]
+    told: tuple[str, ...] = ()
 
 
-@functools.cache
-def systems() -> Mapping[str, System]:
-    """All of ``conf/systems.txt`` by name, in its order."""
-    found = {}
-    for line in _LIST.read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, modes, what = line.split(maxsplit=2)
-            found[name] = System(name, None if modes == "any" else tuple(modes.split(",")), what)
-    return found
+WITHOUT_RHYME = When("without rhyme", lambda run: run.rhyme is None)
+WITH_RHYME = When("rhyme", lambda run: run.rhyme is not None)
+DRAFTS = When("drafting", lambda run: run.rhyme is not None and run.rhyme.drafting.enable, ("rhyme.drafting.enable",))
+PIPELINE = When("the pipeline", lambda run: run.pipeline, ("rhyme.max_staleness",))
+STALE = When("the pipeline above `max_staleness=0`", lambda run: run.stale, ("rhyme.max_staleness",))
+ONE_BY_ONE = When(
+    "the pipeline, trajectories trained one by one",
+    lambda run: (
+        run.pipeline
+        and trained_unit(run.get("rhyme.scheduling.unit"), str(run.get("algorithm.adv_estimator"))) == "trajectory"
+    ),
+    ("rhyme.scheduling.unit",),
+)
+NOT_BESIDE_TRAINING = When(
+    "but separate engines above `max_staleness=0`",
+    lambda run: run.rhyme is not None and not (run.stale and run.topology == "separate"),
+    (_MODE, "rhyme.max_staleness"),
+)
+NO_PIPELINE = When(
+    "verl's own schedule", lambda run: run.rhyme is not None and not run.pipeline, ("rhyme.max_staleness",)
+)
+PLACED = When(
+    "a placement policy",
+    lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
+    ("rhyme.placement.policy",),
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One that a row looks at.
+
+    Attributes:
+        wrong: Whether its value (``None`` where it is not set) is refused.
+        mend: What to do instead.
+    """
+
+    wrong: Callable[[Any, Run], bool]
+    mend: str = "drop it"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A row of the table.
+    """A row of the table: any of its keys with a wrong value is refused.
 
     Attributes:
-        keys: What it looks at: keys of verl's config; ``rhyme.`` stands for ours, read as typed, with its defaults.
-        refused: Whether these values, in the order of ``keys``, are refused; ``None`` for what is not set.
+        keys: By name, as :meth:`Run.get` has it.
+        when: In which runs.
         reason: Why.
-        remedy: What to do instead.
-        rhyme: ``False`` for what is refused without rhyme (no tree, or ``enable=false``).
+        otherwise: What else to do, whichever key it is.
     """
 
-    keys: tuple[str, ...]
-    refused: Callable[..., bool]
+    keys: Mapping[str, Key]
+    when: When
     reason: str
-    remedy: str
-    rhyme: bool = True
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,10 +168,16 @@ class Refusal:
         return "; ".join(filter(None, (self.detail, self.remedy)))
 
 
-def _mixes(sorting: str | None, trainer: Any) -> bool:
-    """A response may have tokens of several policies."""
-    apart = TOPOLOGIES.get(str(trainer)) == "separate"
-    return sorting == "partial" or (sorting in ("histopipe", "stream") and apart)
+def _on(value: Any, run: Run) -> bool:
+    return bool(value)
+
+
+def _is_set(value: Any, run: Run) -> bool:
+    return value is not None
+
+
+def _but(*allowed: Any) -> Callable[[Any, Run], bool]:
+    return lambda value, run: value not in allowed
 
 
 #: vLLM's options that verl sets from a key of its own, which rhyme reads.
@@ -103,17 +190,11 @@ VERLS = {
 }
 
 
-def _with_drafting(option: str, refused: Callable[[Any], bool], reason: str) -> Combination:
-    """A row for an option of vLLM's that excludes drafting."""
-    return Combination(
-        (f"{_ENGINE}.{option}", "rhyme.drafting.enable"),
-        lambda value, drafting: drafting and refused(value),
-        reason,
-        f"drop the first, or set {CONFIG_PATH}.drafting.enable=false",
-    )
+def _differs(verls: str) -> Callable[[Any, Run], bool]:
+    return lambda value, run: value is not None and value != run.get(f"{_ROLLOUT}.{verls}")
 
 
-def _recurrent(path: Any) -> bool:
+def _recurrent(path: Any, run: Run) -> bool:
     """The model's ``config.json`` is on this machine and shows recurrent layers; engines look at all models' layers."""
     file = model_folder.find(str(path))
     try:
@@ -122,336 +203,226 @@ def _recurrent(path: Any) -> bool:
         return False
 
 
+def _cannot_carry(backend: Any, run: Run) -> bool:
+    elastic = run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
+    return (
+        backend == "shm"
+        or (backend == "relay" and run.topology == "colocated")
+        or (backend == "naive" and run.topology == "separate" and run.pipeline)
+        or (backend in ("kimi_ckpt_engine", "delta_sharded") and elastic)
+    )
+
+
+def _without_ratio(loss: Any, run: Run) -> bool:
+    """No ratio of the loss's own to the policy that sampled, and no weight of verl's that has one."""
+    if loss == "bypass_mode":
+        own = run.get(f"{_ACTOR}.policy_loss.rollout_correction") or {}
+        return own.get("loss_type") == "reinforce" and not own.get("rollout_is")
+    # with bypass_mode verl computes no weights
+    weighted = run.get(f"{_CORRECTION}.rollout_is") and not run.get(f"{_CORRECTION}.bypass_mode")
+    return loss == "gpg" and not weighted
+
+
 TABLE = (
     Combination(
-        (f"{_ROLLOUT}.name",),
-        lambda engine: engine != "vllm",
-        "rhyme works with vllm only",
-        f"set {_ROLLOUT}.name=vllm",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.disaggregation.enabled",),
-        bool,
-        "rhyme does not work with prefill and decoding apart",
-        "drop it",
-    ),
-    Combination(
-        ("trainer.use_v1",),
-        lambda v1: v1 is not None and not v1,
-        "rhyme needs verl's V1 trainer",
-        "drop it",
-    ),
-    *(
-        _with_drafting(option, bool, "an engine drafts in one way")
-        for option in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    ),
-    Combination(
-        (f"{_ROLLOUT}.mtp.enable", f"{_ROLLOUT}.mtp.enable_rollout", "rhyme.drafting.enable"),
-        lambda mtp, rollout, ours: bool(mtp and rollout and ours),
-        "an engine drafts in one way",
-        f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {CONFIG_PATH}.drafting.enable=false",
-    ),
-    _with_drafting("async_scheduling", bool, "vLLM would schedule a step before its drafts are known"),
-    _with_drafting("scheduler_cls", bool, "drafts are known to be right with vLLM's synchronous scheduler only"),
-    _with_drafting("logits_processors", bool, "vLLM applies no logits processors of your own to drafted positions"),
-    *(
-        _with_drafting(option, refused, "micro-batches of a step are not known to be right with drafts of many lengths")
-        for option, refused in (("enable_dbo", bool), ("ubatch_size", lambda size: int(size or 0) > 1))
-    ),
-    _with_drafting("diffusion_config", bool, "a diffusion model has no next token to draft"),
-    Combination(
-        (f"{_ENGINE}.worker_extension_cls",),
-        bool,
-        "rhyme's own extension would be missing in the workers",
-        f"drop it, or set {CONFIG_PATH}.enable=false",
-    ),
-    Combination(
-        (f"{_ENGINE}.kv_transfer_config",),
-        bool,
-        "rhyme does not work with prefill and decoding apart",
-        "drop it",
-    ),
-    Combination(
-        (f"{_ENGINE}.config",),
-        bool,
-        "what vLLM reads from a file of options cannot be checked",
-        f"set the options in {_ENGINE}",
+        {
+            f"{_ROLLOUT}.name": Key(_but("vllm"), f"set {_ROLLOUT}.name=vllm"),
+            "trainer.use_v1": Key(_but(None, True), "drop it: rhyme needs verl's V1 trainer"),
+            f"{_ROLLOUT}.disaggregation.enabled": Key(_on),
+            f"{_ENGINE}.kv_transfer_config": Key(_on),
+            f"{_ENGINE}.worker_extension_cls": Key(_on, "drop it: rhyme's own would be missing in the workers"),
+            f"{_ENGINE}.config": Key(_on, f"set in {_ENGINE} what is in the file, which cannot be checked"),
+        },
+        WITH_RHYME,
+        "rhyme works with verl's V1 trainer and vllm only, prefill and decoding together, in workers of its own",
+        f"set {CONFIG_PATH}.enable=false",
     ),
     # verl and rhyme size replicas, slots and the order of requests by verl's keys.
-    *(
-        Combination(
-            (f"{_ENGINE}.{option}", f"{_ROLLOUT}.{key}"),
-            lambda theirs, verls: theirs is not None and theirs != verls,
-            "verl and rhyme go by the second",
-            f"set {_ROLLOUT}.{key} instead",
-        )
-        for option, key in VERLS.items()
+    Combination(
+        {f"{_ENGINE}.{option}": Key(_differs(key), f"set {_ROLLOUT}.{key} instead") for option, key in VERLS.items()},
+        WITH_RHYME,
+        "verl sets it from a key of its own, by which rhyme goes, too",
     ),
     Combination(
-        ("actor_rollout_ref.model.path", "rhyme.drafting.enable"),
-        lambda path, drafting: drafting and _recurrent(path),
+        {
+            **dict.fromkeys(
+                (
+                    f"{_ENGINE}.{option}"
+                    for option in (
+                        "speculative_config",
+                        "spec_method",
+                        "spec_model",
+                        "spec_tokens",
+                        "async_scheduling",
+                        "scheduler_cls",
+                        "logits_processors",
+                        "enable_dbo",
+                        "diffusion_config",
+                    )
+                ),
+                Key(_on),
+            ),
+            f"{_ENGINE}.ubatch_size": Key(lambda size, run: int(size or 0) > 1),
+            f"{_ROLLOUT}.mtp.enable_rollout": Key(
+                lambda on, run: bool(on and run.get(f"{_ROLLOUT}.mtp.enable")),
+                "set actor_rollout_ref.model.mtp.enable_rollout=false",
+            ),
+        },
+        DRAFTS,
+        "an engine drafts in one way, and drafts are known to be right with vLLM's synchronous scheduler and its own "
+        "sampling of whole steps only",
+        f"set {CONFIG_PATH}.drafting.enable=false",
+    ),
+    Combination(
+        {"actor_rollout_ref.model.path": Key(_recurrent, recurrent.REMEDY)},
+        DRAFTS,
         recurrent.REASON,
-        recurrent.REMEDY,
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
     Combination(
-        (f"{_ROLLOUT}.data_parallel_size", "rhyme.drafting.enable"),
-        lambda size, drafting: int(size or 1) > 1 and drafting,
+        {
+            f"{_ROLLOUT}.data_parallel_size": Key(
+                lambda size, run: int(size or 1) > 1,
+                f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs",
+            )
+        },
+        DRAFTS,
         "vLLM lets us see the first of a replica's engines only",
-        f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs; or set "
-        f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
+        f"set {CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
     ),
     Combination(
-        ("rhyme.sampling.coupled", "rhyme.drafting.enable"),
-        lambda coupled, drafting: coupled and not drafting,
-        "coupling pays by verifying drafts of what was interrupted",
-        f"set {CONFIG_PATH}.drafting.enable=true, or drop coupled",
+        {
+            "rhyme.sampling.coupled": Key(
+                lambda coupled, run: (
+                    bool(coupled) and not (run.rhyme.drafting.enable and run.rhyme.max_staleness == 0)  # type: ignore[union-attr]
+                )
+            )
+        },
+        When("rhyme", WITH_RHYME.holds, ("rhyme.max_staleness", "rhyme.drafting.enable")),
+        "coupling pays by verifying drafts of what the on-policy pipeline (max_staleness=0) generates again",
     ),
     Combination(
-        ("rhyme.sampling.coupled", "rhyme.sorting.mode"),
-        lambda coupled, sorting: coupled and sorting != "on_policy",
-        "only the sorted on-policy mode (+rhyme=sorted) generates anew what could repeat itself",
-        "drop coupled",
+        {
+            _MODE: Key(lambda mode, run: run.topology is None, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"),
+            MANAGER: Key(
+                lambda manager, run: manager in (None, DRAFTING_MANAGER),
+                f"set {PIPELINE_MANAGER}, or what derives from it",
+            ),
+            f"{_ROLLOUT}.scheduling_policy": Key(_but("priority"), f"set {_ROLLOUT}.scheduling_policy=priority"),
+            "trainer.v1.sampler.custom_sampler.path": Key(_on),
+            "skip.rollout_tq.enable": Key(_on),
+            "data.gen_batch_size": Key(_but(None, 1), f"drop it; {CONFIG_PATH}.scheduling.in_flight is what you want"),
+            f"{_ACTOR}.shuffle": Key(_on, f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles"),
+            f"{_SEPARATE}.parameter_sync_step": Key(
+                lambda steps, run: run.topology == "separate" and int(steps or 1) != 1,
+                f"set {_SEPARATE}.parameter_sync_step=1: an update is a policy version",
+            ),
+            f"{_SEPARATE}.hybrid_rollout.enable_switch": Key(
+                lambda switch, run: run.topology == "separate" and bool(switch)
+            ),
+        },
+        PIPELINE,
+        "its scheduler decides what starts, where, in which order, and what an update trains: this would go past it, "
+        "or be ignored",
+        "use a preset with the pipeline as it is, or set max_staleness=null for verl's own schedule",
     ),
     Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: sorting not in (None, "stream") and trainer not in TOPOLOGIES,
-        f"sorting works in {' or '.join(TOPOLOGIES)} only (sync saves nothing of the samples in flight)",
-        f"drop the override of {_MODE} (+rhyme=sorted and +rhyme=histopipe set rhyme_sorted), or set "
-        f"{CONFIG_PATH}.sorting.mode=null",
+        {
+            f"{_ROLLOUT}.calculate_log_probs": Key(
+                lambda on, run: not on, f"set {_ROLLOUT}.calculate_log_probs=true: by them stale tokens are weighted"
+            ),
+            f"{_ROLLOUT}.enable_rollout_routing_replay": Key(
+                _on, "drop it: experts of a response of several policies cannot be replayed"
+            ),
+            f"{_ACTOR}.policy_loss.loss_mode": Key(
+                _without_ratio, f"set {_CORRECTION}.rollout_is=token and bypass_mode=false, or another loss"
+            ),
+        },
+        STALE,
+        "tokens of earlier policies are trained, each to be corrected for by the policy that it was sampled with",
+        f"set {CONFIG_PATH}.max_staleness=0",
     ),
     Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: trainer == "rhyme_sorted" and sorting is None,
-        "this trainer mode is that of sorting",
-        f"set {CONFIG_PATH}.sorting.mode=on_policy, partial or histopipe, as +rhyme=sorted and +rhyme=histopipe do, or "
-        f"{_MODE} to one of verl's",
+        {
+            "algorithm.adv_estimator": Key(_but(*SINGLE_ESTIMATORS)),
+            "algorithm.filter_groups.enable": Key(_on),
+        },
+        ONE_BY_ONE,
+        "that tears groups apart, which the estimator or the filter compares",
+        f"set {CONFIG_PATH}.scheduling.unit=group",
     ),
     Combination(
-        (MANAGER, "rhyme.sorting.mode"),
-        lambda manager, sorting: sorting is not None and manager in (None, DRAFTING_MANAGER),
-        f"sorting needs {SORTED_MANAGER} there, or what derives from it",
-        "drop the override: +rhyme=sorted, histopipe, stream and full set it",
+        {f"{_ROLLOUT}.checkpoint_engine.backend": Key(_cannot_carry)},
+        WITH_RHYME,
+        "weights go by relay (or nccl, nixl, mooncake) to engines of their own, by naive to those on the GPUs that "
+        "train; kimi_ckpt_engine and delta_sharded cannot send them to one replica that returns (streaming.elastic)",
+        f"set {_MODE} to what it is for",
     ),
     Combination(
-        (_MODE, f"{_SEPARATE}.parameter_sync_step", "rhyme.sorting.mode"),
-        lambda trainer, steps, sorting: sorting is not None and trainer == "separate_async" and int(steps or 1) != 1,
-        "the scheduler counts a policy version at every update",
-        f"set {_SEPARATE}.parameter_sync_step=1",
-    ),
-    Combination(
-        (_MODE, f"{_SEPARATE}.hybrid_rollout.enable_switch", "rhyme.sorting.mode"),
-        lambda trainer, switch, sorting: sorting is not None and trainer == "separate_async" and bool(switch),
-        "the scheduler gives out samples for engines that stay",
-        f"set {_SEPARATE}.hybrid_rollout.enable_switch=false",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode"),
-        lambda trainer, sorting: sorting == "stream" and TOPOLOGIES.get(str(trainer)) != "separate",
-        "what is streamed comes from engines apart from the actor, which go on while it trains",
-        f"set {_MODE}=separate_async, as +rhyme=stream does, or {CONFIG_PATH}.sorting.mode=histopipe",
-    ),
-    Combination(
-        (_MODE, "rhyme.streaming.enable", "rhyme.sorting.mode"),
-        lambda trainer, streaming, sorting: (
-            # of stream, and of a mode that sorting does not work in, the rows above say it
-            streaming and (sorting is None or (sorting != "stream" and TOPOLOGIES.get(str(trainer)) == "colocated"))
-        ),
-        "a part is worked on while engines of their own go on, and a sorted rollout's scheduler says what is in it",
-        f"set {_MODE}=separate_async and {CONFIG_PATH}.sorting.mode, as +rhyme=stream does, or drop streaming.enable",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.max_staleness", "rhyme.streaming.elastic.enable"),
-        lambda trainer, sorting, stale, elastic: (
-            elastic and (trainer != "separate_async" or not _mixes(sorting, trainer) or not stale)
-        ),
+        {"rhyme.streaming.elastic.min_replicas": Key(_is_set)},
+        NOT_BESIDE_TRAINING,
         "whether a replica more or less would do better shows where rollout goes on while the actor trains",
-        f"set {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=stream, partial or histopipe and "
-        "sorting.max_staleness at least 1, or drop streaming.elastic",
+        f"set {_MODE}=separate_async and {CONFIG_PATH}.max_staleness to at least 1",
     ),
     Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.streaming.elastic.enable"),
-        lambda backend, elastic: elastic and backend in ("kimi_ckpt_engine", "delta_sharded"),
-        "a replica that returns has to get the current weights alone, which this backend cannot send",
-        f"set {_ROLLOUT}.checkpoint_engine.backend=relay or nccl, or drop streaming.elastic",
+        {
+            "rhyme.placement.policy": Key(
+                lambda policy, run: policy in LENGTH_PLACEMENTS, f"set {CONFIG_PATH}.placement.policy=sticky_group"
+            )
+        },
+        NO_PIPELINE,
+        "it goes by expected lengths, which the pipeline's coordinator has",
+        f"set {CONFIG_PATH}.max_staleness (+rhyme=full)",
     ),
     Combination(
-        (_MODE, "rhyme.sorting.mode", "rhyme.sorting.draft_ahead"),
-        lambda trainer, sorting, ahead: ahead and (trainer, sorting) != ("separate_async", "on_policy"),
-        "drafts are generated ahead where engines run on while the actor trains and what they say must not be trained",
-        f"drop draft_ahead; it is for {_MODE}=separate_async with {CONFIG_PATH}.sorting.mode=on_policy (partial trains "
-        "what is generated meanwhile)",
+        {
+            f"{_ROLLOUT}.router_config_path": Key(_on),
+            f"{_ROLLOUT}.full_determinism": Key(_on),
+        },
+        PLACED,
+        "there is one router, and only verl's own places requests deterministically",
+        f"set {CONFIG_PATH}.placement.policy=null",
     ),
     Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend",),
-        lambda backend: backend == "shm",
-        "weights through shared memory are the relay's now",
-        f"set {_ROLLOUT}.checkpoint_engine.backend=relay",
-    ),
-    Combination(
-        (_MODE, f"{_ROLLOUT}.checkpoint_engine.backend"),
-        lambda trainer, backend: backend == "relay" and trainer in ("sync", "colocate_async", "rhyme_sorted"),
-        "engines on the GPUs that train take weights from the actor beside them: nothing is relayed",
-        f"drop the backend, or set {_MODE}=separate_async",
-    ),
-    Combination(
-        (_MODE, "rhyme.sorting.mode", f"{_ROLLOUT}.checkpoint_engine.backend", "rhyme.sorting.keep_running"),
-        lambda trainer, sorting, backend, keep: (
-            keep
-            and (trainer, backend, sorting in ("partial", "histopipe", "stream")) != ("separate_async", "relay", True)
-        ),
-        "replicas must take new weights one by one, each when it is done with what it began under older ones",
-        f"set {_MODE}=separate_async, {_ROLLOUT}.checkpoint_engine.backend=relay and {CONFIG_PATH}.sorting.mode="
-        "partial, histopipe or stream, or drop keep_running",
-    ),
-    Combination(
-        ("rhyme.sorting.draft_ahead", "rhyme.sorting.redraft", "rhyme.drafting.enable"),
-        lambda ahead, redraft, drafting: ahead and not (redraft and drafting),
-        "what is generated ahead is of use as a draft only",
-        f"set {CONFIG_PATH}.sorting.redraft=true and {CONFIG_PATH}.drafting.enable=true, or drop draft_ahead",
-    ),
-    Combination(
-        (
-            "algorithm.adv_estimator",
-            "algorithm.filter_groups.enable",
-            "rhyme.sorting.mode",
-            "rhyme.sorting.unit",
-        ),
-        lambda estimator, filtered, sorting, unit: (
-            sorting is not None
-            and sorting_unit(unit, str(estimator)) == "trajectory"
-            and (bool(filtered) or estimator not in SINGLE_ESTIMATORS)
-        ),
-        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
-        f"set {CONFIG_PATH}.sorting.unit=group",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.scheduling_policy", "rhyme.sorting.mode"),
-        lambda policy, sorting: sorting is not None and policy != "priority",
-        "more samples are given out than run, and without priorities the engines take them in any order",
-        f"set {_ROLLOUT}.scheduling_policy=priority, as +rhyme=sorted, histopipe, stream and full do",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.enable_rollout_routing_replay", "rhyme.sorting.mode"),
-        lambda replay, sorting: bool(replay) and sorting in ("partial", "histopipe", "stream"),
-        "the experts of a response that several policies, or replicas, made cannot be replayed",
-        f"set {_ROLLOUT}.enable_rollout_routing_replay=false, or {CONFIG_PATH}.sorting.mode=on_policy",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.calculate_log_probs", "rhyme.sorting.mode", _MODE),
-        lambda logprobs, sorting, trainer: not logprobs and _mixes(sorting, trainer),
-        "responses that span policies need the log-probabilities that tokens were made with",
-        f"set {_ROLLOUT}.calculate_log_probs=true",
-    ),
-    Combination(
-        ("trainer.v1.sampler.custom_sampler.path", "rhyme.sorting.mode"),
-        lambda path, sorting: bool(path) and sorting is not None,
-        "a sampler of your own is ignored: the scheduler decides what is sampled",
-        f"set trainer.v1.sampler.custom_sampler.path=null, or {CONFIG_PATH}.sorting.mode=null",
-    ),
-    Combination(
-        ("actor_rollout_ref.actor.shuffle", "rhyme.sorting.mode"),
-        lambda shuffle, sorting: bool(shuffle) and sorting is not None,
-        "shuffling undoes the order by length",
-        f"set actor_rollout_ref.actor.shuffle=false, and {CONFIG_PATH}.sorting.order=0 for a shuffled batch",
-    ),
-    Combination(
-        ("data.gen_batch_size", "rhyme.sorting.mode"),
-        lambda size, sorting: sorting is not None and size not in (None, 1),
-        "verl sets it to 1 outside of sync, and the scheduler says how many prompts are loaded",
-        f"drop it; {CONFIG_PATH}.sorting.group_batches is what you want",
-    ),
-    Combination(
-        ("skip.rollout_tq.enable", "rhyme.sorting.mode"),
-        lambda skip, sorting: sorting is not None and bool(skip),
-        "verl's skip of rollout is ignored: the scheduler starts and takes samples itself",
-        f"set skip.rollout_tq.enable=false, or {CONFIG_PATH}.sorting.mode=null",
-    ),
-    Combination(
-        ("rhyme.placement.policy", "rhyme.sorting.mode"),
-        lambda policy, sorting: policy in LENGTH_PLACEMENTS and sorting is None,
-        "it goes by forecasts of lengths, which the coordinator of a sorted rollout makes",
-        f"use +rhyme=histopipe, sorted, stream or full, or set {CONFIG_PATH}.placement.policy=sticky_group",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.router_config_path", "rhyme.placement.policy"),
-        lambda file, policy: bool(file) and policy is not None,
-        "there is one router",
-        f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
-    ),
-    Combination(
-        (f"{_ROLLOUT}.full_determinism", "rhyme.placement.policy"),
-        lambda full, policy: bool(full) and policy is not None,
-        "only verl's own router places requests deterministically",
-        f"set {CONFIG_PATH}.placement.policy=null, or {_ROLLOUT}.full_determinism=false",
-    ),
-    Combination(
-        (_MODE,),
-        lambda mode: str(mode).startswith("rhyme_"),
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted and +rhyme=histopipe set with it",
-        "for stock verl drop +rhyme=sorted or +rhyme=histopipe",
-        rhyme=False,
-    ),
-    Combination(
-        (MANAGER,),
-        lambda manager: manager == SORTED_MANAGER,
-        f"it needs {CONFIG_PATH}.enable=true, which +rhyme=sorted, histopipe, stream and full set with it",
-        "for stock verl drop +rhyme=sorted (or the system that is there)",
-        rhyme=False,
-    ),
-    Combination(
-        (f"{_ROLLOUT}.checkpoint_engine.backend",),
-        lambda backend: backend == "relay",
-        "the relay needs a trainer of verl-rhyme",
-        "add +rhyme=histospec, sorted or histopipe (with enable=true), or set it to nccl, nixl or mooncake",
-        rhyme=False,
+        {
+            MANAGER: Key(
+                lambda manager, run: manager == PIPELINE_MANAGER,
+                "drop +rhyme=full (or the preset that is there) for stock verl",
+            ),
+            f"{_ROLLOUT}.checkpoint_engine.backend": Key(
+                lambda backend, run: backend == "relay", "set it to nccl, nixl or mooncake"
+            ),
+        },
+        WITHOUT_RHYME,
+        "it needs a trainer of verl-rhyme",
+        f"add +rhyme=PRESET with {CONFIG_PATH}.enable=true",
     ),
 )
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those rows of :data:`TABLE` that a config meets; imports neither verl nor an engine.
+    """What of a config a row of :data:`TABLE` refuses; imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.
         rhyme: Our tree in it; ``None`` without rhyme.
     """
+    run = Run(config, rhyme)
     for row in TABLE:
-        if row.rhyme != (rhyme is not None):
+        if not row.when.holds(run):
             continue
-        values = [_value(config, rhyme, key) for key in row.keys]
-        if row.refused(*values):
-            told = " with ".join(_told(key, value) for key, value in zip(row.keys, values, strict=True))
-            yield Refusal(f"{told}: {row.reason}", row.remedy)
+        for name, key in row.keys.items():
+            if key.wrong(run.get(name), run):
+                told = " with ".join(run.told(each) for each in (name, *row.when.told))
+                yield Refusal(f"{told}: {row.reason}", ", or ".join(filter(None, (key.mend, row.otherwise))))
 
 
 def group_not_found(name: str) -> Refusal:
     """Of ``+rhyme=name`` that hydra took for a plain value: its config group was not there."""
-    groups = [system for system in systems() if system != "off"]
-    use = " or ".join(f"+rhyme={group}" for group in groups)
-    if name in groups:
+    use = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
+    if name in PRESETS:
         remedy = "verl-rhyme is not installed beside verl (pip show verl-rhyme): install it there"
     else:
         remedy = f"there is no such group; use {use}, or nothing for stock verl"
     return Refusal(f"+rhyme={name} did not find its config group", remedy)
-
-
-def _value(config: Any, rhyme: RhymeConfig | None, key: str) -> Any:
-    prefix, _, ours = key.partition(".")
-    if prefix == "rhyme":
-        return functools.reduce(getattr, ours.split("."), rhyme)
-    tree, _, option = key.rpartition(".")
-    if tree != _ENGINE:
-        return OmegaConf.select(config, key, throw_on_missing=True)
-    # verl hands them to vLLM's command line, which also takes dashes, beginnings, and a part of a tree (``a.b``).
-    given = OmegaConf.select(config, tree, throw_on_missing=True) or {}
-    named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
-    return next((value for name, value in named if name and option.startswith(name)), None)
-
-
-def _told(key: str, value: Any) -> str:
-    key = f"{CONFIG_PATH}{key.removeprefix('rhyme')}" if key.startswith("rhyme.") else key
-    if OmegaConf.is_config(value):
-        return key
-    return f"{key}={str(value).lower() if isinstance(value, bool) else 'null' if value is None else value}"

@@ -39,25 +39,25 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     average, batch, mini_batch = (OmegaConf.select(config, key) for key in keys)
     if None in (average, batch, mini_batch):  # no whole config: verl has its say
         return
-    sorting, several = rhyme.sorting, int(mini_batch) < int(batch)
-    chosen = rules.harvest == "shortest" and rules.load_batches(None) > 1
+    order, several = rhyme.scheduling.order, int(mini_batch) < int(batch)
+    chosen = rules.take == "finished" and rules.batches > 1
     horizon = f"{_ACTOR}.loss_scale_factor={config.data.max_response_length}"
     remedy = f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same"
     if average == "token-mean" and chosen:
         yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.harvest=shortest: tokens of short responses "
-            "weigh more, since updates of short ones are divided by fewer tokens",
+            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short "
+            "responses weigh more, since updates of short ones are divided by fewer tokens",
             remedy,
         )
-    if average == "token-mean" and several and sorting.order:
+    if average == "token-mean" and several and order:
         yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.sorting.order={sorting.order:g} and mini-batches of "
+            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.order={order:g} and mini-batches of "
             f"{mini_batch} of {batch} prompts: tokens of short responses weigh more, since their mini-batches are "
             "divided by fewer tokens",
             remedy,
         )
     fixed = OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is not None
-    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or sorting.order):
+    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or order):
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: each micro-batch is "
             "divided by its longest response, and sorted ones differ in that",

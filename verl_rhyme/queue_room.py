@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_rhyme.combinations import Refusal
-from verl_rhyme.config import RhymeConfig
+from verl_rhyme.config import CONFIG_PATH, RhymeConfig
 from verl_rhyme.scheduling.rules import of_config
 
 SIZE = "transfer_queue.backend.SimpleStorage.total_storage_size"
@@ -30,7 +30,8 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     if rules is None or limit is None or backend != "SimpleStorage" or int(limit) >= rules.queue_entries:
         return
     yield Refusal(
-        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.load_batches(None)} update batches "
+        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.batches:g} update batches "
         f"of {prompts} prompts x {samples}, and what is trained, may take",
-        f"drop it (+rhyme=sorted, histopipe, stream and full set no limit), or set {SIZE}={rules.queue_entries}",
+        f"drop it (presets set no limit), set {SIZE}={rules.queue_entries}, or lower "
+        f"{CONFIG_PATH}.scheduling.in_flight",
     )

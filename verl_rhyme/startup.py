@@ -11,8 +11,9 @@ from typing import Any
 from packaging.version import Version
 
 from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, weight_bucket
-from verl_rhyme.combinations import DRAFTING_MANAGER, MANAGER, SORTED_MANAGER, Refusal
+from verl_rhyme.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.workers import router_file
 
 logger = logging.getLogger(__name__)
@@ -111,11 +112,11 @@ def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
     from omegaconf import OmegaConf
 
     name = OmegaConf.select(config, MANAGER)
-    if name in (DRAFTING_MANAGER, SORTED_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
+    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
         return
     from verl.utils.import_utils import load_class_from_fqn
 
-    needed = DRAFTING_MANAGER if rhyme.sorting.mode is None else SORTED_MANAGER
+    needed = PIPELINE_MANAGER if rhyme.pipeline else DRAFTING_MANAGER
     try:
         known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
     except Exception as error:

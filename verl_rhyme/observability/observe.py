@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import math
 import os
 import signal
 import sys
@@ -218,7 +219,7 @@ class Observer:
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
         if (rules := of_config(self._config, tree)) is not None:
-            return rules.load_batches(None) * rules.batch_samples, rules.starts_through_training
+            return math.ceil(rules.batches * rules.batch_samples), rules.starts_through_training
         ahead = trainer.v1.get(mode, {}).get("num_warmup_batches", 0)
         groups = self._config.algorithm.get("filter_groups") or {}
         batches = max(1 + ahead, groups.get("max_inflight_gen_batches", 1) if groups.get("enable") else 1)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme import combinations, config_tree, loss_normalisation, stale_tokens, startup, weight_bucket
 from verl_rhyme.arms import arm_name
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, sorting_order
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, training_order
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import compose
 from verl_rhyme.preflight.architecture import Architecture
@@ -51,18 +51,17 @@ def rhyme(config: Any) -> Iterator[Check]:
 
 
 def _what(tree: RhymeConfig, config: Any) -> str:
-    parts, found = [arm_name(tree)], of_config(config, tree)
-    if found is not None:
-        parts.append("on engines of their own" if found.through_training else "on the GPUs that train")
-    told = [" ".join(parts), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
+    rules = of_config(config, tree)
+    told = [arm_name(tree), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
-    if found is not None:
-        load = f"load {found.load}" + (f", group_batches {found.group_batches}" if found.load == "group" else "")
+    if rules is not None:
+        told[0] += " on engines of their own" if rules.separate else " on the GPUs that train"
+        running = "finishes" if rules.finishes else "continues" if rules.continues else "is regenerated"
+        put_off = f", put_off {rules.put_off:g}" if rules.put_off else ""
         told.append(
-            f"rules in force: {load}, harvest {found.harvest}, start_order {found.start_order}, max_staleness "
-            f"{found.max_staleness}, on_interrupt {found.on_interrupt}, unit {found.unit}"
-            + (", probe" if found.probe else "")
+            f"rules in force: max_staleness {rules.max_staleness}, {rules.batches:g} batches in flight{put_off}, "
+            f"take {rules.take}, refill {rules.refill}, unit {rules.unit}, what runs at a new version {running}"
         )
     return "; ".join(told)
 
@@ -88,8 +87,8 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
                 yield f"{where} must be a number, not {value!r}"
 
 
-#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``), and ours.
-TRAINER_MODES = ("sync", "colocate_async", "separate_async", "rhyme_sorted")
+#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``), with rhyme or without.
+TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 
 
 def trainer_mode(config: Any) -> Iterator[Check]:
@@ -117,40 +116,32 @@ def agent_loops(config: Any) -> Iterator[Check]:
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
-    """What is loaded together, in figures, and whether an update is one optimizer step of it."""
+    """What is in flight together, in figures, and whether an update is one optimizer step of it."""
     try:
         tree = config_tree.from_verl(config)
-        found = of_config(config, tree)
+        rules = of_config(config, tree)
     except ValueError:  # :func:`rhyme` tells it
         return
-    actor, batches = config.actor_rollout_ref.actor, 0 if found is None else found.load_batches(None)
+    actor = config.actor_rollout_ref.actor
     mini, batch = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size)
-    if tree is None or found is None or mini < 1 or batch % mini:  # :func:`batches` tells the last two
+    if tree is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` tells the last two
         return
     slots = plan.replicas * plan.rollout.max_num_seqs
     factor = actor.get("loss_scale_factor")
-    order = sorting_order(tree.sorting.order, batch // mini, str(actor.loss_agg_mode), factor)
+    order = training_order(tree.scheduling.order, batch // mini, str(actor.loss_agg_mode), factor)
     trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length") + f" (order {order:g})"
-    if tree.streaming.enable and tree.streaming.update and batch == mini and found.unit == "group":
+    if rules.separate and tree.streaming.part is not None and batch == mini and rules.unit == "group":
         trained = "worked on in parts as they come"
     steps = "one optimizer step" if batch == mini else f"{batch // mini} optimizer steps"
-    there = "are loaded together" if found.load == "group" else "are here at a time, others are loaded as these leave"
     told = (
-        f"{batches} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} {there}: "
-        f"{batches * found.batch_samples} samples for {slots} request slots; an update is {steps}, {trained}"
+        f"{rules.batches:g} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} are in flight: "
+        f"{rules.batches * rules.batch_samples:g} samples for {slots} request slots; an update is {steps}, {trained}"
     )
-    if found.continues and found.load == "group" and batches - 1 > found.max_staleness > 0:
-        told += (
-            f"; what spans more than {found.max_staleness + 1} of the {batches} updates is generated anew, with "
-            f"sorting.max_staleness={batches - 1} nothing"
-        )
-    if batch > mini and batches > 1 and found.harvest == "shortest":
+    if batch > mini and rules.batches > 1 and rules.take == "finished":
         times = batch // mini
-        remedy = f"set data.train_batch_size={mini}"
-        if found.load != "rolling":
-            remedy += f" and {CONFIG_PATH}.sorting.group_batches={times * batches}"
-        remedy += (
-            f" for updates of one optimizer step from as many prompts as now; steps are then {times} times as many: "
+        remedy = (
+            f"set data.train_batch_size={mini} and {CONFIG_PATH}.scheduling.in_flight={times * rules.batches:g} for "
+            f"updates of one optimizer step from as many prompts as now; steps are then {times} times as many: "
             "multiply save_freq, test_freq, total_training_steps and warm-up steps"
         )
         yield Check("load", WARN, told, remedy)
@@ -353,6 +344,14 @@ def _split(plan: Plan) -> int:
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
 
 
+def _pipeline(config: Any) -> bool:
+    try:
+        tree = config_tree.from_verl(config)
+    except ConfigError:  # :func:`rhyme` tells it
+        return False
+    return tree is not None and tree.pipeline
+
+
 def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     if mode != "separate_async":
@@ -361,13 +360,13 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    sorting = OmegaConf.select(config, f"{CONFIG_PATH}.sorting.mode")  # one sync an update batch, whatever its parts
-    if batch != steps * mini and sorting is None:
+    pipeline = _pipeline(config)  # there a sync follows each update batch, whatever its parts
+    if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "separate_async asks for that: align the three"
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    if rollout.checkpoint_engine.backend == "naive":
+    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # the table tells it
         remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
     reward = config.reward.reward_model

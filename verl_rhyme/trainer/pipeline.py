@@ -419,6 +419,7 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "colocate_async"  # with sync, verl would save nothing of what is in flight
         self.topology = Colocated(self)
         super().__init__(config)
 

@@ -1,7 +1,4 @@
-"""Our trainers in verl's own registry: verl's with the rhyme base under verl's names, and modes of our own.
-
-Under verl's names, because verl gives any mode but ``sync`` the asynchronous semantics.
-"""
+"""Our trainers in verl's own registry, under verl's names: verl's with the rhyme base, or the pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate, RhymePipelineTrainer
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers.client import rhymed
 
@@ -22,10 +19,10 @@ from verl_rhyme.workers.client import rhymed
 class _InVerlsPlace(RhymeTrainerMixin):
     """Under verl's names nobody asked for rhyme: without it, these yield verl's own class.
 
-    With rules of our own (``sorting.mode``) they yield the pipeline on their topology.
+    With a ``max_staleness`` they yield the pipeline on their topology.
     """
 
-    pipeline: Any = None
+    pipeline: type[RhymePipelineTrainer] = RhymePipelineColocated
     topology_class: Any = Colocated
 
     def __new__(cls, config: DictConfig) -> Any:
@@ -35,7 +32,7 @@ class _InVerlsPlace(RhymeTrainerMixin):
             if rhyme is None:
                 stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
                 return stock(config)
-            if rhyme.sorting.mode is not None and cls.pipeline is not None:
+            if rhyme.pipeline:
                 return cls.pipeline(config)
         return super().__new__(cls)
 
@@ -59,8 +56,6 @@ class RhymeTrainerSync(_InVerlsPlace, PPOTrainerSync):
 class RhymeTrainerColocateAsync(_InVerlsPlace, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=colocate_async``"""
 
-    pipeline = RhymePipelineColocated
-
 
 class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``"""
@@ -78,7 +73,6 @@ TRAINERS = {
     "sync": RhymeTrainerSync,
     "colocate_async": RhymeTrainerColocateAsync,
     "separate_async": RhymeTrainerSeparateAsync,
-    "rhyme_sorted": RhymePipelineColocated,
 }
 
 
