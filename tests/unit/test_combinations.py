@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 interpolations.register()
 
 
+@functools.cache
+def _preset(name: str) -> Any:
+    return OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml")
+
+
 def config(preset: str, *changes: str) -> Any:
     """As much of verl's config as the table looks at, with a preset."""
     tree = OmegaConf.create(
@@ -26,7 +32,7 @@ def config(preset: str, *changes: str) -> Any:
         }
     )
     for name in dict.fromkeys(("histospec", preset)) if preset != "off" else ():  # as their defaults say
-        tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
+        tree.merge_with(_preset(name))
     for change in changes:
         key, _, value = change.partition("=")
         OmegaConf.update(tree, key, OmegaConf.create(f"value: {value}").value, force_add=True)

@@ -10,7 +10,7 @@ from verl_rhyme.preflight.compose import compose
 VERL = 100_000  # its default
 
 
-def refused(preset, prompts, samples, *overrides, limit=VERL):
+def refused(k, prompts, samples, in_flight=None, limit=VERL):
     """Without hydra, which takes a second."""
     found = OmegaConf.create(
         {
@@ -21,38 +21,31 @@ def refused(preset, prompts, samples, *overrides, limit=VERL):
             "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
-    sorting = {
-        "histospec": None,
-        "stream": {"mode": "stream", "max_staleness": 1},
-        "full": {"mode": "partial", "max_staleness": 1},
-        "sorted": {"mode": "on_policy"},
-    }[preset]
-    OmegaConf.update(found, CONFIG_PATH, {"sorting": sorting} if sorting else {}, force_add=True)
+    tree = {"max_staleness": k, "scheduling": {"in_flight": in_flight}}
+    OmegaConf.update(found, CONFIG_PATH, tree, force_add=True)
     OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
     return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 
 
 @pytest.mark.parametrize(
-    ("preset", "prompts", "samples", "needed"),
+    ("k", "prompts", "samples", "in_flight", "needed"),
     [
-        ("full", 512, 16, None),
-        ("full", 1024, 16, 95_744),  # 5 batches of 17,408 entries and a tenth
-        ("stream", 1024, 16, None),
-        ("stream", 2048, 16, 114_893),
-        ("sorted", 512, 16, None),
-        ("sorted", 1024, 16, 185_856),  # two entries of what is regenerated and drafted for
-        ("histospec", 8192, 16, None),  # verl's own modes
+        (1, 1024, 16, None, 57_447),  # 3 batches of 17,408 entries and a tenth
+        (1, 2048, 16, None, 114_893),
+        (1, 1024, 16, 4, 95_744),
+        (1, 1024, 16, 8, 172_340),
+        (0, 1024, 16, 4, 260_199),  # two entries of what is regenerated and drafted for, and those put off
+        (None, 8192, 16, None, None),  # verl's own schedule
     ],
 )
-def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, prompts, samples, needed):
-    found = refused(preset, prompts, samples)
-    if needed is None or needed <= VERL:
-        assert found is None
-        found = refused(preset, prompts, samples, limit=(needed or 0) - 1) if needed else None
+def test_a_limit_below_what_is_in_flight_is_refused_with_the_number(k, prompts, samples, in_flight, needed):
+    assert (refused(k, prompts, samples, in_flight) is not None) == ((needed or 0) > VERL)
+    assert refused(k, prompts, samples, in_flight, limit=None) is None
+    assert refused(k, prompts, samples, in_flight, limit=needed) is None
     if needed:
-        assert f"{queue_room.SIZE}={needed}" in found.remedy
-        assert f"prompts x {samples}" in found.detail
-    assert refused(preset, prompts, samples, limit=None) is None
+        found = refused(k, prompts, samples, in_flight, limit=needed - 1)
+        assert f"{queue_room.SIZE}={needed}, or lower {CONFIG_PATH}.scheduling.in_flight" in found.remedy
+        assert f"{in_flight or 2} update batches of {prompts} prompts x {samples}" in found.detail
 
 
 def test_our_presets_set_no_limit_and_verl_takes_that():
