@@ -103,26 +103,63 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
     startup.check(tree)
 
 
-def sorted_config(tmp_path, mode="on_policy", **rollout):
+def pipeline_config(tmp_path, k=0, **rollout):
     agent = {"agent_loop_manager_class": "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"}
     rollout = {"agent": agent, "calculate_log_probs": True, "scheduling_policy": "priority", **rollout}
-    tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, **rollout)
-    tree.trainer.v1.trainer_mode = "rhyme_sorted"
-    return tree
+    return config(tmp_path, custom={"rhyme": {"max_staleness": k}}, **rollout)
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_the_sorted_mode_passes(tmp_path, mode):
-    startup.check(sorted_config(tmp_path, mode))
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+@pytest.mark.parametrize("k", [0, 1])
+def test_the_pipeline_passes(tmp_path, k, mode):
+    tree = pipeline_config(tmp_path, k)
+    tree.trainer.v1.trainer_mode = mode
+    startup.check(tree)
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_the_sorted_mode_passes_on_engines_of_their_own(tmp_path, mode):
-    tree = sorted_config(tmp_path, mode)
+@pytest.mark.parametrize("k", [0, 1])
+def test_the_pipeline_passes_on_engines_of_their_own(tmp_path, k):
+    tree = pipeline_config(tmp_path, k)
     tree.trainer.v1 = {"trainer_mode": "separate_async", "separate_async": {"parameter_sync_step": 1}}
     startup.check(tree)
     tree.trainer.v1.separate_async.parameter_sync_step = 4
     assert "parameter_sync_step=1" in error(tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"custom.rhyme.max_staleness": -1}, "custom.rhyme.max_staleness must be null, or at least 0"),
+        ({"custom.rhyme.max_staleness": "one"}, "custom.rhyme.max_staleness must be int or null, not 'one'"),
+        ({"custom.rhyme.sorting": {"mode": "partial"}}, "sorting.mode has ended: set max_staleness"),
+        ({"custom.rhyme.scheduling": {"in_flight": 0.5}}, "scheduling.in_flight must be null, or at least 1"),
+        ({"calculate_log_probs": False}, "calculate_log_probs=false with"),
+        ({"custom.rhyme.scheduling": {"at_version": "finish"}}, "at_version=finish needs replicas that take versions"),
+        ({"custom.rhyme.scheduling": {"put_off": 0.1}}, "put_off=0.1 is for max_staleness=0"),
+        (
+            {"custom.rhyme.max_staleness": 0, "custom.rhyme.scheduling": {"at_version": "continue"}},
+            "at_version=continue trains tokens of earlier policies: set max_staleness",
+        ),
+    ],
+)
+def test_what_the_dial_cannot_be(tmp_path, changes, told):
+    tree = pipeline_config(tmp_path, 1)
+    for key, value in changes.items():
+        OmegaConf.update(tree.actor_rollout_ref.rollout, key, value, force_add=True)
+    message = error(tree)
+    assert told in message
+    assert "\n" not in message
+
+
+def test_more_in_flight_than_the_queue_holds(tmp_path):
+    tree = pipeline_config(tmp_path, 1, n=16)
+    tree.data.train_batch_size = 1024
+    tree.transfer_queue = {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {}}}
+    tree.transfer_queue.backend.SimpleStorage.total_storage_size = 100_000
+    startup.check(tree)
+    tree.actor_rollout_ref.rollout.custom.rhyme.scheduling = {"in_flight": 8}
+    message = error(tree)
+    assert "total_storage_size=172340, or lower actor_rollout_ref.rollout.custom.rhyme.scheduling.in_flight" in message
 
 
 @pytest.mark.parametrize(
@@ -138,20 +175,13 @@ def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
         assert told in error(tree)
 
 
-def test_a_mode_of_ours_without_rhyme(tmp_path):
-    tree = sorted_config(tmp_path)
+def test_a_preset_with_the_pipeline_without_rhyme(tmp_path):
+    """Its agent loop manager would fail in a Ray worker."""
+    tree = pipeline_config(tmp_path)
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
     message = error(tree)
-    assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in message
-    assert "drop +rhyme=sorted" in message
-
-
-def test_the_sorted_group_without_rhyme_in_another_mode(tmp_path):
-    """Its agent loop manager would fail in a Ray worker."""
-    tree = sorted_config(tmp_path)
-    tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
-    tree.trainer.v1.trainer_mode = "sync"
-    assert "drop +rhyme=sorted" in error(tree)
+    assert "actor_rollout_ref.rollout.custom.rhyme.enable=true" in message
+    assert "for stock verl" in message
 
 
 OWN_MANAGERS = """
@@ -171,9 +201,9 @@ class Sorted(SessionAgentLoopManager): ...
         (config, "Foreign", "Foreign does not derive from verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"),
         (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
         (config, None, None),
-        (sorted_config, "Sorted", None),
-        (sorted_config, None, "agent_loop_manager_class=null with"),
-        (sorted_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
+        (pipeline_config, "Sorted", None),
+        (pipeline_config, None, "agent_loop_manager_class=null with"),
+        (pipeline_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
     ],
 )
 def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, told):

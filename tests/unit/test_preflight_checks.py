@@ -129,8 +129,9 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["trainer.use_v1=false"], "rhyme", "use_v1"),
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
         ([f"{R}.data_parallel_size=2"], "rhyme", "rollout.data_parallel_size=1: verl then makes"),
-        ([f"{R}.custom.rhyme.enable=false", "trainer.v1.trainer_mode=rhyme_sorted"], "rhyme", "enable=true"),
-        ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "drop coupled"),
+        (["trainer.v1.trainer_mode=rhyme_sorted"], "trainer mode", "is none of sync, colocate_async, separate_async"),
+        ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "drop it"),
+        ([f"{R}.custom.rhyme.max_staleness=-1"], "rhyme", "max_staleness must be null, or at least 0"),
         (
             [f"{R}.custom.rhyme.placement.policy=sticky_group", f"+{R}.custom.rhyme.placement.options.factor=0.5"],
             "rhyme",
@@ -179,7 +180,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
-        ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "nothing is relayed"),
+        ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "engines of their own"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
         (["trainer.v1.trainer_mode=colocate_asnyc"], "trainer mode", "did you mean colocate_async?"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
@@ -254,13 +255,14 @@ def test_carriers_are_those_that_verl_registers():
 @pytest.mark.parametrize(
     ("group", "overrides", "told"),
     [
-        ("histopipe", [], "load group, group_batches 1, harvest loaded, start_order longest, max_staleness 0"),
+        ("histopipe", [], "max_staleness 1, 2 batches in flight, take loaded, refill always, unit group, "),
         (
-            "histopipe",
-            [*RELAY, "trainer.v1.separate_async.parameter_sync_step=1"],
-            "load rolling, harvest loaded, start_order longest, max_staleness 1, on_interrupt continue",
+            "full",
+            RELAY,
+            "max_staleness 1, 2 batches in flight, take finished, refill always, unit group, what runs at a",
         ),
-        ("sorted", [], "load group, group_batches 4, harvest shortest, start_order load, max_staleness 0"),
+        ("full", [f"{R}.custom.rhyme.max_staleness=0"], "max_staleness 0, 1.125 batches in flight, put_off 0.25, take"),
+        ("sorted", [], "max_staleness 0, 4 batches in flight, take finished, refill when_empty, unit group, "),
     ],
 )
 def test_the_rules_in_force_are_told(world, group, overrides, told):
@@ -423,7 +425,8 @@ def test_room_is_counted_in_requests_of_this_run(world):
 
 def test_each_conflict_is_told_once(world):
     for mode in ("sync", "colocate_async"):
-        found = preflight(world[1:], "+rhyme=stream", f"trainer.v1.trainer_mode={mode}")
+        elastic = f"{R}.custom.rhyme.streaming.elastic.min_replicas=1"
+        found = preflight(world[1:], "+rhyme=stream", f"trainer.v1.trainer_mode={mode}", elastic)
         assert len([check for check in found.checks if check.status == "fail" and check.name == "rhyme"]) == 1
 
 
@@ -584,33 +587,23 @@ APART = [
 ]
 
 
-def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted").checks if check.name == "load"]
-    assert load.detail.startswith(
-        "4 updates of 64 prompts x 8 are loaded together: 2048 samples for 256 request slots;"
+def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
+    def load(*overrides):
+        (check,) = [check for check in preflight(world[1:], *overrides).checks if check.name == "load"]
+        return check
+
+    two = load("+rhyme=sorted")
+    assert two.detail.startswith("4 updates of 64 prompts x 8 are in flight: 2048 samples for 256 request slots;")
+    assert two.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
+    assert two.remedy.startswith(
+        f"set data.train_batch_size=32 and {R}.custom.rhyme.scheduling.in_flight=8 for updates of one optimizer step"
     )
-    assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
-    assert load.remedy.startswith(f"set data.train_batch_size=32 and {R}.custom.rhyme.sorting.group_batches=8 for ")
-    assert "steps are then 2 times as many: multiply save_freq, test_freq, " in load.remedy
-    mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=8"]
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *mended).checks if check.name == "load"]
-    assert (load.status, load.remedy) == ("ok", "")
-    assert load.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
+    assert "steps are then 2 times as many: multiply save_freq, test_freq, " in two.remedy
+    mended = load("+rhyme=sorted", "data.train_batch_size=32", f"{R}.custom.rhyme.scheduling.in_flight=8")
+    assert (mended.status, mended.remedy) == ("ok", "")
+    assert mended.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
     assert not [check for check in preflight(world).checks if check.name == "load"]
-    partial = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.mode=partial"]
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
-    rolling = [*partial[1:], f"{R}.custom.rhyme.sorting.load=rolling"]
-    (large,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
-    assert large.remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
-    (whole,) = [
-        check
-        for check in preflight(world[1:], "+rhyme=sorted", *rolling, "data.train_batch_size=32").checks
-        if check.name == "load"
-    ]
-    assert whole.detail.startswith(
-        "2 updates of 32 prompts x 8 are here at a time, others are loaded as these leave: 512"
-    )
-    assert "spans more than 2 of the 4 updates is generated anew, with sorting.max_staleness=3 nothing" in load.detail
+    assert load("+rhyme=full", f"{R}.custom.rhyme.max_staleness=3").detail.startswith("2.5 updates of 64 prompts x 8")
 
 
 def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
@@ -654,16 +647,15 @@ def test_what_is_somebody_elses_is_left_alone(world):
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_sorted_on_a_pool_of_its_own(world, mode):
+@pytest.mark.parametrize("stale", [0, 1])
+def test_the_pipeline_on_a_pool_of_its_own(world, stale):
     """Two mini-batches an update: verl's separate_async asks for one a weight sync, ours does not."""
-    found = preflight(world[1:], *APART, f"{R}.custom.rhyme.sorting.mode={mode}")
+    found = preflight(world[1:], *APART, f"{R}.custom.rhyme.max_staleness={stale}")
     assert {*complaints(found)} == {("loss", "warn"), ("load", "warn")}  # of token-mean, and of two mini-batches
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
     told = {check.name: check.detail for check in found.checks}
-    name = {"on_policy": "on_policy-coupled"}.get(mode, mode)
-    assert told["rhyme"].startswith(f"sorted-{name} on engines of their own; drafting on")
+    assert told["rhyme"].startswith(f"sorted{'-k1' * stale} on engines of their own; drafting on")
     assert "8 rollout replicas of 2, 16 GPUs of their own" in told["parallel sizes"]
 
 
@@ -719,7 +711,7 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
             ["rhyme.enable=false"],
             rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
         ),
-        (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
+        (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
@@ -831,7 +823,7 @@ def test_a_yaml_of_your_own_selects_a_system_as_the_document_says(tmp_path):
     for way, name in (("--config-dir", "mine"), ("--config-path", "alone")):
         arguments = [way, str(folder), "--config-name", name]
         config = compose([*arguments, f"{R}.name=vllm"])
-        assert config.trainer.v1.trainer_mode == "rhyme_sorted"
+        assert config.actor_rollout_ref.rollout.custom.rhyme.max_staleness is not None
         assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"
 
 
