@@ -4,7 +4,7 @@
 
 Arms take turns; each run is one seed's, and its row is kept in ``--out``: started again, what is there is not run
 again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it shows what there is: of
-each arm what its seeds say together, with ``--json`` every run's row before, with ``--table`` as in ``docs/sorted.md``.
+each arm what its seeds say together, with ``--json`` every run's row before, with ``--table`` as in docs/studies/sorted.md.
 
 A setting is a regime and an algorithm, as in ``steady-grpo``. Where it is steady a decoding step takes at least 25 ms,
 whatever is in it (:mod:`benchmarks.steady_step`), as on a GPU; bare, all share this machine's cores. The engine has
@@ -118,7 +118,7 @@ def _with(*sorting: str) -> Arm:
     return replace(_SORTED, sorting=(*_SORTED.sorting, *sorting))
 
 
-#: docs/sorted.md tells what each of them is (``sync`` validates before it trains, too).
+#: docs/studies/sorted.md tells what each of them is (``sync`` validates before it trains, too).
 ARMS = {
     "sync": Arm("off", overrides=("trainer.val_before_train=true",)),
     "sync, large batch": Arm("off", batches=LOAD, mini_batches=LOAD),

@@ -192,7 +192,7 @@ def reached(held_out: Sequence[Sequence[float]], accuracy: float) -> list[float 
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a table for each setting, of what :func:`together` gave; docs/sorted.md has these."""
+    """Lines of a table for each setting, of what :func:`together` gave; docs/studies/sorted.md has these."""
     for setting in dict.fromkeys(row["setting"] for row in rows):
         yield f"{setting}:\n"
         yield f"| {' | '.join(_HEADINGS)} |"

@@ -64,7 +64,7 @@ fi
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
-WEIGHT_BUCKET_MB=${WEIGHT_BUCKET_MB:-$(python -m verl_rhyme.weight_bucket "$MODEL")}
+WEIGHT_BUCKET_MB=${WEIGHT_BUCKET_MB:-$(python -m verl_rhyme.checks.weight_bucket "$MODEL")}
 export WEIGHT_BUCKET_MB
 
 engines=trainer.n_gpus_per_node notes=()

@@ -1,14 +1,14 @@
-"""What does not go together, why, and what to do instead: the one table.
+"""What cannot go together, why, and what to set instead: the one table.
 
-Start-up (:mod:`verl_rhyme.startup`) and the preflight read it; ``docs/combinations.md`` shows it.  What our tree
-excludes within one of its sections is refused where that is read (:mod:`verl_rhyme.config`), rules of the pipeline that
-contradict each other by :class:`~verl_rhyme.scheduling.rules.Rules`.
+Start-up (:mod:`verl_rhyme.startup`) and the preflight read it; ``docs/combinations.md`` shows it. What options of ours
+exclude among themselves is refused where they are read: a section in :mod:`verl_rhyme.config`, the pipeline's rules in
+:mod:`verl_rhyme.scheduling.rules`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,38 +17,67 @@ from omegaconf import OmegaConf
 from verl_rhyme.config import (
     CONFIG_PATH,
     LENGTH_PLACEMENTS,
+    PIPELINES,
     PRESETS,
     SINGLE_ESTIMATORS,
     TOPOLOGIES,
     RhymeConfig,
-    trained_unit,
 )
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.preflight import model_folder
+from verl_rhyme.scheduling.rules import Rules, of_config
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR = "actor_rollout_ref.actor"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+_BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _MODE = "trainer.v1.trainer_mode"
 _SEPARATE = "trainer.v1.separate_async"
 _CORRECTION = "algorithm.rollout_correction"
+_ESTIMATOR = "algorithm.adv_estimator"
+_FILTER = "algorithm.filter_groups.enable"
+_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_DRAFTING = "rhyme.drafting.enable"
+_BOUND = "rhyme.max_staleness"
+_PLACEMENT = "rhyme.placement.policy"
+
+#: vLLM's options that verl sets from a key of its own, which rhyme reads.
+VERLS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "max_num_seqs": "max_num_seqs",
+    "scheduling_policy": "scheduling_policy",
+}
+
+#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585: "exact
+#: on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+ON_POLICY_ESTIMATORS = ("opo", "remax")
+
+#: Values of ``policy_loss.loss_mode`` without a ratio to the policy that sampled: only ``rollout_is_weights`` correct
+#: them. All others of verl 0.9.1 take ``old_log_probs``.
+RATIO_FREE_LOSSES = ("gpg",)
+
+#: Carriers of weights that send to all replicas at once only.
+_ALL_AT_ONCE = ("kimi_ckpt_engine", "delta_sharded")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A config that the table looks at.
+    """What the rows look at.
 
     Attributes:
         config: verl's whole config.
-        rhyme: Our tree in it; ``None`` without rhyme (no tree, or ``enable=false``).
+        rhyme: Our tree in it; ``None`` without rhyme.
+        rules: The pipeline's; ``None`` without it, or where its options contradict each other.
     """
 
     config: Any
     rhyme: RhymeConfig | None
+    rules: Rules | None
 
-    def get(self, key: str) -> Any:
-        """The value of a key of verl's config; ``rhyme.`` stands for ours, as typed, with its defaults."""
+    def value(self, key: str) -> Any:
+        """Of verl's config, or with ``rhyme.`` in front of ours, as typed; ``None`` for what is not set."""
         prefix, _, ours = key.partition(".")
         if prefix == "rhyme":
             return functools.reduce(getattr, ours.split("."), self.rhyme)
@@ -60,14 +89,14 @@ class Run:
         named = ((str(name).replace("-", "_").partition(".")[0], value) for name, value in given.items())
         return next((value for name, value in named if name and option.startswith(name)), None)
 
-    def told(self, key: str) -> str:
-        """The key and its value, in words."""
-        value = self.get(key)
-        if key.startswith("rhyme."):
-            key = f"{CONFIG_PATH}{key.removeprefix('rhyme')}"
-        if OmegaConf.is_config(value):
-            return key
-        return f"{key}={str(value).lower() if isinstance(value, bool) else 'null' if value is None else value}"
+    @property
+    def topology(self) -> str | None:
+        """``"colocated"``, ``"separate"``, or ``None`` under a trainer of somebody's own."""
+        return TOPOLOGIES.get(str(self.value(_MODE)))
+
+    @property
+    def drafting(self) -> bool:
+        return self.rhyme is not None and self.rhyme.drafting.enable
 
     @property
     def pipeline(self) -> bool:
@@ -76,85 +105,43 @@ class Run:
     @property
     def stale(self) -> bool:
         """Tokens of earlier policies are trained."""
-        return self.pipeline and self.get("rhyme.max_staleness") > 0
-
-    @property
-    def topology(self) -> str | None:
-        """Where engines and training live; ``None`` under a trainer of somebody's own."""
-        return TOPOLOGIES.get(str(self.get(_MODE)))
+        return self.rules is not None and self.rules.max_staleness > 0
 
 
 @dataclass(frozen=True)
-class When:
-    """In which runs a row holds.
+class Option:
+    """A key that a row looks at.
 
     Attributes:
-        what: In words.
-        holds: Whether it is one.
-        told: Keys that say so in a refusal.
+        key: Of verl's config; with ``rhyme.`` in front of ours.
+        refused: Whether this value of it is, in this run; by default whether it is set at all.
+        remedy: Instead of the row's.
+        beside: Keys that the refusal names as well.
     """
 
-    what: str
-    holds: Callable[[Run], bool]
-    told: tuple[str, ...] = ()
-
-
-WITHOUT_RHYME = When("without rhyme", lambda run: run.rhyme is None)
-WITH_RHYME = When("rhyme", lambda run: run.rhyme is not None)
-DRAFTS = When("drafting", lambda run: run.rhyme is not None and run.rhyme.drafting.enable, ("rhyme.drafting.enable",))
-PIPELINE = When("the pipeline", lambda run: run.pipeline, ("rhyme.max_staleness",))
-STALE = When("the pipeline above `max_staleness=0`", lambda run: run.stale, ("rhyme.max_staleness",))
-ONE_BY_ONE = When(
-    "the pipeline, trajectories trained one by one",
-    lambda run: (
-        run.pipeline
-        and trained_unit(run.get("rhyme.scheduling.unit"), str(run.get("algorithm.adv_estimator"))) == "trajectory"
-    ),
-    ("rhyme.scheduling.unit",),
-)
-NOT_BESIDE_TRAINING = When(
-    "but separate engines above `max_staleness=0`",
-    lambda run: run.rhyme is not None and not (run.stale and run.topology == "separate"),
-    (_MODE, "rhyme.max_staleness"),
-)
-NO_PIPELINE = When(
-    "verl's own schedule", lambda run: run.rhyme is not None and not run.pipeline, ("rhyme.max_staleness",)
-)
-PLACED = When(
-    "a placement policy",
-    lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
-    ("rhyme.placement.policy",),
-)
+    key: str
+    refused: Callable[[Any, Run], bool] = lambda value, run: bool(value)
+    remedy: str = ""
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Key:
-    """One that a row looks at.
+class Row:
+    """What cannot go together for one reason.
 
     Attributes:
-        wrong: Whether its value (``None`` where it is not set) is refused.
-        mend: What to do instead.
-    """
-
-    wrong: Callable[[Any, Run], bool]
-    mend: str = "drop it"
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A row of the table: any of its keys with a wrong value is refused.
-
-    Attributes:
-        keys: By name, as :meth:`Run.get` has it.
-        when: In which runs.
+        options: Each is refused by itself.
+        when: Of which runs the row speaks.
         reason: Why.
-        otherwise: What else to do, whichever key it is.
+        remedy: What to do instead.
+        beside: Keys that each refusal names as well.
     """
 
-    keys: Mapping[str, Key]
-    when: When
+    options: tuple[Option, ...]
+    when: Callable[[Run], bool]
     reason: str
-    otherwise: str = ""
+    remedy: str
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,30 +155,16 @@ class Refusal:
         return "; ".join(filter(None, (self.detail, self.remedy)))
 
 
-def _on(value: Any, run: Run) -> bool:
-    return bool(value)
+def _rhyme(run: Run) -> bool:
+    return run.rhyme is not None
 
 
-def _is_set(value: Any, run: Run) -> bool:
-    return value is not None
+def _engine(*names: str) -> tuple[Option, ...]:
+    return tuple(Option(f"{_ENGINE}.{name}") for name in names)
 
 
-def _but(*allowed: Any) -> Callable[[Any, Run], bool]:
-    return lambda value, run: value not in allowed
-
-
-#: vLLM's options that verl sets from a key of its own, which rhyme reads.
-VERLS = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-    "max_num_seqs": "max_num_seqs",
-    "scheduling_policy": "scheduling_policy",
-}
-
-
-def _differs(verls: str) -> Callable[[Any, Run], bool]:
-    return lambda value, run: value is not None and value != run.get(f"{_ROLLOUT}.{verls}")
+def _differs_from(key: str) -> Callable[[Any, Run], bool]:
+    return lambda value, run: value is not None and value != run.value(key)
 
 
 def _recurrent(path: Any, run: Run) -> bool:
@@ -203,226 +176,258 @@ def _recurrent(path: Any, run: Run) -> bool:
         return False
 
 
-def _cannot_carry(backend: Any, run: Run) -> bool:
-    elastic = run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
-    return (
-        backend == "shm"
-        or (backend == "relay" and run.topology == "colocated")
-        or (backend == "naive" and run.topology == "separate" and run.pipeline)
-        or (backend in ("kimi_ckpt_engine", "delta_sharded") and elastic)
-    )
+def _uncoupled(coupled: bool | None, run: Run) -> bool:
+    """Nothing is regenerated that could repeat itself."""
+    return bool(coupled) and not (run.rules.redrafts if run.rules else run.pipeline)
 
 
-def _without_ratio(loss: Any, run: Run) -> bool:
-    """No ratio of the loss's own to the policy that sampled, and no weight of verl's that has one."""
-    if loss == "bypass_mode":
-        own = run.get(f"{_ACTOR}.policy_loss.rollout_correction") or {}
-        return own.get("loss_type") == "reinforce" and not own.get("rollout_is")
-    # with bypass_mode verl computes no weights
-    weighted = run.get(f"{_CORRECTION}.rollout_is") and not run.get(f"{_CORRECTION}.bypass_mode")
-    return loss == "gpg" and not weighted
+def _torn(unit: str | None, run: Run) -> bool:
+    """Trajectories are trained one by one, and something compares a prompt's samples."""
+    alone = run.rules is not None and run.rules.unit == "trajectory"
+    return alone and (bool(run.value(_FILTER)) or run.value(_ESTIMATOR) not in SINGLE_ESTIMATORS)
 
+
+def _uncorrected(loss: str | None, run: Run) -> bool:
+    kinds = [run.value(f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
+    return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{_CORRECTION}.bypass_mode")) or not any(kinds))
+
+
+def _rests(run: Run) -> bool:
+    return run.rhyme is not None and run.rhyme.streaming.elastic.min_replicas is not None
+
+
+_OTHERS = " or ".join(f"+rhyme={name}" for name in PIPELINES)
+_NO_DRAFTING = f"{CONFIG_PATH}.drafting.enable=false"
 
 TABLE = (
-    Combination(
-        {
-            f"{_ROLLOUT}.name": Key(_but("vllm"), f"set {_ROLLOUT}.name=vllm"),
-            "trainer.use_v1": Key(_but(None, True), "drop it: rhyme needs verl's V1 trainer"),
-            f"{_ROLLOUT}.disaggregation.enabled": Key(_on),
-            f"{_ENGINE}.kv_transfer_config": Key(_on),
-            f"{_ENGINE}.worker_extension_cls": Key(_on, "drop it: rhyme's own would be missing in the workers"),
-            f"{_ENGINE}.config": Key(_on, f"set in {_ENGINE} what is in the file, which cannot be checked"),
-        },
-        WITH_RHYME,
-        "rhyme works with verl's V1 trainer and vllm only, prefill and decoding together, in workers of its own",
-        f"set {CONFIG_PATH}.enable=false",
+    Row(
+        (
+            Option(f"{_ROLLOUT}.name", lambda name, run: name != "vllm", f"set {_ROLLOUT}.name=vllm"),
+            Option("trainer.use_v1", lambda v1, run: v1 is not None and not v1, "drop it"),
+            Option(f"{_ROLLOUT}.disaggregation.enabled"),
+            *_engine("kv_transfer_config", "worker_extension_cls"),
+            Option(f"{_ENGINE}.config", remedy=f"set the options that are in that file in {_ENGINE}"),
+        ),
+        _rhyme,
+        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension, "
+        "options that can be read",
+        f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
-    # verl and rhyme size replicas, slots and the order of requests by verl's keys.
-    Combination(
-        {f"{_ENGINE}.{option}": Key(_differs(key), f"set {_ROLLOUT}.{key} instead") for option, key in VERLS.items()},
-        WITH_RHYME,
-        "verl sets it from a key of its own, by which rhyme goes, too",
-    ),
-    Combination(
-        {
-            **dict.fromkeys(
-                (
-                    f"{_ENGINE}.{option}"
-                    for option in (
-                        "speculative_config",
-                        "spec_method",
-                        "spec_model",
-                        "spec_tokens",
-                        "async_scheduling",
-                        "scheduler_cls",
-                        "logits_processors",
-                        "enable_dbo",
-                        "diffusion_config",
-                    )
-                ),
-                Key(_on),
+    Row(
+        (
+            *_engine("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+            Option(
+                f"{_ROLLOUT}.mtp.enable_rollout",
+                lambda mtp, run: bool(mtp and run.value(f"{_ROLLOUT}.mtp.enable")),
+                f"set actor_rollout_ref.model.mtp.enable_rollout=false, or {_NO_DRAFTING}",
             ),
-            f"{_ENGINE}.ubatch_size": Key(lambda size, run: int(size or 0) > 1),
-            f"{_ROLLOUT}.mtp.enable_rollout": Key(
-                lambda on, run: bool(on and run.get(f"{_ROLLOUT}.mtp.enable")),
-                "set actor_rollout_ref.model.mtp.enable_rollout=false",
-            ),
-        },
-        DRAFTS,
-        "an engine drafts in one way, and drafts are known to be right with vLLM's synchronous scheduler and its own "
-        "sampling of whole steps only",
-        f"set {CONFIG_PATH}.drafting.enable=false",
+            *_engine("async_scheduling", "scheduler_cls", "logits_processors", "enable_dbo"),
+            Option(f"{_ENGINE}.ubatch_size", lambda size, run: int(size or 0) > 1),
+            *_engine("diffusion_config"),
+        ),
+        lambda run: run.drafting,
+        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its own "
+        "sampler; this puts something else there",
+        f"drop the first, or set {_NO_DRAFTING}",
+        (_DRAFTING,),
     ),
-    Combination(
-        {"actor_rollout_ref.model.path": Key(_recurrent, recurrent.REMEDY)},
-        DRAFTS,
+    Row(
+        tuple(
+            Option(
+                f"{_ENGINE}.{name}",
+                _differs_from(f"{_ROLLOUT}.{key}"),
+                f"set {_ROLLOUT}.{key} instead",
+                (f"{_ROLLOUT}.{key}",),
+            )
+            for name, key in VERLS.items()
+        ),
+        _rhyme,
+        "verl and rhyme size replicas, slots and the order of requests by verl's own key",
+        f"set that key of {_ROLLOUT} instead",
+    ),
+    Row(
+        (Option("actor_rollout_ref.model.path", _recurrent),),
+        lambda run: run.drafting,
         recurrent.REASON,
+        recurrent.REMEDY,
+        (_DRAFTING,),
     ),
     # vLLM answers a question to all workers with the first engine's answer (DPLBAsyncMPClient.call_utility_async): that
     # another one runs without our proposer or sampler would go unseen, and its counts would be lost.
-    Combination(
-        {
-            f"{_ROLLOUT}.data_parallel_size": Key(
-                lambda size, run: int(size or 1) > 1,
-                f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs",
-            )
-        },
-        DRAFTS,
-        "vLLM lets us see the first of a replica's engines only",
-        f"set {CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
+    Row(
+        (Option(f"{_ROLLOUT}.data_parallel_size", lambda size, run: int(size or 1) > 1),),
+        lambda run: run.drafting,
+        "vLLM shows the first of a replica's engines only",
+        f"set {_ROLLOUT}.data_parallel_size=1: verl then makes that many times the replicas of the same GPUs; or set "
+        f"{CONFIG_PATH}.enable=false (a mixture of experts that needs it for its experts)",
+        (_DRAFTING,),
     ),
-    Combination(
-        {
-            "rhyme.sampling.coupled": Key(
-                lambda coupled, run: (
-                    bool(coupled) and not (run.rhyme.drafting.enable and run.rhyme.max_staleness == 0)  # type: ignore[union-attr]
-                )
-            )
-        },
-        When("rhyme", WITH_RHYME.holds, ("rhyme.max_staleness", "rhyme.drafting.enable")),
-        "coupling pays by verifying drafts of what the on-policy pipeline (max_staleness=0) generates again",
+    Row(
+        (Option("rhyme.sampling.coupled", _uncoupled),),
+        _rhyme,
+        "only a response that is regenerated, with its own text as draft, can repeat itself",
+        "drop it: null couples wherever that is so",
+        (_DRAFTING, _BOUND),
     ),
-    Combination(
-        {
-            _MODE: Key(lambda mode, run: run.topology is None, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"),
-            MANAGER: Key(
-                lambda manager, run: manager in (None, DRAFTING_MANAGER),
-                f"set {PIPELINE_MANAGER}, or what derives from it",
+    Row(
+        (
+            Option(
+                _MODE, lambda mode, run: str(mode) not in TOPOLOGIES, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"
             ),
-            f"{_ROLLOUT}.scheduling_policy": Key(_but("priority"), f"set {_ROLLOUT}.scheduling_policy=priority"),
-            "trainer.v1.sampler.custom_sampler.path": Key(_on),
-            "skip.rollout_tq.enable": Key(_on),
-            "data.gen_batch_size": Key(_but(None, 1), f"drop it; {CONFIG_PATH}.scheduling.in_flight is what you want"),
-            f"{_ACTOR}.shuffle": Key(_on, f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles"),
-            f"{_SEPARATE}.parameter_sync_step": Key(
+            Option(MANAGER, lambda manager, run: manager in (None, DRAFTING_MANAGER), f"use {_OTHERS}, which set it"),
+            Option(
+                f"{_ROLLOUT}.scheduling_policy",
+                lambda policy, run: policy != "priority",
+                f"set {_ROLLOUT}.scheduling_policy=priority, as {_OTHERS} do",
+            ),
+            Option(
+                f"{_SEPARATE}.parameter_sync_step",
                 lambda steps, run: run.topology == "separate" and int(steps or 1) != 1,
-                f"set {_SEPARATE}.parameter_sync_step=1: an update is a policy version",
+                f"set {_SEPARATE}.parameter_sync_step=1, as {_OTHERS} do",
             ),
-            f"{_SEPARATE}.hybrid_rollout.enable_switch": Key(
-                lambda switch, run: run.topology == "separate" and bool(switch)
+            Option(
+                f"{_SEPARATE}.hybrid_rollout.enable_switch", lambda on, run: run.topology == "separate" and bool(on)
             ),
-        },
-        PIPELINE,
-        "its scheduler decides what starts, where, in which order, and what an update trains: this would go past it, "
-        "or be ignored",
-        "use a preset with the pipeline as it is, or set max_staleness=null for verl's own schedule",
+            Option("trainer.v1.sampler.custom_sampler.path"),
+            Option("skip.rollout_tq.enable"),
+            Option(
+                "actor_rollout_ref.actor.shuffle",
+                remedy=f"drop it; {CONFIG_PATH}.scheduling.order=0 shuffles an update",
+            ),
+            Option(
+                "data.gen_batch_size",
+                lambda size, run: size not in (None, 1),
+                f"drop it; {CONFIG_PATH}.scheduling.in_flight says how much is loaded",
+            ),
+        ),
+        lambda run: run.pipeline,
+        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an update "
+        "trains, and that each update is a policy version",
+        f"drop the first, or set {CONFIG_PATH}.max_staleness=null (verl's own schedule)",
+        (_BOUND,),
     ),
-    Combination(
-        {
-            f"{_ROLLOUT}.calculate_log_probs": Key(
-                lambda on, run: not on, f"set {_ROLLOUT}.calculate_log_probs=true: by them stale tokens are weighted"
+    Row(
+        (
+            Option(
+                f"{_ROLLOUT}.calculate_log_probs",
+                lambda kept, run: not kept,
+                f"set {_ROLLOUT}.calculate_log_probs=true, or {CONFIG_PATH}.max_staleness=0",
             ),
-            f"{_ROLLOUT}.enable_rollout_routing_replay": Key(
-                _on, "drop it: experts of a response of several policies cannot be replayed"
+            Option(_ESTIMATOR, lambda estimator, run: estimator in ON_POLICY_ESTIMATORS),
+            Option(
+                _LOSS,
+                _uncorrected,
+                f"set {_CORRECTION}.rollout_is=token and bypass_mode=false, or {CONFIG_PATH}.max_staleness=0",
             ),
-            f"{_ACTOR}.policy_loss.loss_mode": Key(
-                _without_ratio, f"set {_CORRECTION}.rollout_is=token and bypass_mode=false, or another loss"
-            ),
-        },
-        STALE,
-        "tokens of earlier policies are trained, each to be corrected for by the policy that it was sampled with",
-        f"set {CONFIG_PATH}.max_staleness=0",
+        ),
+        lambda run: run.stale,
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
+        "it is exact for the current policy's own tokens only",
+        f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
+        (_BOUND,),
     ),
-    Combination(
-        {
-            "algorithm.adv_estimator": Key(_but(*SINGLE_ESTIMATORS)),
-            "algorithm.filter_groups.enable": Key(_on),
-        },
-        ONE_BY_ONE,
-        "that tears groups apart, which the estimator or the filter compares",
+    Row(
+        (Option(f"{_ROLLOUT}.enable_rollout_routing_replay"),),
+        lambda run: run.rules is not None and run.rules.continues,
+        "the experts of a response that several policies, or replicas, made cannot be replayed",
+        f"set it to false, or {CONFIG_PATH}.scheduling.at_version=regenerate",
+        (_BOUND,),
+    ),
+    Row(
+        (Option("rhyme.scheduling.unit", _torn),),
+        lambda run: run.pipeline,
+        "trajectories that are trained one by one tear groups apart, which the estimator or the filter compares",
         f"set {CONFIG_PATH}.scheduling.unit=group",
+        (_ESTIMATOR, _FILTER),
     ),
-    Combination(
-        {f"{_ROLLOUT}.checkpoint_engine.backend": Key(_cannot_carry)},
-        WITH_RHYME,
-        "weights go by relay (or nccl, nixl, mooncake) to engines of their own, by naive to those on the GPUs that "
-        "train; kimi_ckpt_engine and delta_sharded cannot send them to one replica that returns (streaming.elastic)",
-        f"set {_MODE} to what it is for",
-    ),
-    Combination(
-        {"rhyme.streaming.elastic.min_replicas": Key(_is_set)},
-        NOT_BESIDE_TRAINING,
-        "whether a replica more or less would do better shows where rollout goes on while the actor trains",
-        f"set {_MODE}=separate_async and {CONFIG_PATH}.max_staleness to at least 1",
-    ),
-    Combination(
-        {
-            "rhyme.placement.policy": Key(
-                lambda policy, run: policy in LENGTH_PLACEMENTS, f"set {CONFIG_PATH}.placement.policy=sticky_group"
-            )
-        },
-        NO_PIPELINE,
-        "it goes by expected lengths, which the pipeline's coordinator has",
-        f"set {CONFIG_PATH}.max_staleness (+rhyme=full)",
-    ),
-    Combination(
-        {
-            f"{_ROLLOUT}.router_config_path": Key(_on),
-            f"{_ROLLOUT}.full_determinism": Key(_on),
-        },
-        PLACED,
-        "there is one router, and only verl's own places requests deterministically",
-        f"set {CONFIG_PATH}.placement.policy=null",
-    ),
-    Combination(
-        {
-            MANAGER: Key(
-                lambda manager, run: manager == PIPELINE_MANAGER,
-                "drop +rhyme=full (or the preset that is there) for stock verl",
+    Row(
+        (
+            Option(
+                "rhyme.streaming.elastic.min_replicas",
+                lambda least, run: run.rules is None or not run.rules.starts_through_training,
+                beside=(_MODE, _BOUND),
             ),
-            f"{_ROLLOUT}.checkpoint_engine.backend": Key(
-                lambda backend, run: backend == "relay", "set it to nccl, nixl or mooncake"
+            Option(_BACKEND, lambda backend, run: backend in _ALL_AT_ONCE),
+        ),
+        _rests,
+        "replicas rest where separate engines generate while the actor trains, and return with weights that they take "
+        "alone",
+        f"set {_MODE}=separate_async, max_staleness to at least 1 and {_BACKEND}=relay or nccl, or drop "
+        "streaming.elastic.min_replicas",
+    ),
+    Row(
+        (
+            Option(_BACKEND, lambda backend, run: backend == "shm", f"set {_BACKEND}=relay"),
+            Option(_BACKEND, lambda backend, run: backend == "relay" and run.topology == "colocated"),
+        ),
+        _rhyme,
+        "the relay carries weights through shared memory to separate engines; colocated ones take them from the actor",
+        f"drop the override of the backend, or set {_MODE}=separate_async",
+        (_MODE,),
+    ),
+    Row(
+        (
+            Option(
+                _PLACEMENT,
+                lambda policy, run: policy in LENGTH_PLACEMENTS and not run.pipeline,
+                f"use {_OTHERS}, or set {CONFIG_PATH}.placement.policy=sticky_group or least_loaded",
+                (_BOUND,),
             ),
-        },
-        WITHOUT_RHYME,
-        "it needs a trainer of verl-rhyme",
-        f"add +rhyme=PRESET with {CONFIG_PATH}.enable=true",
+            Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),
+            Option(f"{_ROLLOUT}.full_determinism", beside=(_PLACEMENT,)),
+        ),
+        lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
+        "one router places requests: verl's, your own, or a placement, some of which go by lengths that the pipeline "
+        "expects",
+        f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
+    ),
+    Row(
+        (
+            Option(MANAGER, lambda manager, run: manager == PIPELINE_MANAGER),
+            Option(_BACKEND, lambda backend, run: backend == "relay"),
+        ),
+        lambda run: run.rhyme is None,
+        f"it needs {CONFIG_PATH}.enable=true, which all presets but off set",
+        "for stock verl use +rhyme=off, or none, and drop the override",
     ),
 )
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """What of a config a row of :data:`TABLE` refuses; imports neither verl nor an engine.
+    """Those options that :data:`TABLE` refuses, and rules that contradict each other; imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.
         rhyme: Our tree in it; ``None`` without rhyme.
     """
-    run = Run(config, rhyme)
+    rules = None
+    try:
+        rules = of_config(config, rhyme)
+    except ValueError as error:
+        yield Refusal(f"{CONFIG_PATH}: {error}")
+    run = Run(config, rhyme, rules)
     for row in TABLE:
-        if not row.when.holds(run):
+        if not row.when(run):
             continue
-        for name, key in row.keys.items():
-            if key.wrong(run.get(name), run):
-                told = " with ".join(run.told(each) for each in (name, *row.when.told))
-                yield Refusal(f"{told}: {row.reason}", ", or ".join(filter(None, (key.mend, row.otherwise))))
+        for option in row.options:
+            if option.refused(run.value(option.key), run):
+                keys = (option.key, *option.beside, *row.beside)
+                told = " with ".join(_told(key, run.value(key)) for key in keys)
+                yield Refusal(f"{told}: {row.reason}", option.remedy or row.remedy)
 
 
 def group_not_found(name: str) -> Refusal:
     """Of ``+rhyme=name`` that hydra took for a plain value: its config group was not there."""
-    use = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
     if name in PRESETS:
         remedy = "verl-rhyme is not installed beside verl (pip show verl-rhyme): install it there"
     else:
-        remedy = f"there is no such group; use {use}, or nothing for stock verl"
+        groups = " or ".join(f"+rhyme={preset}" for preset in PRESETS if preset != "off")
+        remedy = f"there is no such group; use {groups}, or nothing for stock verl"
     return Refusal(f"+rhyme={name} did not find its config group", remedy)
+
+
+def _told(key: str, value: Any) -> str:
+    key = f"{CONFIG_PATH}{key.removeprefix('rhyme')}" if key.startswith("rhyme.") else key
+    if OmegaConf.is_config(value):
+        return key
+    return f"{key}={str(value).lower() if isinstance(value, bool) else 'null' if value is None else value}"

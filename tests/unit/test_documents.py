@@ -11,7 +11,7 @@ DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *ROOT.glob("benchmarks/*.md"),
         *ROOT.glob("examples/*/*.md"),
     )

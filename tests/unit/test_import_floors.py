@@ -16,7 +16,7 @@ FLOORS = [
     {"workers"},
     {"trainer"},
 ]
-ANYWHERE = {"config", "config_tree", "arms", "ownership", "__init__"}
+ANYWHERE = {"config", "config_tree", "arms", "interpolations", "ownership", "__init__"}
 POLICIES = FLOORS[0] | FLOORS[1] | {"simulation"}
 ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 #: (module, what it may import all the same) and why.

@@ -7,13 +7,13 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_rhyme import loss_normalisation
+from verl_rhyme.checks import loss_normalisation
 from verl_rhyme.config import RhymeConfig, SchedulingConfig
 
 NORM = "seq-mean-token-sum-norm"
 
 
-def told(average, k, *, mini_batch=8, horizon=None, **scheduling):
+def told(average, rules, *, mini_batch=8, horizon=None):
     actor = {"loss_agg_mode": average, "loss_scale_factor": horizon, "ppo_mini_batch_size": mini_batch}
     config = OmegaConf.create(
         {
@@ -22,53 +22,59 @@ def told(average, k, *, mini_batch=8, horizon=None, **scheduling):
             "trainer": {"v1": {"trainer_mode": "sync"}},
         }
     )
-    rhyme = RhymeConfig(max_staleness=k, scheduling=SchedulingConfig(**scheduling))
+    rules = dict(rules)
+    rhyme = RhymeConfig(max_staleness=rules.pop("max_staleness", None), scheduling=SchedulingConfig(**rules))
     return [str(refusal) for refusal in loss_normalisation.contradictions(config, rhyme)]
 
 
 @pytest.mark.parametrize(
-    ("k", "scheduling"), [(0, {}), (1, {}), (0, {"in_flight": 4, "refill": "when_empty"}), (2, {"in_flight": 4})]
+    "rules",
+    [
+        {"max_staleness": 0},  # tail batching
+        {"max_staleness": 0, "in_flight": 4.0, "refill": "when_empty"},
+        {"max_staleness": 1},
+        {"max_staleness": 1, "in_flight": 4.0, "refill": "when_empty"},
+    ],
 )
-def test_updates_of_the_shortest_divided_by_their_own_tokens_are_told(k, scheduling):
-    (line,) = told("token-mean", k, **scheduling)
-    assert "take=finished" in line
+def test_updates_of_what_finishes_first_divided_by_their_own_tokens_are_told(rules):
+    (line,) = told("token-mean", rules)
+    assert "scheduling.take=finished" in line
     assert "loss_scale_factor=384" in line
+    assert not told("seq-mean-token-mean", rules)
 
 
 @pytest.mark.parametrize(
-    ("k", "scheduling"),
+    "rules",
     [
-        (None, {}),
-        (0, {"in_flight": 1, "put_off": 0}),  # all that is in flight is trained
-        (0, {"take": "loaded"}),
-        (1, {"take": "loaded"}),
+        {},
+        {"max_staleness": 0, "in_flight": 1.0, "put_off": 0.0},  # all that is loaded is trained
+        {"max_staleness": 0, "take": "loaded"},
+        {"max_staleness": 1, "take": "loaded"},
     ],
 )
 @pytest.mark.parametrize("average", ["token-mean", "seq-mean-token-mean", "token-sum"])
-def test_updates_as_they_were_loaded_are_not(k, scheduling, average):
-    assert not told(average, k, **scheduling)
-
-
-def test_no_rhyme_nothing_is_told():
-    assert not list(loss_normalisation.contradictions(OmegaConf.create({}), None))
+def test_updates_as_they_were_loaded_are_not(rules, average):
+    assert not told(average, rules)
 
 
 def test_sorted_mini_batches_are_told_where_somebody_asked_for_them():
-    (line,) = told("token-mean", 0, take="loaded", order=1.0, mini_batch=2)
+    rules = {"max_staleness": 0, "take": "loaded"}
+    (line,) = told("token-mean", {**rules, "order": 1.0}, mini_batch=2)
     assert "mini-batches of 2 of 8" in line
     for order in (None, 0.0):  # null is what does not bias
-        assert not told("token-mean", 0, take="loaded", order=order, mini_batch=2)
-    assert not told("token-mean", 0, take="loaded", order=1.0, mini_batch=8)
-    assert not told("seq-mean-token-mean", 0, take="loaded", order=1.0, mini_batch=2)
+        assert not told("token-mean", {**rules, "order": order}, mini_batch=2)
+    assert not told("token-mean", {**rules, "order": 1.0}, mini_batch=8)
+    assert not told("seq-mean-token-mean", {**rules, "order": 1.0}, mini_batch=2)
 
 
 def test_a_horizon_is_to_be_one_number():
-    (line,) = told(NORM, 1)
+    (line,) = told(NORM, {"max_staleness": 0})
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
-    assert not told(NORM, 1, horizon=384)
+    assert not told(NORM, {"max_staleness": 0}, horizon=384)
+    loaded = {"max_staleness": 1, "take": "loaded"}
     for order in (None, 0.0):
-        assert not told(NORM, 1, take="loaded", order=order)
-    assert told(NORM, 1, take="loaded", order=1.0)
+        assert not told(NORM, {**loaded, "order": order})
+    assert told(NORM, {**loaded, "order": 1.0})
 
 
 def _weights(average, horizon=None, **info):

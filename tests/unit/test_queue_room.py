@@ -3,14 +3,15 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree, queue_room
-from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme import config_tree
+from verl_rhyme.checks import queue_room
+from verl_rhyme.config import CONFIG_PATH, PRESETS
 from verl_rhyme.preflight.compose import compose
 
 VERL = 100_000  # its default
 
 
-def refused(k, prompts, samples, in_flight=None, limit=VERL):
+def refused(preset, prompts, samples, *, limit=VERL, **changes):
     """Without hydra, which takes a second."""
     found = OmegaConf.create(
         {
@@ -21,31 +22,45 @@ def refused(k, prompts, samples, in_flight=None, limit=VERL):
             "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
-    tree = {"max_staleness": k, "scheduling": {"in_flight": in_flight}}
-    OmegaConf.update(found, CONFIG_PATH, tree, force_add=True)
+    OmegaConf.update(found, CONFIG_PATH, {}, force_add=True)
+    for path, value in {**PRESETS[preset], **changes}.items():
+        OmegaConf.update(found, f"{CONFIG_PATH}.{path}", value, force_add=True)
     OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
     return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 
 
 @pytest.mark.parametrize(
-    ("k", "prompts", "samples", "in_flight", "needed"),
+    ("preset", "prompts", "samples", "needed"),
     [
-        (1, 1024, 16, None, 57_447),  # 3 batches of 17,408 entries and a tenth
-        (1, 2048, 16, None, 114_893),
-        (1, 1024, 16, 4, 95_744),
-        (1, 1024, 16, 8, 172_340),
-        (0, 1024, 16, 4, 260_199),  # two entries of what is regenerated and drafted for, and those put off
-        (None, 8192, 16, None, None),  # verl's own schedule
+        ("full", 1024, 16, 57_447),  # 3 batches of 17,408 entries and a tenth
+        ("full", 2048, 16, 114_893),
+        ("stream", 1024, 16, 57_447),
+        ("stream", 2048, 16, 114_893),
+        ("sorted", 512, 16, 92_928),
+        ("sorted", 1024, 16, 185_856),  # two entries of what is regenerated and drafted for
+        ("histospec", 8192, 16, None),  # verl's own schedule
     ],
 )
-def test_a_limit_below_what_is_in_flight_is_refused_with_the_number(k, prompts, samples, in_flight, needed):
-    assert (refused(k, prompts, samples, in_flight) is not None) == ((needed or 0) > VERL)
-    assert refused(k, prompts, samples, in_flight, limit=None) is None
-    assert refused(k, prompts, samples, in_flight, limit=needed) is None
+def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, prompts, samples, needed):
+    found = refused(preset, prompts, samples)
+    if needed is None or needed <= VERL:
+        assert found is None
+        found = refused(preset, prompts, samples, limit=(needed or 0) - 1) if needed else None
     if needed:
-        found = refused(k, prompts, samples, in_flight, limit=needed - 1)
-        assert f"{queue_room.SIZE}={needed}, or lower {CONFIG_PATH}.scheduling.in_flight" in found.remedy
-        assert f"{in_flight or 2} update batches of {prompts} prompts x {samples}" in found.detail
+        assert f"{queue_room.SIZE}={needed}" in found.remedy
+        assert f"prompts x {samples}" in found.detail
+        assert "scheduling.in_flight=" in found.detail
+        assert "\n" not in str(found)
+        assert refused(preset, prompts, samples, limit=needed) is None
+    assert refused(preset, prompts, samples, limit=None) is None
+
+
+def test_more_in_flight_than_the_queue_holds_is_refused():
+    assert refused("full", 512, 16) is None
+    found = refused("full", 512, 16, **{"scheduling.in_flight": 100.0})
+    assert f"{queue_room.SIZE}=100000 is less than the 967015 entries" in found.detail
+    assert f"100 update batches in flight ({CONFIG_PATH}.scheduling.in_flight=100)" in found.detail
+    assert "lower scheduling.in_flight" in found.remedy
 
 
 def test_our_presets_set_no_limit_and_verl_takes_that():

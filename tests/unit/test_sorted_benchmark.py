@@ -181,7 +181,7 @@ def test_the_untrained_model_is_no_accuracy_that_was_reached():
 
 
 def test_the_documents_tell_what_each_arm_is():
-    text = (bench.Path(__file__).parents[2] / "docs" / "sorted.md").read_text()
+    text = (bench.Path(__file__).parents[2] / "docs" / "studies" / "sorted.md").read_text()
     (_, section) = text.split("\n## Its parts, one by one\n")
     rows = re.findall(r"^\| (`.*?) \|", section.split("\n### ")[0], re.MULTILINE)
     assert re.findall(r"`([^`]+)`", " ".join(rows)) == [*bench.ARMS]

@@ -108,7 +108,7 @@ class StreamingConfig:
 
 
 def training_order(order: float | None, mini_batches: int, loss_agg_mode: str, loss_scale_factor: Any = None) -> float:
-    """``scheduling.order``, or what ``None`` stands for: what does not bias the gradient (docs/sorted.md).
+    """``scheduling.order``, or what ``None`` stands for: what does not bias the gradient (docs/pipeline.md).
 
     Args:
         order: The option.

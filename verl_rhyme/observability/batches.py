@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,8 @@ def placement_metrics(dispatch: Dispatch) -> dict[str, float]:
 def batch_metrics(
     batch: Batch, slots: int, bubble: float | None = None, taken: float | None = None
 ) -> dict[str, float]:
-    """``training/sorted/*`` and the bubble ratio (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
+    """``training/sorted/*``, ``training/staleness/*`` and the bubble ratio
+    (:func:`~verl_rhyme.observability.metrics.bubble_ratio`).
 
     Args:
         batch: As it was taken.
@@ -137,9 +139,7 @@ def batch_metrics(
         taken: When it was, where rollout goes on while the actor trains: seconds since the Unix epoch.
     """
     harvest, counts = batch.harvest, batch.counts
-    ages = [batch.version - record["policy_version_end"] for record in batch.trained]
-    tokens = [record["response_tokens"] for record in batch.trained]
-    metrics = {
+    metrics: dict[str, Any] = {
         names.SORTED_DISCARDED: counts.wasted_tokens,
         names.SORTED_INTERRUPTED: counts.interrupted,
         names.SORTED_STALE: counts.stale,
@@ -148,10 +148,13 @@ def batch_metrics(
         names.SORTED_DROPPED: counts.dropped,
         names.SORTED_WAITING_MEAN: np.mean(harvest.waited),
         names.SORTED_WAITING_MAX: max(harvest.waited),
-        names.SORTED_TOKEN_STALENESS_MEAN: np.average(ages, weights=tokens) if sum(tokens) else 0.0,
-        names.SORTED_TOKEN_STALENESS_MAX: max(ages, default=0),
         names.SORTED_TRAINED: sum(harvest.lengths),
         names.SORTED_LEFT: batch.left,
+        **names.staleness_metrics(
+            harvest.group_staleness,
+            [batch.version - record["policy_version_end"] for record in batch.trained],
+            [record["response_tokens"] for record in batch.trained],
+        ),
     }
     if bubble is not None:
         metrics[names.BUBBLE_RATIO] = bubble

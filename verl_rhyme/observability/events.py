@@ -277,6 +277,13 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
     return columns
 
 
+def groups_of(table: pa.Table) -> np.ndarray:
+    """int64[N]: requests of one number are of one prompt of a step; one without a ``uid`` has a number of its own,
+    below 0."""
+    uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
+    return np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)
+
+
 def _record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
     for name in columns:
         if name not in schema.names:

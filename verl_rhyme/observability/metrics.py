@@ -26,7 +26,9 @@ GEN_MS_PER_TOKEN = "timing_per_token_ms/gen"
 TOTAL_TOKENS = "perf/total_num_tokens"  # prompts and responses
 PROMPT_LENGTH_MEAN = "prompt_length/mean"
 RESPONSE_LENGTH_MEAN = "response_length/mean"
-STALENESS_MAX = "training/off_policy/trajectory_staleness/max"
+#: By trajectory, of its oldest token; of runs without the pipeline.
+VERL_STALENESS_MEAN = "training/off_policy/trajectory_staleness_worst/mean"
+VERL_STALENESS_MAX = "training/off_policy/trajectory_staleness_worst/max"
 SPEC_ACCEPT_RATE = "rollout/spec_accept_rate"
 SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
 
@@ -72,6 +74,11 @@ HISTORY_RESTARTS = "rollout/history/writer_restarts"
 HISTORY_SIMILARITY = "rollout/history/similarity"
 HISTORY_SIMILARITY_CHANCE = "rollout/history/similarity_by_chance"
 
+STALENESS_MEAN = "training/staleness/mean"
+STALENESS_MAX = "training/staleness/max"
+STALENESS_GROUPS = "training/staleness/groups"
+TOKEN_STALENESS_MEAN = "training/staleness/tokens/mean"
+TOKEN_STALENESS_MAX = "training/staleness/tokens/max"
 SORTED_DISCARDED = "training/sorted/discarded_tokens"
 SORTED_TRAINED = "training/sorted/trained_tokens"
 SORTED_INTERRUPTED = "training/sorted/interrupted"
@@ -82,8 +89,6 @@ SORTED_LOADED = "training/sorted/loaded_prompts"
 SORTED_DROPPED = "training/sorted/dropped_prompts"
 SORTED_WAITING_MEAN = "training/sorted/waiting/mean"
 SORTED_WAITING_MAX = "training/sorted/waiting/max"
-SORTED_TOKEN_STALENESS_MEAN = "training/sorted/token_staleness/mean"
-SORTED_TOKEN_STALENESS_MAX = "training/sorted/token_staleness/max"
 SORTED_ORDER = "training/sorted/order"
 FILTERED_SCORE = "training/filter_groups/evicted_score/mean"
 STREAM_EARLY = "training/stream/early_share"
@@ -99,7 +104,7 @@ STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 
-def fillable_slots(request_slots: int, samples: int) -> int:
+def fillable_slots(request_slots: int, samples: float) -> int:
     """``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, one number for the whole run.
 
     An engine larger than the run leaves slots empty that no schedule could fill, and that cost nobody a token.
@@ -108,7 +113,7 @@ def fillable_slots(request_slots: int, samples: int) -> int:
         request_slots: Of all engines that serve together (replicas * max_num_seqs).
         samples: The most that may be started and not yet finished at a time. A sample has one request at a time.
     """
-    return max(1, min(request_slots, samples))
+    return max(1, min(request_slots, math.ceil(samples)))
 
 
 def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:
@@ -152,6 +157,29 @@ def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) ->
 def useful_tokens_per_s(trained_tokens: float, rollout_s: float) -> float:
     """Response tokens that reached the trainer per second of rollout; 0.0 when no time passed."""
     return trained_tokens / rollout_s if rollout_s > 0 else 0.0
+
+
+def staleness_metrics(groups: npt.ArrayLike, requests: npt.ArrayLike, tokens: npt.ArrayLike) -> dict[str, float]:
+    """``training/staleness/*`` of an update: policy versions between what is trained and the policy it trains.
+
+    Args:
+        groups: Staleness of each trained group's oldest token, shape [groups].
+        requests: Staleness of each trained request, whose tokens are of one version; shape [requests].
+        tokens: Response tokens of each request, same shape.
+
+    Returns:
+        Metric name to value; what no group or no token tells is left out.
+    """
+    of_groups, of_requests = np.asarray(groups, dtype=np.float64), np.asarray(requests, dtype=np.float64)
+    made = np.asarray(tokens, dtype=np.float64)
+    found: dict[str, float] = {}
+    if len(of_groups):
+        mean, greatest = float(of_groups.mean()), float(of_groups.max())
+        found = {STALENESS_MEAN: mean, STALENESS_MAX: greatest, STALENESS_GROUPS: float(len(of_groups))}
+    if made.sum() > 0:
+        mean, greatest = float(np.average(of_requests, weights=made)), float(of_requests[made > 0].max())
+        found |= {TOKEN_STALENESS_MEAN: mean, TOKEN_STALENESS_MAX: greatest}
+    return found
 
 
 def accept_rate(drafted: npt.ArrayLike, accepted: npt.ArrayLike) -> float:

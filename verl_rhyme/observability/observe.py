@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import math
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from verl_rhyme import config_tree
+from verl_rhyme import config_tree, interpolations
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
@@ -214,12 +213,12 @@ class Observer:
         fillable = metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples)
         return int(info.get("slots") or fillable), runs_on
 
-    def _in_flight(self, tree: RhymeConfig | None) -> tuple[int, bool]:
+    def _in_flight(self, tree: RhymeConfig | None) -> tuple[float, bool]:
         """The most samples that may be started and not finished; engines run while the actor trains."""
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
         if (rules := of_config(self._config, tree)) is not None:
-            return math.ceil(rules.batches * rules.batch_samples), rules.starts_through_training
+            return rules.load_batches(None) * rules.batch_samples, rules.starts_through_training
         ahead = trainer.v1.get(mode, {}).get("num_warmup_batches", 0)
         groups = self._config.algorithm.get("filter_groups") or {}
         batches = max(1 + ahead, groups.get("max_inflight_gen_batches", 1) if groups.get("enable") else 1)
@@ -245,6 +244,7 @@ def _read_config(path: Path, since: float) -> Any:
     last = path.with_name("overrides.yaml")
     if not last.is_file() or last.stat().st_mtime < since - 1:
         return None
+    interpolations.register()
     return OmegaConf.load(path)
 
 

@@ -63,6 +63,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     parts += _dropped(value)
     if bubble is not None:
         parts.append(f"bubble {bubble:.0%}")
+    parts += _staleness(value)
     validation = {name: v for name in data if name.startswith("val-core/") and (v := value(name)) is not None}
     parts += [f"validation {name.split('/', 1)[1]} {v:.2f}" for name, v in validation.items()]
     return " | ".join(parts)
@@ -82,6 +83,17 @@ def _drafting(value: Any) -> list[str]:
     if (hits := value(metrics.HISTORY_HIT_RATE)) is not None:
         parts.append(f"{hits:.0%} with history")
     return [", ".join(parts)] if parts else []
+
+
+def _staleness(value: Any) -> list[str]:
+    """Nothing of a step that was on-policy."""
+    for mean, greatest in (
+        (metrics.STALENESS_MEAN, metrics.STALENESS_MAX),
+        (metrics.VERL_STALENESS_MEAN, metrics.VERL_STALENESS_MAX),
+    ):
+        if (most := value(greatest)) is not None:
+            return [f"staleness {value(mean) or 0.0:.1f} (max {most:.0f})"] if most > 0 else []
+    return []
 
 
 def _dropped(value: Any) -> list[str]:

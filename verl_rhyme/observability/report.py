@@ -174,13 +174,15 @@ def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     numbers_shown = ("reward", "rollout\nseconds", "tokens", "tokens\nper s", "tokens\nper step")
     shares_shown = ("accepted", "history", "bubble")
-    for name in ("epoch", *(["arm"] if len(arms) > 1 else []), *numbers_shown, *shares_shown):
+    stale = any(row["staleness_max"] for arm in arms for row in arm["epochs"])
+    names_shown = (*numbers_shown, *shares_shown, *(["stale\n(max)"] if stale else []))
+    for name in ("epoch", *(["arm"] if len(arms) > 1 else []), *names_shown):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for number in sorted({row["epoch"] for arm in arms for row in arm["epochs"]}):
         rows = [(name, row) for name, arm in zip(names, arms, strict=True) for row in arm["epochs"]]
         for at, (name, row) in enumerate((name, row) for name, row in rows if row["epoch"] == number):
             lead = [str(number) if at == 0 else "", *([escape(name)] if len(arms) > 1 else [])]
-            table.add_row(*lead, *_cells(row))
+            table.add_row(*lead, *_cells(row)[: len(names_shown)])
     return table
 
 
@@ -206,6 +208,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         marked("accept_length", ".2f"),
         *(marked(name, ".0%") for name in ("accept_rate", "history_hit_rate")),
         bubble,
+        marked("staleness_mean", ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
     ]
 
 

@@ -28,7 +28,7 @@ REASONS = ("busy", "tail", "starved", "weight sync", "training", "other")
 DEFINITIONS = {
     "busy": "A request runs in the slot.",
     "tail": "Rollout is on, and everything of the batch has been started: others of it still run, and there is nothing "
-    "left to start before the harvest.",
+    "left to start before the batch is collected.",
     "starved": "Rollout is on and something of the batch has yet to start, but the slot is empty: the work waits at "
     "another replica, for room in a KV cache, for its turn, or has not been handed out.",
     "weight sync": "Weights are on their way from the trainer to the engines.",

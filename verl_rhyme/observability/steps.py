@@ -22,9 +22,8 @@ METRICS_FILE, SAMPLED_FILE = "metrics.jsonl", "sampled.jsonl"
 #: Below a run folder, where the recipes have hydra write a run's config.
 CONFIG_FILE = Path("hydra", ".hydra", "config.yaml")
 
-#: Mean reward and token count of a step by the event log; verl's metrics have other names for them.
+#: Mean reward of a step by the event log; verl's metrics have other names for it.
 EVENT_REWARD = "events/reward_mean"
-EVENT_STALENESS = "events/staleness_max"
 
 
 def parse_lines(lines: Iterable[bytes | str], source: object) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -105,6 +104,8 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
         data[name] = data.get(name, 0.0) + float(seconds)
 
     requests = events.to_numpy(log.requests.drop_columns(["uid", "prompt_key", "node", "why_there", "stop_reason"]))
+    requests["group"] = events.groups_of(log.requests)
+    versioned = log.requests["policy_version_end"].null_count < log.requests.num_rows
     bubbles: dict[int, float] = {}
     runs_on = rollout == "step"
     if runs_on and slots and (measured := slot_time.measure(requests, stages, slots, runs_on)) is not None:
@@ -126,8 +127,8 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
         rewards = rows["reward"][trained & np.isfinite(rows["reward"])]
         if len(rewards):
             data[EVENT_REWARD] = float(rewards.mean())
-        if trained.any():
-            data[EVENT_STALENESS] = int(step) - 1 - int(rows["policy_version_end"][trained].min())
+        if versioned and trained.any():
+            data |= _staleness(int(step) - 1, rows, trained)
     for number, bubble in bubbles.items():
         steps[number][metrics.BUBBLE_RATIO] = bubble
     readable = sorted(steps)
@@ -135,6 +136,15 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
         near = min(readable, key=lambda known: (known > number, abs(known - number)))
         steps[number] = {metrics.EPOCH: steps[near][metrics.EPOCH]}
     return steps
+
+
+def _staleness(version: int, rows: dict[str, Any], trained: Any) -> dict[str, float]:
+    """``training/staleness/*`` of a step that trained the policy ``version``, by its trained requests."""
+    stale = version - rows["policy_version_end"][trained]
+    groups, group = np.unique(rows["group"][trained], return_inverse=True)
+    oldest = np.full(len(groups), stale.min())
+    np.maximum.at(oldest, group, stale)
+    return metrics.staleness_metrics(oldest, stale, rows["response_tokens"][trained])
 
 
 def merge(logged: Steps, computed: Steps) -> Steps:

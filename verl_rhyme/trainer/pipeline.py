@@ -297,7 +297,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if not self.rules.one_by_one:  # there what starts says which version it needs
             self._driver.pause()
         if self.topology.separate:
-            self.topology.mend(self.global_steps)
+            self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
         self._publish(self.global_steps)
 
@@ -419,7 +419,8 @@ class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=sync`` or ``colocate_async`` with a ``max_staleness``."""
 
     def __init__(self, config: Any) -> None:
-        config.trainer.v1.trainer_mode = "colocate_async"  # with sync, verl would save nothing of what is in flight
+        # verl's sync would save no samples in flight (``PPOTrainer._save_checkpoint``)
+        config.trainer.v1.trainer_mode = "colocate_async"
         self.topology = Colocated(self)
         super().__init__(config)
 

@@ -1,4 +1,4 @@
-"""Our trainers in verl's own registry, under verl's names: verl's with the rhyme base, or the pipeline."""
+"""Our trainers in verl's own registry, under verl's names: there is no trainer mode of ours to learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_rhyme import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate, RhymePipelineTrainer
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 from verl_rhyme.workers.client import rhymed
 
@@ -22,7 +22,7 @@ class _InVerlsPlace(RhymeTrainerMixin):
     With a ``max_staleness`` they yield the pipeline on their topology.
     """
 
-    pipeline: type[RhymePipelineTrainer] = RhymePipelineColocated
+    pipeline: Any = RhymePipelineColocated
     topology_class: Any = Colocated
 
     def __new__(cls, config: DictConfig) -> Any:

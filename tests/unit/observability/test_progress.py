@@ -57,6 +57,14 @@ def test_step_line_leaves_out_what_is_missing() -> None:
     assert step_line(3, {m.BUBBLE_RATIO: 0.2}) == "step 3"
 
 
+def test_a_step_line_tells_the_staleness_of_what_was_not_on_policy() -> None:
+    verls = {m.VERL_STALENESS_MEAN: 2.0, m.VERL_STALENESS_MAX: 4.0}
+    ours = {m.STALENESS_MEAN: 0.96, m.STALENESS_MAX: 2.0}
+    assert step_line(3, {**verls, **ours}) == "step 3 | staleness 1.0 (max 2)"
+    assert step_line(3, {**ours, m.STALENESS_MAX: 0.0, **verls}) == "step 3"
+    assert step_line(3, verls) == "step 3 | staleness 2.0 (max 4)"
+
+
 def test_a_step_line_says_what_was_dropped_and_why() -> None:
     dropped = {m.FILTERED_GROUPS: 40.0, m.FILTERED_SCORE: 0.25, m.FAILED_PROMPTS: 3.0}
     assert step_line(3, dropped) == "step 3 | 40 groups dropped: one score each (mean 0.25), 3 prompts failed"

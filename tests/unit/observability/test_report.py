@@ -33,6 +33,7 @@ EPOCH_KEYS = {
     "bubble_ratio",
     "bubble_ratio_sampled",
     "bubble_ratio_sampled_unknown",
+    "staleness_mean",
     "staleness_max",
     "discarded_tokens",
     "reverified_tokens",
@@ -51,7 +52,8 @@ def stock(step: int, epoch: int, **changes: Any) -> dict[str, Any]:
         m.REWARD_MEAN: 0.1 * step,
         m.GEN_S: 4.0,
         m.GEN_MS_PER_TOKEN: 4000.0 / 800,
-        m.STALENESS_MAX: 0,
+        m.VERL_STALENESS_MEAN: 0.0,
+        m.VERL_STALENESS_MAX: 0,
         "actor/grad_norm": None,
     }
     return {"step": step, "data": {**data, **changes}}
@@ -119,7 +121,9 @@ def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> Non
 
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     summary = summarize(off)
-    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions"}
+    assert set(summary) == {
+        *("arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"),
+    }
     assert summary["arm"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
     assert [row["epoch"] for row in summary["epochs"]] == [1, 2, 3, 4]
@@ -138,6 +142,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "bubble_ratio": None,
         "bubble_ratio_sampled": None,
         "bubble_ratio_sampled_unknown": "2 of 2 steps: nobody watched it",
+        "staleness_mean": 0.0,
         "staleness_max": 0,
         "discarded_tokens": None,
         "reverified_tokens": None,
@@ -386,13 +391,13 @@ def test_figures_of_part_of_an_epoch_are_marked(on: Path, capfd) -> None:
     assert report.main([str(on)]) == 0
     shown, lines = (text.splitlines() for text in capfd.readouterr())
     epochs = json.loads((on / "summary.json").read_text())["epochs"]
-    partial = {"reward_mean", "accept_length", "accept_rate", "history_hit_rate", "staleness_max"}
+    partial = {"reward_mean", "accept_length", "accept_rate", "history_hit_rate", "staleness_mean", "staleness_max"}
     assert [set(row["partial"]) & partial for row in epochs] == [set(), partial, set(), partial]
     assert epochs[1]["tokens"] is None
     assert sum("is unreadable" in line for line in lines) == 3
     assert [line.count("*") for line in shown if "*" in line] == [4, 4, 1]
     page = (on / "report.html").read_text()
-    assert page.count("*</td>") == 2 * 4, "reward, acceptance, history, staleness of two epochs"
+    assert page.count("*</td>") == 2 * 5, "reward, acceptance, history, staleness (mean, at most) of two epochs"
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ CONFIG = {
 }
 
 
-def sorted_rollout(trainer_mode, **sorting):
+def pipeline(trainer_mode, max_staleness, **scheduling):
     rollout = {"n": 4, "max_num_seqs": 100, "checkpoint_engine": {"backend": "naive"}}
-    custom = {"rhyme": {"sorting": {"mode": "on_policy", **sorting}, "events": {"enable": False}}}
+    custom = {"rhyme": {"max_staleness": max_staleness, "scheduling": scheduling, "events": {"enable": False}}}
     prometheus = {"file": "${run}/servers.yml"}
     return {
         "trainer": {"v1": {"trainer_mode": trainer_mode}, "default_local_dir": "${run}/checkpoints"},
@@ -346,9 +346,10 @@ def test_a_config_that_is_still_being_written_is_not_taken_for_the_whole(tmp_pat
             4,
             True,
         ),
-        (sorted_rollout(trainer_mode="rhyme_sorted"), 128, False),  # four updates of 8 x 4 are loaded together
-        (sorted_rollout(trainer_mode="separate_async"), 128, False),  # and on-policy no engine runs on
-        (sorted_rollout(trainer_mode="separate_async", mode="partial", load="rolling"), 64, True),
+        (pipeline("sync", 0, in_flight=4.0), 128, False),  # four batches of 8 x 4 are in flight
+        (pipeline("separate_async", 0, in_flight=4.0), 128, False),  # and on-policy no engine runs on
+        (pipeline("separate_async", 1), 64, True),
+        (pipeline("sync", 0, in_flight=1.25), 40, False),
     ],
 )
 def test_slots_are_those_that_the_run_can_fill(tmp_path, changes, slots, runs_on):

@@ -11,9 +11,11 @@ from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.placement import Placement, Request
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 
-RULES = {"batch_prompts": 2, "batch_samples": 4, "start_order": "longest"}
+RULES = {"batch_prompts": 2, "batch_samples": 4}
+#: HistoPipe's on separate engines.
+LOADED = {**RULES, "take": "loaded", "separate": True}
 
 
 def expected(samples, had):
@@ -21,9 +23,8 @@ def expected(samples, had):
     return certain(tokens, had, 10_000)._replace(likely=3 * tokens // 2)
 
 
-def made(mode="histopipe", lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):
-    rules = named(mode, **RULES, max_staleness=1, through_training=True)
-    rollout = Rollout(rules)
+def made(rules=LOADED, lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):
+    rollout = Rollout(Rules(**rules))
     options = {"groups": 2, "tail": 1.0, **options} if policy == "histopipe" else options
     dispatch = Dispatch(rollout, lengths, Placement(policy, options, cost=cost))
     dispatch.serve(dict.fromkeys(replicas, 100_000))
@@ -43,7 +44,7 @@ def test_each_start_has_its_forecast_and_its_place():
 
 
 def test_a_prompts_own_tokens_are_reckoned_with():
-    rollout = Rollout(named("histopipe", **RULES, through_training=True))
+    rollout = Rollout(Rules(**LOADED))
     placement = Placement("histopipe", {"groups": 2})
     planned: list[tuple[str, int]] = []
     placement.policy.plan = lambda step, loads: planned.extend((load.key, load.prompt_tokens) for load in loads)
@@ -137,23 +138,6 @@ def test_without_forecasts_or_replicas_samples_start_all_the_same():
     assert [(start.tokens, start.replica) for start in starts] == [(None, "")] * 8
     dispatch.serve({"late": None})
     assert dispatch.fill() == []
-
-
-def test_siblings_start_in_the_order_of_what_their_probes_told():
-    told = {"0": 500, "1": 3000}
-
-    def lengths(samples, had):
-        return certain([told[uid] for uid, _ in samples], had, 10_000)
-
-    rollout = Rollout(Rules(**{**RULES, "batch_samples": 6}, probe=True, group_batches=1))
-    dispatch = Dispatch(rollout, lengths)
-    rollout.hand([("0", 3), ("1", 3)])
-    rollout.publish(0, 1)
-    probes = dispatch.fill()
-    for start in probes:
-        rollout.ended(Ended(start.name, "generated", 9, 0))
-        dispatch.ended(start.name, 9)
-    assert [start.name for start in dispatch.fill(limit=3)] == ["1_1", "1_2", "0_1"]
 
 
 def test_what_ended_takes_no_room():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import Rules, StartOrder, named
+from verl_rhyme.scheduling.rules import Rules
 
 PROMPTS = {"a": 100, "b": 400, "c": 50}
 
@@ -178,38 +177,29 @@ def test_an_error_costs_the_expectation_alone():
     assert expectations.errors == 4
 
 
-@pytest.mark.parametrize("order", get_args(StartOrder))
-def test_prompts_start_in_the_order_of_what_is_expected(order):
+def test_prompts_start_in_the_order_of_what_is_expected():
     """`d` is known to nobody: it may be long. Scheduler and vLLM's queue agree."""
-    begun = {"load": "abcd", "longest": "dbac", "shortest": "cabd"}[order]
-    rollout = Rollout(Rules(batch_prompts=4, batch_samples=8, group_batches=1, start_order=order))
+    rollout = Rollout(Rules(4, 8, max_staleness=0))
     rollout.publish(0, 1)
     rollout.hand([(uid, 2) for uid in "abcd"])
     rollout.expect(PROMPTS)
     starts = rollout.fill(limit=6)
-    assert [start.name[0] for start in starts] == [uid for uid in begun[:3] for _ in range(2)]
+    assert [start.name[0] for start in starts] == [uid for uid in "dba" for _ in range(2)]
     priorities = [start.priority for start in starts]
     assert priorities == sorted(priorities)
     assert min(priorities) >= 1
-    assert [start.name[0] for start in rollout.fill()] == [begun[3]] * 2
+    assert [start.name[0] for start in rollout.fill()] == ["c"] * 2
 
 
-def test_the_order_holds_under_the_bound_of_what_may_begin():
-    """Separate engines, partial: prompts that have begun go on, whatever their length."""
-    rules = named(
-        "partial",
-        **{"batch_prompts": 2, "batch_samples": 4, "group_batches": 2, "max_staleness": 1},
-        through_training=True,
-        start_order="longest",
-    )
-    rollout = Rollout(rules)
+def test_a_prompt_of_an_older_batch_that_was_lost_starts_before_longer_ones():
+    rollout = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     rollout.publish(0, 2)
     rollout.hand([(uid, 2) for uid in "abcd"])
     rollout.expect({"a": 10, "b": 20, "c": 30, "d": 40})
-    assert [start.name for start in rollout.fill(limit=3)] == ["d_0", "d_1", "c_0"]
-    rollout.lost(["d_0"])
-    rollout.expect({"a": 99})
-    assert [start.name[0] for start in rollout.fill()] == ["a", "a", "d", "c", "b", "b"]
+    assert [start.name for start in rollout.fill(limit=3)] == ["b_0", "b_1", "a_0"]
+    rollout.lost(["b_0"])
+    rollout.expect({"c": 99})
+    assert [start.name[0] for start in rollout.fill()] == ["b", "a", "c", "c", "d", "d"]
 
 
 def test_what_is_known_is_news_when_much_was_learnt():

@@ -1,6 +1,7 @@
 """A scheduler that died is built again from what was saved of it and from what its samples left."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,20 +12,19 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 rules_of = st.builds(
-    lambda batch, on_interrupt, staleness, draft_ahead, **rules: Rules(
+    lambda batch, at_version, staleness, **rules: Rules(
         batch,
         batch * SAMPLES,
-        on_interrupt=on_interrupt,
-        max_staleness=0 if on_interrupt == "regenerate" else staleness,
-        through_training=True,
-        draft_ahead=draft_ahead and on_interrupt == "regenerate",
+        at_version=None if at_version == "regenerate" else at_version,
+        max_staleness=0 if at_version == "regenerate" else staleness,
+        separate=True,
+        relayed=True,
         **rules,
     ),
     batch=st.integers(1, 4),
-    on_interrupt=st.sampled_from(["regenerate", "continue", "keep_running"]),
+    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
     staleness=st.integers(1, 3),
-    draft_ahead=st.booleans(),
-    group_batches=st.integers(1, 4),
+    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
     unit=st.sampled_from(["group", "trajectory"]),
 )
 
@@ -76,8 +76,8 @@ class Witness(Scheduler):
             self._ended(uid, number)
         return goes_on
 
-    def begin(self, version):
-        stale = super().begin(version)
+    def begin(self, version, batches_left=None):
+        stale = super().begin(version, batches_left)
         for sample in stale:
             self._ended(*sample)
         return stale
@@ -96,8 +96,9 @@ class Witness(Scheduler):
         restored.load_state_dict(json.loads(saved))
         for event, arguments in self.prompts[prompts:]:
             getattr(restored, event)(*arguments)
+        restored.batches_left = self.batches_left
         if restored.version != self.version:
-            restored.begin(self.version)
+            restored.begin(self.version, self.batches_left)
         for (uid, number), (attempt, state, tokens, first_version) in self.told.items():
             if uid in self.ledger and self.ledger.prompt(uid).samples[number].state != "trained":
                 restored.restore(uid, number, attempt, state, tokens, first_version)
@@ -121,7 +122,7 @@ def mortal(kind):
         def __init__(self, rules, seed, **kwargs):
             super().__init__(rules, seed, **kwargs)
             self.scheduler = Witness(rules)
-            self.scheduler.begin(0)
+            self.scheduler.begin(0, self.left)
             self.save()
 
         def save(self):
@@ -147,14 +148,17 @@ def mortal(kind):
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
 def test_what_was_saved_and_what_was_left_since_make_the_scheduler_that_died(rules, seed, mishaps, losses):
-    kind = World if rules.runs_on else Separate
-    world = mortal(kind)(rules, seed, mishaps=mishaps, losses=losses)
-    assert world.run(400), "some prompts never had their turn"
+    kind = World if rules.finishes else Separate
+    if rules.stops:  # here nothing stops: as though all had been interrupted
+        rules = replace(rules, in_flight=1)
+    world = mortal(kind)(rules, seed, mishaps=mishaps, losses=losses, updates=10)
+    world.run()
     world.check_all()
 
 
-def scheduler(on_interrupt="regenerate", **rules):
-    built = Scheduler(Rules(1, 2, on_interrupt=on_interrupt, through_training=True, **rules))
+def scheduler(at_version="regenerate", max_staleness=0):
+    rules = {"max_staleness": max_staleness, "in_flight": 4, "refill": "when_empty"}
+    built = Scheduler(Rules(1, 2, at_version=at_version, separate=True, relayed=True, **rules))
     built.begin(3)
     for number in range(built.loadable()):
         built.load(f"p{number}", 2)
@@ -186,13 +190,13 @@ def test_what_became_too_stale_meanwhile_is_generated_anew():
         assert built.step.wasted_tokens == 7
         assert built.restore("p0", 1, 0, state, 7, 3)
         assert sample(built, number=1) == (state, 0, 7, 3)
-    built = scheduler("keep_running", max_staleness=1)
+    built = scheduler("finish", max_staleness=1)
     assert not built.restore("p0", 0, 0, "running", 7, 1)
     assert sample(built) == ("pending", 0, 7, None)
 
 
 def test_what_runs_is_as_old_as_what_it_goes_on_from_until_it_tells():
-    built = scheduler("keep_running", max_staleness=2)
+    built = scheduler("finish", max_staleness=2)
     assert built.restore("p0", 0, 1, "running", 7, 2)
     assert built.restore("p0", 1, 0, "running", 0, None)
     assert [sample.oldest_version for sample in built.ledger.prompt("p0").samples] == [2, 3]

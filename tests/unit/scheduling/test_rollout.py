@@ -11,11 +11,15 @@ from verl_rhyme.scheduling.attempts import Attempt, Ended, sample_of
 from verl_rhyme.scheduling.recovery import Evidence
 from verl_rhyme.scheduling.remembered import Hopeless
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
+
+#: SortedRL's loads of four batches, on-policy and partial.
+ON_POLICY = {"max_staleness": 0, "in_flight": 4, "refill": "when_empty"}
+PARTIAL = {**ON_POLICY, "max_staleness": 1}
 
 
-def rollout(mode="on_policy", prompts=(("a", 2),), filters=None, start=True, **rules):
-    made = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), filters)
+def rollout(mode=ON_POLICY, prompts=(("a", 2),), filters=None, start=True, **rules):
+    made = Rollout(Rules(1, 2, **{**mode, **rules}), filters)
     made.publish(0, None)
     made.hand(prompts)
     if start:
@@ -82,9 +86,9 @@ def test_what_an_earlier_attempt_tells_changes_nothing():
     assert made.lost(["a_0"]) == []
 
 
-@pytest.mark.parametrize(("mode", "redraft", "predecessor"), [("on_policy", True, "a_0"), ("on_policy", False, None)])
-def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, redraft, predecessor):
-    made = rollout(mode, redraft=redraft)
+@pytest.mark.parametrize(("drafts", "predecessor"), [(True, "a_0"), (False, None)])
+def test_what_is_regenerated_is_drafted_from_its_own_text_where_drafts_are_on(drafts, predecessor):
+    made = rollout(drafts=drafts)
     tell(made, interrupted("a_0"))
     assert states(made) == ["pending", "running"]
     assert made.scheduler.step.wasted_tokens == 3
@@ -94,7 +98,7 @@ def test_what_is_generated_anew_is_drafted_from_where_the_rules_say_so(mode, red
 
 
 def test_what_is_continued_is_not_wasted_and_its_records_are_told_once():
-    made = rollout("partial")
+    made = rollout(PARTIAL)
     tell(made, interrupted("a_0"))
     [start] = made.fill()
     assert (start.predecessor, start.partial) == ("a_0", True)
@@ -117,9 +121,9 @@ def test_a_response_whose_worker_died_at_its_reward_is_begun_from_what_it_had_sa
 
 
 def test_whom_stopped_engines_wait_for_too_long_is_given_up():
-    made = rollout(stop_wait=5.0)
-    assert not made.scheduler.settled(4.9)
-    assert made.scheduler.settled(5.0)
+    made = rollout()
+    assert not made.scheduler.settled(29.9)
+    assert made.scheduler.settled(30.0)
     assert made.give_up() == ["a_0", "a_1"]
     assert made.take_abandoned() == ["a_0", "a_1"]
     assert made.take_abandoned() == []
@@ -149,17 +153,8 @@ def test_a_server_without_the_latest_weights_stops_the_run():
         tell(made, generated("a_0", version=0))
 
 
-def test_where_engines_run_through_training_what_is_of_the_policy_before_is_generated_anew():
-    made = rollout(through_training=True, draft_ahead=True)
-    tell(made, generated("a_0"))
-    made.publish(1, None)
-    tell(made, generated("a_1", version=0))
-    assert states(made) == ["pending", "pending"]
-    assert made.take_abandoned() == ["a_0", "a_1"], "nobody waits for their rewards"
-
-
 def test_where_every_prompt_fails_an_error_says_what_the_last_failure_was():
-    made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], group_batches=64)
+    made = rollout(prompts=[(f"p{n}", 2) for n in range(64)], in_flight=64)
     failures = [Ended(f"p{n}_1", "failed", error="ValueError: no such column") for n in range(64)]
     with pytest.raises(Hopeless, match=r"16 prompts.* sample 1 of prompt p15: ValueError: no such column") as raised:
         tell(made, *failures)
@@ -176,7 +171,7 @@ def test_a_failed_prompt_is_replaced_and_its_other_attempts_end():
 
 
 def test_a_group_with_one_score_is_replaced_and_counted():
-    made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc", group_batches=2)
+    made = rollout(prompts=[("a", 2), ("b", 2)], filters="acc", in_flight=2)
     for session, score in (("a_0", 0.0), ("a_1", 0.0), ("b_0", 0.0), ("b_1", 1.0)):
         tell(made, generated(session), finished(session, score))
     assert [prompt.uid for prompt in made.scheduler.ledger] == ["b"]
@@ -199,7 +194,7 @@ def test_a_group_with_a_score_that_is_no_number_is_kept_as_in_verl(scores):
 
 def test_a_finished_sample_has_one_entry_in_the_queue():
     """Its trajectory, from which a regenerated response is drafted, too; what was reported before goes."""
-    made = rollout(mode="on_policy", prompts=[("a", 2), ("b", 2)], group_batches=2)
+    made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     tell(made, generated("a_0"))
     assert made.needs_turns("a_0"), "its worker may be lost before the reward is there"
     assert made.take_obsolete() == []
@@ -233,7 +228,7 @@ def score_groups(made, groups, scores):
 
 @pytest.mark.parametrize(("batch_prompts", "groups"), [(1, 128), (64, 128), (100, 200)])
 def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scored(batch_prompts, groups):
-    made = Rollout(named("on_policy", batch_prompts=batch_prompts, batch_samples=2 * batch_prompts), "acc")
+    made = Rollout(Rules(batch_prompts, 2 * batch_prompts, **ON_POLICY), "acc")
     made.publish(0, None)
     score_groups(made, groups - 28, (0.0, 0.0))
     score_groups(made, 27, (1.0, 1.0))
@@ -243,7 +238,7 @@ def test_where_the_filter_drops_every_group_the_run_ends_and_says_what_they_scor
 
 
 def test_a_group_that_is_kept_begins_the_count_anew():
-    made = Rollout(named("on_policy", batch_prompts=8, batch_samples=16), "acc")
+    made = Rollout(Rules(8, 16, **ON_POLICY), "acc")
     made.publish(0, None)
     for _ in range(3):
         score_groups(made, 127, (0.0, 0.0))
@@ -293,7 +288,7 @@ def test_what_left_no_trajectory_is_known_after_a_restart():
 
 
 def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
-    made = rollout(prompts=[("a", 2), ("b", 2)], group_batches=2)
+    made = rollout(prompts=[("a", 2), ("b", 2)], in_flight=2)
     tell(made, Ended("a_0", "generated"), Ended("a_0", "finished", empty=True))
     made.publish(2, None)  # it is too old to be trained
     names = {sample_of(start.name): start.name for start in made.fill()}
@@ -305,7 +300,7 @@ def test_a_sample_that_is_regenerated_may_leave_a_trajectory_this_time():
 
 
 def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
-    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8))
+    made = Rollout(Rules(4, 8, **ON_POLICY))
     made.publish(0, None)
     with pytest.raises(Hopeless, match=r"16 prompts in a row .* the agent loop gave no trajectory"):
         leave_nothing(made, 16)
@@ -313,7 +308,7 @@ def test_where_no_agent_loop_gives_a_trajectory_the_run_ends():
 
 def test_an_update_without_any_trajectory_ends_the_run():
     """Where samples are trained one by one, the others of their groups may still run."""
-    rules = named("on_policy", batch_prompts=2, batch_samples=4, unit="trajectory")
+    rules = Rules(2, 4, unit="trajectory", **ON_POLICY)
     made = Rollout(rules)
     made.publish(0, None)
     made.hand([(f"p{number}", 2) for number in range(8)])
@@ -335,7 +330,7 @@ def leave_nothing(made, groups):
 
 
 def test_a_group_without_any_trajectory_is_none_that_the_filter_kept():
-    made = Rollout(named("on_policy", batch_prompts=1, batch_samples=2), "acc")
+    made = Rollout(Rules(1, 2, **ON_POLICY), "acc")
     made.publish(0, None)
     score_groups(made, 100, (0.0, 0.0))
     leave_nothing(made, 1)
@@ -373,7 +368,7 @@ def test_no_more_is_wanted_than_will_be_trained():
 @pytest.mark.parametrize("end", [generated, interrupted])
 def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
     """It would be told again, and too stale again, for ever."""
-    made = rollout("partial", through_training=True)
+    made = rollout(PARTIAL, separate=True)
     tell(made, end("a_0"))
     made.publish(1, None)
     again = [start.name for start in made.fill()]
@@ -386,14 +381,14 @@ def test_nobody_goes_on_from_what_was_too_stale_when_it_was_told(end):
 # ---- taking up ----
 
 
-def reopened(made, evidence, version=0, prompts=("a",), state=None, mode="on_policy", handed=(), generation=0, **rules):
-    again = Rollout(named(mode, batch_prompts=1, batch_samples=2, max_staleness=1, **rules), generation=generation)
+def reopened(made, evidence, version=0, prompts=("a",), state=None, mode=ON_POLICY, handed=(), generation=0, **rules):
+    again = Rollout(Rules(1, 2, **{**mode, **rules}), generation=generation)
     state = json.loads(json.dumps(made.state_dict() if state is None else state))
     gone = again.restore(state, version, 9, evidence, set(prompts), handed)
     return again, gone
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+@pytest.mark.parametrize("mode", [ON_POLICY, PARTIAL])
 def test_what_happened_since_the_state_was_saved_is_taken_up(mode):
     made = rollout(mode, prompts=[("a", 4)])
     again, gone = reopened(
@@ -426,11 +421,11 @@ def test_a_later_attempt_than_the_saved_one_counts():
 
 
 def test_what_an_attempt_before_the_saved_one_left_is_only_gone_on_from():
-    made = rollout("partial")
+    made = rollout(PARTIAL)
     tell(made, interrupted("a_0"))
     made.fill()  # attempt 1 goes on from it
     evidence = {"a_0": Evidence("interrupted", 3, 0), "a_1": Evidence("interrupted", 2, 0)}
-    again, _ = reopened(made, evidence, mode="partial")
+    again, _ = reopened(made, evidence, mode=PARTIAL)
     assert states(again) == ["pending", "pending"]
     assert {start.name: start.predecessor for start in again.fill()} == {
         Attempt("a", 0, attempt=2).name: "a_0",
@@ -487,25 +482,30 @@ def test_no_name_is_given_twice_though_nobody_knows_of_the_first():
     assert third.state_dict()["generation"] == 2
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+@pytest.mark.parametrize("mode", [ON_POLICY, PARTIAL])
 def test_what_is_too_old_for_the_policy_that_is_current_is_not_trained(mode):
     made = rollout(mode)
     evidence = {"a_0": Evidence("generated", 5, 0, stored=True), "a_1": Evidence("generated", 5, 0, running=True)}
     again, _ = reopened(made, evidence, version=2, mode=mode)
     assert states(again) == ["pending", "pending"]
     assert again.take_abandoned() == ["a_1"]
-    assert [start.predecessor for start in again.fill()] == ([None, None] if mode == "partial" else ["a_0", "a_1"])
+    assert [start.predecessor for start in again.fill()] == ([None, None] if mode is PARTIAL else ["a_0", "a_1"])
 
 
-@pytest.mark.parametrize("named_", [{}, {"attempt": 0}])
-def test_a_state_of_an_earlier_version_is_read(named_):
-    """As ``rhyme_sorted.json`` has been written, before attempts had names and after."""
-    text = {"first_version": 2, "interruptions": 0, **named_}
+def test_a_state_of_earlier_rules_is_read():
+    """As ``rhyme_sorted.json`` was written before there was tail batching."""
+    text = {"first_version": 2, "interruptions": 0, "attempt": 0}
     samples = [{"state": "finished", "tokens": 5, **text}, {"state": "pending", "tokens": 3, **text}]
     prompts = [{"uid": "a", "number": 7, "samples": samples, "waited": 1}]
-    state = {"version": 2, "owed": 1, "buffer": {"loaded": 9, "prompts": prompts}, "reports": ["a_0", "a_1"]}
+    state = {
+        "version": 2,
+        "owed": 1,
+        "training": False,
+        "ledger": {"loaded": 9, "prompts": prompts},
+        "reports": ["a_0", "a_1"],
+    }
     evidence = {"a_0": Evidence("generated", 5, 2, stored=True), "a_1": Evidence("interrupted", 3, 2)}
-    again, _ = reopened(None, evidence, version=2, state=state, mode="partial")
+    again, _ = reopened(None, evidence, version=2, state=state, mode=PARTIAL)
     assert states(again) == ["finished", "pending"]
     assert (again.scheduler.version, again.scheduler.ledger.loaded) == (2, 9)
     told = again.state_dict()
@@ -546,7 +546,7 @@ def test_a_group_is_not_filtered_by_the_scores_of_some():
 
 def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
     """Single trajectories: its prompt stays in the ledger for the others."""
-    made = Rollout(named("on_policy", batch_prompts=1, batch_samples=1, unit="trajectory"))
+    made = Rollout(Rules(1, 1, unit="trajectory", **ON_POLICY))
     made.publish(0, 9)
     made.hand([("a", 2)])
     made.fill()
@@ -560,7 +560,7 @@ def test_what_a_trained_sample_left_is_nobodys_after_a_loss_either():
 
 def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_before_it():
     """What was filtered is filtered again by its scores; those in its place are there already."""
-    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2), filters="acc")
+    made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}), filters="acc")
     made.publish(0, 10)
     handed, evidence, state = [], {}, made.state_dict()
 
@@ -584,7 +584,7 @@ def test_a_load_has_as_many_prompts_after_a_death_though_some_were_replaced_befo
 
 
 def test_a_load_that_was_begun_in_part_is_completed_after_a_death():
-    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2))
+    made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}))
     made.publish(0, 10)
     state = made.state_dict()
     handed = [(f"p{i}", 2) for i in range(8)]
@@ -596,7 +596,7 @@ def test_a_load_that_was_begun_in_part_is_completed_after_a_death():
 
 def test_what_is_left_in_stock_begins_a_load_and_is_not_all_of_it():
     """Prompts come in chunks: where one was replaced some are left over, when the next load begins."""
-    made = Rollout(named("on_policy", batch_prompts=4, batch_samples=8, group_batches=2))
+    made = Rollout(Rules(4, 8, **{**ON_POLICY, "in_flight": 2}))
     made.publish(0, 10)
     made.hand([("left over", 2)])
     made.fill()
@@ -608,7 +608,7 @@ def test_what_is_left_in_stock_begins_a_load_and_is_not_all_of_it():
 
 def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_trained():
     """Its worker died with it, and then the coordinator: as old as it is, the ledger is to know."""
-    made = rollout("partial")
+    made = rollout(PARTIAL)
     evidence = {"a_0": Evidence("generated", 5, 0)}
     again = Rollout(made.rules, generation=1)
     again.restore(made.state_dict(), 1, 8, evidence, {"a"})
@@ -622,12 +622,7 @@ def test_a_text_whose_reward_is_lost_is_gone_on_from_only_while_it_may_be_traine
 
 def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
     """After a loss a prompt that was replaced is here again, and its replacement too: more than may be begun."""
-    rules = named(
-        "partial",
-        **{"batch_prompts": 1, "batch_samples": 2, "max_staleness": 1, "load": "rolling", "harvest": "loaded"},
-        through_training=True,
-    )
-    rollout = Rollout(rules)
+    rollout = Rollout(Rules(1, 2, max_staleness=1, take="loaded", separate=True))
     rollout.publish(0, 3)
     for uid in "abc":  # one more than rolls on
         rollout.scheduler.load(uid, 2)
@@ -642,14 +637,9 @@ def test_what_the_next_batch_waits_for_starts_whatever_else_has_begun():
     ("prompts", "samples", "staleness", "limit"), [(16, 8, 1, 64), (4, 16, 1, 32), (16, 8, 3, 128)]
 )
 @pytest.mark.parametrize("unit", ["group", "trajectory"])
-@pytest.mark.parametrize("harvest", ["shortest", "loaded"])
-def test_where_loads_roll_on_every_batch_is_full_and_nothing_is_left(prompts, samples, staleness, limit, unit, harvest):
-    rules = named(
-        "partial",
-        **{"batch_prompts": prompts, "batch_samples": prompts * samples, "max_staleness": staleness},
-        **{"load": "rolling", "unit": unit, "harvest": harvest},
-        through_training=True,
-    )
+@pytest.mark.parametrize("take", ["finished", "loaded"])
+def test_every_batch_is_full_and_nothing_is_left(prompts, samples, staleness, limit, unit, take):
+    rules = Rules(prompts, prompts * samples, max_staleness=staleness, unit=unit, take=take, separate=True)
     lengths, uids, updates = random.Random(0), itertools.count(), 24
     rollout, sizes, running = Rollout(rules), [], {}
     rollout.publish(0, updates)
@@ -671,7 +661,7 @@ def test_where_loads_roll_on_every_batch_is_full_and_nothing_is_left(prompts, sa
 
 
 def stream(prompts=4, samples=2, **rules):
-    made = Rollout(named("stream", batch_prompts=prompts, batch_samples=prompts * samples, max_staleness=0, **rules))
+    made = Rollout(Rules(prompts, prompts * samples, max_staleness=0, take="loaded", separate=True, **rules))
     made.publish(0, None)
     made.hand([(uid, samples) for uid in "abcdefgh"[:prompts]])
     made.fill()
@@ -697,7 +687,7 @@ def test_parts_are_whole_groups_of_the_next_batch():
 
 
 def test_what_is_in_a_part_is_in_the_batch_though_shorter_ones_come():
-    made = Rollout(named("partial", batch_prompts=2, batch_samples=4, max_staleness=1, through_training=True))
+    made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
     made.hand([(uid, 2) for uid in "abcd"])
     made.fill()
@@ -712,7 +702,7 @@ def test_what_is_in_a_part_is_in_the_batch_though_shorter_ones_come():
 
 def test_no_part_has_no_room_for_what_is_due():
     """What would be too old at the next update is in the batch, whatever was finished before it."""
-    made = Rollout(named("partial", batch_prompts=2, batch_samples=4, max_staleness=1, through_training=True))
+    made = Rollout(Rules(2, 4, max_staleness=1, separate=True))
     made.publish(0, None)
     made.hand([(uid, 2) for uid in "abcd"])
     made.fill()
@@ -733,7 +723,7 @@ def test_no_part_has_no_room_for_what_is_due():
 
 
 def test_no_part_of_a_later_batch():
-    made = Rollout(named("stream", batch_prompts=1, batch_samples=2, max_staleness=1, through_training=True))
+    made = Rollout(Rules(1, 2, max_staleness=1, take="loaded", separate=True))
     made.publish(0, None)
     made.hand([("a", 2), ("b", 2)])
     made.fill()

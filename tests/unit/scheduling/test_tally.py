@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,22 +16,20 @@ from verl_rhyme.scheduling.samples import ON_THEIR_WAY
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 rules_of = st.builds(
-    lambda batch, on_interrupt, staleness, draft_ahead, **rules: Rules(
+    lambda batch, at_version, staleness, **rules: Rules(
         batch,
         batch * SAMPLES,
-        on_interrupt=on_interrupt,
-        max_staleness=0 if on_interrupt == "regenerate" else staleness,
-        through_training=True,
-        draft_ahead=draft_ahead and on_interrupt == "regenerate",
+        at_version=None if at_version == "regenerate" else at_version,
+        max_staleness=0 if at_version == "regenerate" else staleness,
+        separate=True,
+        relayed=True,
         **rules,
     ),
     batch=st.integers(1, 4),
-    on_interrupt=st.sampled_from(["regenerate", "continue", "keep_running"]),
+    at_version=st.sampled_from(["regenerate", "continue", "finish"]),
     staleness=st.integers(1, 3),
-    draft_ahead=st.booleans(),
-    group_batches=st.integers(1, 4),
+    in_flight=st.sampled_from([None, 1, 1.5, 2, 4]),
     unit=st.sampled_from(["group", "trajectory"]),
-    harvest_tokens=st.sampled_from([None, 60]),
 )
 
 
@@ -46,14 +45,17 @@ class Plain:
 
     def startable(self):
         rules, pending = self.rules, self.samples("pending")
-        pending.sort(key=lambda at: (at[0].number, -at[2].tokens, at[1]))
-        if self.training and rules.max_staleness == 0 and not rules.draft_ahead:
+        batch = rules.batch_prompts
+        pending.sort(key=lambda at: (at[0].number // batch, at[0].number, -at[2].tokens, at[1]))
+        if self.training and rules.max_staleness == 0:
             return []
         room = float("inf")
         if rules.spans_versions and rules.max_staleness:
             begun = [p for p in self.prompts if self.begun(p)]
             room = (rules.max_staleness + 1 - self.training) * rules.batch_samples
             room -= sum(s.state != "trained" for p in begun for s in p.samples)
+        if self.training:
+            room = 0
         admitted = set()
         for prompt in self.prompts:
             if self.begun(prompt):
@@ -95,13 +97,7 @@ class Plain:
             units = [sample for _, _, sample in self.samples(*states)]
         left = self.owed * rules.batch_samples // rules.batch_prompts
         left += len(self.samples("pending", *ON_THEIR_WAY, "finished"))
-        if len(units) >= min(rules.batch_samples, left):
-            return len(units) > 0
-        return (
-            rules.harvest_tokens is not None
-            and len(units) > 0
-            and (sum(sample.tokens for sample in units) >= rules.harvest_tokens)
-        )
+        return 0 < len(units) >= min(rules.batch_samples, left)
 
 
 def check(scheduler):
@@ -135,14 +131,16 @@ def checked(kind):
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]), st.booleans())
 def test_the_tally_is_what_the_whole_ledger_says(rules, seed, mishaps, losses, uneven):
-    kind = World if rules.runs_on else Separate
-    world = checked(kind)(rules, seed, mishaps=mishaps, losses=losses, uneven=uneven)
-    world.run(20)
+    kind = World if rules.finishes else Separate
+    if rules.stops:
+        rules = replace(rules, in_flight=1)
+    world = checked(kind)(rules, seed, mishaps=mishaps, losses=losses, uneven=uneven, updates=10)
+    world.run()
 
 
 def lines_of_an_event(samples, **rules):
     """Lines that are run for the end of a response, its reward and what starts in its place."""
-    scheduler = Scheduler(Rules(samples // 64, samples // 4, **rules))
+    scheduler = Scheduler(Rules(samples // 64, samples // 4, in_flight=4, refill="when_empty", **rules))
     scheduler.begin(0)
     for number in range(scheduler.loadable()):
         scheduler.load(f"p{number}", 16)
@@ -166,7 +164,7 @@ def lines_of_an_event(samples, **rules):
         scheduler.enough()
         scheduler.finish(*started[-1])
         scheduler.enough(rewarded=True)
-        assert len(scheduler.dispatch(samples // 2)) == 1
+        assert scheduler.dispatch(samples // 2, lot=2) == []
     finally:
         sys.settrace(before)
     return lines
@@ -175,10 +173,10 @@ def lines_of_an_event(samples, **rules):
 @pytest.mark.parametrize(
     "rules",
     [
-        {},
-        {"unit": "trajectory"},
-        {"on_interrupt": "continue", "max_staleness": 2},
-        {"on_interrupt": "keep_running", "max_staleness": 3},
+        {"max_staleness": 0},
+        {"max_staleness": 0, "unit": "trajectory"},
+        {"max_staleness": 2, "separate": True},
+        {"max_staleness": 3, "separate": True, "relayed": True, "at_version": "finish"},
     ],
 )
 def test_an_event_costs_the_same_whatever_the_size(rules):

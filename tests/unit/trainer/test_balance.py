@@ -9,12 +9,12 @@ from verl_rhyme.scheduling.allocation.roster import Roster
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import balance as module
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.workers.messages import Reply, Setting
 
-RULES = named("stream", batch_prompts=8, batch_samples=64, max_staleness=1, through_training=True)
+RULES = Rules(8, 64, max_staleness=1, separate=True)
 
 
 def setting():

@@ -17,14 +17,15 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.scheduling.rollout import Rollout
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 
 SAMPLES, EPOCHS = 2, 3
 RULES = {
-    "on-policy": ("on_policy", {"group_batches": 4}),
-    "partial": ("partial", {"group_batches": 4, "max_staleness": 1}),
-    "stream": ("stream", {"max_staleness": 2, "through_training": True}),
-    "one batch": ("stream", {"max_staleness": 0}),
+    "one batch": {"max_staleness": 0},
+    "tail batching": {"max_staleness": 0, "put_off": 0.25},
+    "pipeline": {"max_staleness": 3, "separate": True},
+    "loads": {"max_staleness": 0, "in_flight": 4, "refill": "when_empty"},
+    "as loaded": {"max_staleness": 2, "separate": True, "take": "loaded"},
 }
 
 
@@ -95,8 +96,7 @@ def columns(rows):
 @pytest.mark.parametrize("name", RULES)
 def test_every_prompt_has_its_turn_in_every_epoch(name, rows, batch, every):
     """Also where a checkpoint falls on an epoch's end, batches do not divide the data, or a load is several epochs."""
-    mode, options = RULES[name]
-    rules = named(mode, batch_prompts=batch, batch_samples=batch * SAMPLES, **options)
+    rules = Rules(batch, batch * SAMPLES, **RULES[name])
     updates = rows // batch * EPOCHS
     run = Run(rules, rows, updates)
     while run.step < updates:

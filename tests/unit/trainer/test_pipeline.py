@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import DraftingConfig, PlacementConfig, RhymeConfig, SortingConfig
+from verl_rhyme.config import DraftingConfig, PlacementConfig, RhymeConfig, SchedulingConfig
 from verl_rhyme.trainer.layout import with_padding_spread
 from verl_rhyme.trainer.pipeline import SIBLING_GAIN, RhymePipelineColocated
 
@@ -58,7 +58,7 @@ def test_makespan_knows_that_siblings_help_where_they_do(placement, drafting, wa
 )
 def test_by_default_only_what_does_not_bias_the_gradient_is_sorted(chosen, mini_batch, aggregation, wanted):
     trainer = object.__new__(RhymePipelineColocated)
-    trainer._rhyme = RhymeConfig(sorting=SortingConfig(mode="on_policy", order=chosen))
+    trainer._rhyme = RhymeConfig(max_staleness=0, scheduling=SchedulingConfig(order=chosen))
     actor = {"ppo_mini_batch_size": mini_batch, "loss_agg_mode": aggregation}
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "data": {"train_batch_size": 8}})
     assert trainer._sortedness() == wanted

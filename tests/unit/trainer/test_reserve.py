@@ -12,10 +12,11 @@ def test_no_more_return_than_may_serve_with_those_that_are_being_started():
     serving, woken = list(made), [made[2]]
     spares = SimpleNamespace(resting=made[2:], missing=1, vacant=0, wake=lambda *_: woken.pop())
     engine = SimpleNamespace(backend="relay", engine_kwargs={})
-    config = ElasticConfig(enable=True, least=1, most=3, start=2)
+    config = ElasticConfig(min_replicas=1, max_replicas=3)
     reserve = Reserve(config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
     reserve._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
     del serving[2:]
+    reserve.observe({})
     assert "training/stream/change_s" not in reserve.act(1, 7)
     assert woken
     spares.missing = 0

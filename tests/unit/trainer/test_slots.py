@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import RhymeConfig, SortingConfig
+from verl_rhyme.config import RhymeConfig
 from verl_rhyme.observability.metrics import fillable_slots
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
 
@@ -20,10 +20,10 @@ class Sorted(RhymePipelineTrainer):
     on_sample_end = None
 
 
-def trainer(mode, replicas, slots_each, inflight=1, made=None, sorting=None, **settings):
+def trainer(mode, replicas, slots_each, inflight=1, made=None, bound=None, **settings):
     """16 prompts x 4 samples."""
     made = made or object.__new__(Trainer)
-    made._rhyme = RhymeConfig(sorting=SortingConfig(mode=sorting))
+    made._rhyme = RhymeConfig(max_staleness=bound)
     made.trainer_mode = mode
     made.replay_buffer = SimpleNamespace(max_inflight_gen_batches=inflight)
     made._rollout_server_managers = lambda: [SimpleNamespace(get_replicas=lambda: [None] * replicas)]
@@ -38,12 +38,12 @@ def trainer(mode, replicas, slots_each, inflight=1, made=None, sorting=None, **s
     return made
 
 
-def by_rules(replicas, slots_each, mode, **rules):
+def by_rules(replicas, slots_each, bound, **rules):
     made = object.__new__(Sorted)
-    made.rules = named(mode, batch_prompts=16, batch_samples=64, **rules)
+    made.rules = Rules(16, 64, max_staleness=bound, **rules)
     servers = SimpleNamespace(get_replicas=lambda: [None] * replicas)
     made.topology = SimpleNamespace(servers=lambda: servers)
-    return trainer("rhyme_sorted", replicas, slots_each, made=made, sorting=mode)
+    return trainer("colocate_async", replicas, slots_each, made=made, bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def by_rules(replicas, slots_each, mode, **rules):
         (lambda: trainer("sync", 2, 256, inflight=2), 128),
         (lambda: trainer("separate_async", 2, 256, num_warmup_batches=1.5), 160),
         (lambda: trainer("colocate_async", 1, 128, num_warmup_batches=1), 128),
-        (lambda: by_rules(2, 256, "partial", group_batches=4, max_staleness=1), 256),
-        (lambda: by_rules(2, 256, "partial", load="rolling", max_staleness=2), 192),
-        (lambda: by_rules(1, 48, "partial", max_staleness=1), 48),
-        (lambda: by_rules(2, 256, "histopipe"), 64),  # one batch at a time
-        (lambda: by_rules(2, 256, "histopipe", through_training=True), 128),  # its successor begins as it ends
+        (lambda: by_rules(2, 256, 1, in_flight=4, refill="when_empty"), 256),
+        (lambda: by_rules(2, 256, 2, take="loaded"), 192),
+        (lambda: by_rules(1, 48, 1), 48),
+        (lambda: by_rules(2, 256, 0), 64),  # one batch at a time
+        (lambda: by_rules(2, 256, 3, separate=True), 160),
     ],
 )
 def test_the_slots_that_a_run_can_fill(made, slots):

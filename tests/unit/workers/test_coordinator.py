@@ -40,7 +40,7 @@ def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
 def test_where_the_queue_is_full_finished_responses_wait_and_none_is_lost(monkeypatch):
     """The world looks whether each prompt is trained."""
     refused = 0
-    for mode, seed in (("partial separate 2", 0), ("partial separate 2", 3), ("rolling separate", 3)):
+    for mode, seed in (("full 2 separate", 0), ("full 2 separate", 3), ("full 1 separate", 3)):
         need = simulate(mode, seed, 0, monkeypatch).queue.most
         refused += simulate(mode, seed, 0, monkeypatch, capacity=need - 2).queue.refused
     assert refused, "it was never full"
@@ -49,12 +49,12 @@ def test_where_the_queue_is_full_finished_responses_wait_and_none_is_lost(monkey
 def test_a_queue_that_stays_full_ends_the_run_and_is_named(monkeypatch):
     words = r"TransferQueue is full.*total_storage_size=null.*or to \d+ or more.*Storage capacity exceeded"
     with pytest.raises(Exception, match=words):
-        simulate("on_policy colocated", 3, 0, monkeypatch, capacity=BATCH + 5)
+        simulate("sorted 0", 3, 0, monkeypatch, capacity=BATCH + 5)
 
 
 def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):
     """No request runs at one that rests, and one that returns has the current weights: the world looks."""
-    worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(3)]
+    worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(4)]
     assert all(world.deaths == [] for world in worlds)
     assert sum(world.rested for world in worlds) > 3
     assert sum(world.returned for world in worlds) > 3

@@ -23,7 +23,7 @@ from verl_rhyme.config import ElasticConfig
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
 from verl_rhyme.scheduling.cost import TYPICAL
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
@@ -47,39 +47,26 @@ _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 SAMPLES, BATCH, STEPS, REPLICAS, WORKERS = 3, 3, 6, 2, 3
 #: Of every prompt.
 PROMPT_TOKENS = 2
-#: Mode of the rules, engines of their own, further rules.
-_KEEP = {"on_interrupt": "keep_running"}
-_AS_LOADED = {"harvest": "loaded", "harvest_tokens": None}
-MODES = {
-    "on_policy colocated": ("on_policy", False, {}),
-    "on_policy refilled": ("on_policy", False, {"load": "refill"}),
-    "partial colocated": ("partial", False, {"max_staleness": 1}),
-    "partial colocated 2": ("partial", False, {"max_staleness": 2}),
-    "on_policy separate": ("on_policy", True, {}),
-    "on_policy separate ahead": ("on_policy", True, {"draft_ahead": True}),
-    "partial separate": ("partial", True, {"max_staleness": 1}),
-    "partial separate 2": ("partial", True, {"max_staleness": 2}),
-    "rolling separate": ("partial", True, {"max_staleness": 1, "load": "rolling"}),
-    "rolling as loaded": ("partial", True, {"max_staleness": 1, "load": "rolling", **_AS_LOADED}),
-    "rolling colocated": ("partial", False, {"max_staleness": 1, "load": "rolling"}),
-    "rolling colocated as loaded": ("partial", False, {"max_staleness": 2, "load": "rolling", **_AS_LOADED}),
-    "histopipe colocated": ("histopipe", False, {"harvest_tokens": None}),
-    "histopipe probes": ("histopipe", True, {"harvest_tokens": None, "probe": True}),
-    "histopipe separate": ("histopipe", True, {"harvest_tokens": None}),
-    "histopipe one by one": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True}),
-    "histopipe keeps running": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
-    "stream sync": ("stream", True, {"max_staleness": 0, "harvest_tokens": None}),
-    "stream sync one by one": ("stream", True, {"max_staleness": 0, "harvest_tokens": None}, {"one_by_one": True}),
-    "stream async": ("stream", True, {"max_staleness": 1, "harvest_tokens": None}),
-    "stream async 2": ("stream", True, {"max_staleness": 2, "harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
-    "stream arrivals": ("stream", True, {"max_staleness": 1, "harvest": "shortest", "harvest_tokens": None}),
-    "stream sync arrivals": ("stream", True, {"max_staleness": 0, "harvest": "shortest", "harvest_tokens": None}),
-    "partial one by one": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
-    "partial placed": ("partial", True, {"max_staleness": 1}, {"one_by_one": True}),
-    "partial keeps running": ("partial", True, {"max_staleness": 2}, {"one_by_one": True, **_KEEP}),
-    "partial elastic": ("partial", True, {"max_staleness": 1}),
-    "histopipe elastic": ("histopipe", True, {"harvest_tokens": None}, {"one_by_one": True, **_KEEP}),
-    "stream elastic": ("stream", True, {"max_staleness": 1, "harvest_tokens": None}, {"one_by_one": True}),
+#: Settings of the rules by name; in "elastic" ones replicas rest and return.
+_RELAYED = {"separate": True, "relayed": True}
+_LOADS = {"in_flight": 4, "refill": "when_empty"}
+_LOADED = {"take": "loaded", "unit": "group"}
+MODES: dict[str, dict] = {
+    "full 0": {"max_staleness": 0, "put_off": 0.25, "in_flight": 1.5},
+    "full 0 separate": {"max_staleness": 0, "put_off": 0.25, "in_flight": 1.5, **_RELAYED},
+    "full 1": {"max_staleness": 1},
+    "full 2": {"max_staleness": 2},
+    "full 1 separate": {"max_staleness": 1, **_RELAYED},
+    "full 2 separate": {"max_staleness": 2, **_RELAYED},
+    "full 3 at once": {"max_staleness": 3, "separate": True},
+    "full 2 finishes": {"max_staleness": 2, "at_version": "finish", **_RELAYED},
+    "full 1 elastic": {"max_staleness": 1, **_RELAYED},
+    "sorted 0": {"max_staleness": 0, **_LOADS},
+    "sorted 1": {"max_staleness": 1, **_LOADS},
+    "histopipe 0": {"max_staleness": 0, **_LOADED},
+    "histopipe 1": {"max_staleness": 1, **_LOADED, **_RELAYED},
+    "stream 0": {"max_staleness": 0, **_LOADED, "separate": True},
+    "stream 1 elastic": {"max_staleness": 1, **_LOADED, **_RELAYED},
 }
 
 
@@ -121,27 +108,17 @@ class World:
         self.cluster = Cluster(seed)
         self.random = random.Random(seed + 1)
         self.queue = Queue(self.cluster)
-        rules, self.separate, more, *later = MODES[mode]
         unit = self.random.choice(["group", "group", "trajectory"])
-        self.filters = unit == "group" and self.random.random() < 0.5
+        given = {"unit": unit, "drafts": self.random.random() < 0.8, **MODES[mode]}
+        self.rules = Rules(BATCH, BATCH * SAMPLES, **given)
+        self.separate = self.rules.separate
+        self.filters = self.rules.unit == "group" and self.random.random() < 0.5
         self.slow_tools = self.random.random() < 0.3
-        given = {
-            "batch_prompts": BATCH,
-            "batch_samples": BATCH * SAMPLES,
-            "group_batches": self.random.choice([1, 2, 4]),
-            "unit": unit,
-            "redraft": self.random.random() < 0.8,
-            "stop_wait": self.random.choice([5.0, 30.0]),
-            "through_training": self.separate,
-            "harvest_tokens": self.random.choice([None, None, 150]),
-            "start_order": random.Random(seed).choice(["load", "load", "longest", "shortest"]),
-        }
-        self.rules = replace(named(rules, **{**given, **more}), **dict(*later))
         self.elastic = "elastic" in mode
         self.launched = REPLICAS + self.elastic
         slots = self.launched * 8
         limit = self.random.choice([slots, 2 * slots, 4])
-        self.placed = rules in ("histopipe", "stream") or "placed" in mode
+        self.placed = seed % 2 == 1
         # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
@@ -149,7 +126,7 @@ class World:
         self.setting = Setting(
             self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
         )
-        self.streams = rules == "stream" or (self.separate and seed % 2 == 0)
+        self.streams = self.separate and seed % 4 != 1
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
         if seed % 3 == 2:  # few slots: samples wait
             self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
@@ -230,10 +207,7 @@ class World:
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            start = self.random.choice([1, 2, None])
-            self.reserve = Reserve(
-                ElasticConfig(True, 1, None, start), self, self.weights.config, self.spares, self.slots
-            )
+            self.reserve = Reserve(ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
             self.reserve.begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:
@@ -310,7 +284,7 @@ class World:
     def deliver(self, version):
         """Each replica takes it by itself, and the trainer goes on; who dies meanwhile is replaced."""
         for replica in self.rollout_replicas:
-            self.weights.send(replica, version, self.rules.runs_on)
+            self.weights.send(replica, version, self.rules.finishes)
 
     # ---- replicas, as verl's LLMServerManager has them ----
 
@@ -390,7 +364,7 @@ class World:
             self.check_text(rows[key][1]["turns"], uid, number, step - 1)
         if self.rules.unit == "group":
             assert all(samples.count((uid, n)) == 1 for uid in {uid for uid, _ in samples} for n in range(SAMPLES))
-            assert len(samples) == BATCH * SAMPLES or self.rules.harvest_tokens is not None, "less than an update"
+            assert len(samples) == BATCH * SAMPLES, "less than an update"
         self.gone += reply.failed + sum(reply.filtered.values())
 
     def check_text(self, turns, uid, number, version):
@@ -584,6 +558,8 @@ class Namespace(SimpleNamespace):
 class Weights(RelayManager):
     """The trainer's end of the relay, over make-believe deliveries."""
 
+    _handing = None
+
     def __init__(self, world):
         self._world, self._nodes, self._under_way = world, {}, {}
         self.config, self.replicas = SimpleNamespace(backend="relay"), []
@@ -648,7 +624,7 @@ async def _unless_dead(taking):
 class Colocated:
     """As ``trainer.topology.Colocated``: engines stop at the harvest, and one that died ends the run."""
 
-    through_training = False
+    separate = False
 
     def __init__(self, world):
         self.world = world
@@ -662,9 +638,6 @@ class Colocated:
             self._tell_all(method, *arguments)
         except RayActorError as error:
             raise RunEnded from error
-
-    def stops(self, rules):
-        return True
 
     def stop(self):
         self._tell("stop", True)
@@ -685,7 +658,7 @@ class Colocated:
 class Separate(Colocated):
     """As ``trainer.topology.Separate``: engines run on, and a dead one is replaced."""
 
-    through_training = True
+    separate = True
     _over_deaths = topology.Separate._over_deaths
 
     def __init__(self, world):
@@ -697,9 +670,6 @@ class Separate(Colocated):
 
     def resume(self):
         self._over_deaths(lambda: self._tell_all("resume"))
-
-    def stops(self, rules):
-        return rules.max_staleness == 0 and not (rules.draft_ahead or rules.runs_on)
 
     def mend(self, version):
         return self.world.spares.mend(version)
@@ -743,7 +713,7 @@ class Worker(_Worker):
         assert len(ids) == PROMPT_TOKENS
         partial, kept = session.partial, [turn.tokens[:] for turn in session.kept]
         if not partial and kept:
-            assert world.rules.redraft
+            assert world.rules.redrafts
         for number, (length, tool_s) in enumerate(world.turns(index, session_id)):
             world.open_turns[request_id] = uid, session_id, number, len(ids)
             before = kept[number] if partial and number < len(kept) else array("i")

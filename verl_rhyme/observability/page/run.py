@@ -115,8 +115,7 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
         run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
     run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
-    uids = table["uid"].dictionary_encode().unify_dictionaries().combine_chunks().indices.to_numpy(zero_copy_only=False)
-    run.prompt = np.where(np.isnan(uids), -1 - np.arange(len(uids)), uids).astype(np.int64)  # without: each its own
+    run.prompt = events.groups_of(table)
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
     if missing:

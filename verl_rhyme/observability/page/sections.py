@@ -27,11 +27,12 @@ _TABLE = (
     ("useful_tokens_per_s", "useful tokens/s", ".0f"),
     ("bubble_ratio", "bubble ratio", ".1%"),
     ("bubble_ratio_sampled", "bubble ratio from outside", ".1%"),
+    ("staleness_mean", "staleness, mean", ".2f"),
+    ("staleness_max", "at most", "d"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
     ("similarity", "similarity", ".0%"),
     ("similarity_by_chance", "by chance", ".0%"),
-    ("staleness_max", "staleness", "d"),
 )
 
 
@@ -249,10 +250,14 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
 def training(runs: Sequence[Run]) -> Iterator[str]:
     useful = [(run, _column(run, "useful_tokens_per_s")) for run in runs]
     length = [(run, run.by_step(metrics.RESPONSE_LENGTH_MEAN)) for run in runs]
+    staleness = [(run, run.by_step(metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN)) for run in runs]
+    if not any(value for _, points in staleness for _, value in points):
+        staleness = []  # on-policy
     figures = (
         ("reward", charts.reward(runs), words.REWARD),
         ("useful", charts.curve(useful, "useful tokens per second", low=0.0), words.USEFUL),
         ("length", charts.curve(length, "mean response length (tokens)", x="training step"), words.LENGTH),
+        ("staleness", charts.curve(staleness, "mean staleness (versions)", "training step", low=0.0), words.STALENESS),
     )
     if shown := _pair(figures, runs):
         yield "<h2>Reward, speed and length</h2>" + shown

@@ -4,7 +4,7 @@ TABLE = """Useful tokens are response tokens that were trained, per second of ro
 share of the request slots while rollout is on. The acceptance length is the tokens that a step which verifies drafts
 emits, 1 without drafts. Similarity is the share of the trained tokens that stood in their prompt's last epoch; by
 chance: that stood in another prompt's.
-Staleness is the greatest of the epoch, in policy versions."""
+Staleness is the policy versions between a trained group's oldest token and the policy that it trains."""
 PARTIAL = "* of part of the epoch's steps: the event log of the others is damaged or missing"
 
 LANES = """<b>{name}.</b> A lane is a replica. The blue area is the requests that run there over {height}; the colour
@@ -16,10 +16,10 @@ that the end looks emptier than it was."""
 
 SHARES = """A moment has one reason for all slots that are empty then, so shares add up to one. Where engines stop
 while the actor trains, a rollout lasts from the first start to the last end between two trainings; where they run on,
-from harvest to harvest. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q
+from one batch to the next. Bubble ratio = &Sigma; (Q &minus; r) dt / (Q &Sigma; dt) over the rollouts, with r of Q
 request slots running for dt seconds: all of a rollout that is not busy. Logged: what the run itself said of it,
 <code>rollout/bubble_ratio</code>, weighted alike. Where engines run on it reckons with what still ran at
-the harvest before that could say since when."""
+the batch before that could say since when."""
 BUBBLES = """<b>Each rollout of {name}.</b> What is not blue is its bubble ratio, to be read beside the useful tokens
 per second: a bubble can be cut by throwing work away."""
 
@@ -54,6 +54,8 @@ STAGES_ON = ", though the engines go on while it trains"
 REWARD = "<b>Reward</b>: mean of each step (thin) and of each epoch (dots)."
 USEFUL = "<b>Useful tokens</b>: trained response tokens per second of rollout."
 LENGTH = """<b>Response length</b>, mean of each step: where two runs differ in it, so do their seconds per step."""
+STALENESS = """<b>Staleness</b>: policy versions between the oldest token of a trained group and the policy that it
+trains, mean of each step."""
 
 MATCHED = """A run whose responses get shorter has shorter steps, whatever was done to its engine. So steps are
 compared only with steps of the other run whose mean response length is in the same bin, a tenth wide: in each bin the

@@ -3,7 +3,7 @@
 verl averages an optimizer step's loss in one of several ways (``actor.loss_agg_mode``; ``agg_loss`` in its
 ``trainer/ppo/core_algos.py``). What is divided by the tokens that are in the step, or by its longest response, depends
 on what else is in it. A batch as it was loaded has a mixture of lengths, and that hardly matters; sorted, the steps
-differ by their lengths, so that a token's weight does (docs/sorted.md, "The order and the gradient"). Divided by the
+differ by their lengths, so that a token's weight does (docs/pipeline.md, "The order and the gradient"). Divided by the
 number of responses, which verl takes from the config, it has the same weight in any company.
 """
 
@@ -45,8 +45,8 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     remedy = f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same"
     if average == "token-mean" and chosen:
         yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short "
-            "responses weigh more, since updates of short ones are divided by fewer tokens",
+            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
+            "weigh more, since updates of short ones are divided by fewer tokens",
             remedy,
         )
     if average == "token-mean" and several and order:

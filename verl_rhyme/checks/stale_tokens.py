@@ -14,7 +14,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree
 from verl_rhyme.config import RhymeConfig
 from verl_rhyme.scheduling.rules import of_config
 
@@ -34,11 +33,6 @@ class Correction:
     corrected: bool
     detail: str
     remedy: str = ""
-
-
-def register() -> None:
-    """Let presets say ``${rhyme.rollout_is:}``: the level for the rules in force, which overrides may change."""
-    OmegaConf.register_new_resolver("rhyme.rollout_is", _rollout_is, replace=True)
 
 
 def correction(config: Any, rhyme: RhymeConfig | None) -> Correction | None:
@@ -74,11 +68,3 @@ def correction(config: Any, rhyme: RhymeConfig | None) -> Correction | None:
         return Correction(True, f"{told}; rollout_rs={rejection} rejects those that the policy has moved away from")
     remedy = f"drop the override, or set {_CORRECTION}.rollout_is=token"
     return Correction(False, f"{told}: they are trained as if the current policy had sampled them", remedy)
-
-
-def _rollout_is(*, _root_: Any) -> str | None:
-    try:
-        rules = of_config(_root_, config_tree.from_verl(_root_))
-    except ValueError:  # start-up and preflight report it
-        return None
-    return "token" if rules is not None and rules.max_staleness else None

@@ -4,7 +4,7 @@ A bucket of ``update_weights_bucket_megabytes`` is what verl hands to an engine 
 Where devices share memory by handles a larger tensor goes by one of its own; on a CPU, and with ``mooncake``, whose own
 buckets are whole tensors, the first weight sync ends with an assertion. The other carriers cut tensors.
 
-``python -m verl_rhyme.weight_bucket MODEL`` prints what a run on a CPU needs, in megabytes.
+``python -m verl_rhyme.checks.weight_bucket MODEL`` prints what a run on a CPU needs, in megabytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether TransferQueue has room for all that a run of ours keeps in it; start-up and preflight refuse it otherwise."""
+"""Whether TransferQueue has room for all that the pipeline keeps in it; start-up and preflight refuse it otherwise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SIZE = "transfer_queue.backend.SimpleStorage.total_storage_size"
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """A limit that somebody set (our presets set none) and that a full rollout exceeds.
+    """A limit that somebody set (our presets set none) and that the batches in flight exceed.
 
     Args:
         config: verl's whole config.
-        rhyme: Our tree in it; ``None`` without rhyme. verl's own trainer modes are not looked at.
+        rhyme: Our tree in it; ``None`` without rhyme. verl's own schedule is not looked at.
 
     Raises:
         ValueError: Options exclude each other (:func:`~verl_rhyme.scheduling.rules.of_config`).
@@ -29,9 +29,11 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     rules = of_config(config, rhyme)
     if rules is None or limit is None or backend != "SimpleStorage" or int(limit) >= rules.queue_entries:
         return
+    assert rhyme is not None, "it has rules"
+    given = "null" if rhyme.scheduling.in_flight is None else f"{rhyme.scheduling.in_flight:g}"
     yield Refusal(
-        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.batches:g} update batches "
-        f"of {prompts} prompts x {samples}, and what is trained, may take",
-        f"drop it (presets set no limit), set {SIZE}={rules.queue_entries}, or lower "
-        f"{CONFIG_PATH}.scheduling.in_flight",
+        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.batches:g} update batches in flight "
+        f"({CONFIG_PATH}.scheduling.in_flight={given}) of {prompts} prompts x {samples}, and the one that is trained, may "
+        "take",
+        f"drop it (presets set no limit), set {SIZE}={rules.queue_entries}, or lower scheduling.in_flight",
     )

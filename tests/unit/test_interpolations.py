@@ -1,0 +1,48 @@
+"""What YAML may interpolate, from the presets through hydra, and where a run's own record of its config is read."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme.observability import observe
+from verl_rhyme.preflight.compose import compose
+
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+
+
+@pytest.mark.parametrize(
+    ("mode", "carrier", "hybrid"),
+    [("sync", "naive", True), ("colocate_async", "naive", True), ("separate_async", "relay", False)],
+)
+def test_the_mode_says_where_engines_are(mode, carrier, hybrid):
+    config = compose(["+rhyme=full", f"trainer.v1.trainer_mode={mode}"])
+    assert (OmegaConf.select(config, BACKEND), config.actor_rollout_ref.hybrid_engine) == (carrier, hybrid)
+
+
+def test_an_override_has_the_last_word():
+    config = compose(["+rhyme=full", "trainer.v1.trainer_mode=separate_async", f"{BACKEND}=nccl"])
+    assert OmegaConf.select(config, BACKEND) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [("trainer.nnodes=${rhyme.quotient:512,32}", 16), ("trainer.nnodes=${rhyme.quotient:512,0}", 512)],
+)
+def test_a_quotient_is_a_whole_number(override, told):
+    assert compose([override]).trainer.nnodes == told
+
+
+@pytest.mark.parametrize(("staleness", "told"), [("2", "full-k2"), ("-1", "invalid")])
+def test_a_run_is_called_after_its_preset(staleness, told):
+    named = "trainer.experiment_name=${rhyme.preset:}"
+    assert compose(["+rhyme=full", f"{CONFIG_PATH}.max_staleness={staleness}", named]).trainer.experiment_name == told
+
+
+def test_the_observer_reads_what_hydra_wrote_down(tmp_path):
+    """In a process of its own, where neither hydra nor verl has registered anything."""
+    (tmp_path / "config.yaml").write_text(
+        "trainer: {v1: {trainer_mode: separate_async}}\nbackend: ${rhyme.if_separate:relay,naive}\n"
+    )
+    (tmp_path / "overrides.yaml").write_text("[]\n")
+    OmegaConf.clear_resolver("rhyme.if_separate")
+    assert observe._read_config(tmp_path / "config.yaml", 0.0).backend == "relay"
