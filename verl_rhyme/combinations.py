@@ -209,8 +209,8 @@ TABLE = (
             Option(f"{_ENGINE}.config", remedy=f"set the options that are in that file in {_ENGINE}"),
         ),
         _rhyme,
-        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension, "
-        "options that can be read",
+        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker "
+        "extension, options that can be read",
         f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
     Row(
@@ -321,8 +321,8 @@ TABLE = (
             ),
         ),
         lambda run: run.stale,
-        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: it "
-        "is exact for the current policy's own tokens only",
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
+        "it is exact for the current policy's own tokens only",
         f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
         (_BOUND,),
     ),
