@@ -321,8 +321,8 @@ TABLE = (
             ),
         ),
         lambda run: run.stale,
-        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
-        "it is exact for the current policy's own tokens only",
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes "
+        "without: it is exact for the current policy's own tokens only",
         f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
         (_BOUND,),
     ),
