@@ -242,17 +242,15 @@ def test_samples_that_go_on_keep_what_they_have(tmp_path):
     assert recorded.requests(run).own.tolist() == [0, 40]
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial", "on_policy"])
-def test_a_delayed_start_is_no_bubble(mode):
+@pytest.mark.parametrize("given", [{"max_staleness": 0}, {"max_staleness": 0, "put_off": 0.25}, {"max_staleness": 1}])
+def test_a_delayed_start_is_no_bubble(given):
     """Until the first requests are in the engines nothing is counted as idle, and the step is as much longer."""
     prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
-    rules = Rules(**SIZES, max_staleness=0)
-    if mode != "sync":
-        rules = named(mode, **SIZES, group_batches=2, max_staleness=int(mode == "partial"))
+    rules = Rules(**SIZES, **given)
     steps = {}
     for start in (0.0, 2.0):
         training = TrainingCost(update=1.0, start=start)
-        steps[start] = Simulation(Scenario((COST,) * 2, rules, training, response_limit=400), prompts).run()
+        steps[start] = Simulation(Scenario((COST,) * 2, rules, training, response_limit=400), prompts, 4).run()
     for late, soon in zip(steps[2.0], steps[0.0], strict=True):
         assert late.seconds == pytest.approx(soon.seconds + 2.0)
         assert late.bubble == pytest.approx(soon.bubble)
