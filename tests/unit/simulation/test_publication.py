@@ -56,7 +56,7 @@ def test_every_sample_is_trained_once_and_within_the_bound(seed, staleness, at_v
     simulation = simulated(training, seed, **given)
     assert [step.version for step in simulation.steps] == list(range(5))
     assert sum(step.samples for step in simulation.steps) == 160
-    assert max(step.staleness for step in simulation.steps) <= staleness
+    assert max(step.staleness_max for step in simulation.steps) <= staleness
     assert simulation.cluster.now >= simulation.steps[-1].ended
 
 

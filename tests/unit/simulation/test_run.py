@@ -11,7 +11,7 @@ import pytest
 
 from verl_rhyme.lengths.quality import rank_correlation
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.run import Simulation
@@ -20,20 +20,23 @@ from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
+_APART: dict[str, Any] = {"separate": True, "relayed": True}
 MODES = {
-    "sync": (True, Rules(**BATCH, group_batches=1)),
-    "sorted on-policy": (True, named("on_policy", **BATCH, group_batches=2)),
-    "sorted partial": (True, named("partial", **BATCH, group_batches=2, max_staleness=2)),
-    "separate on-policy": (False, named("on_policy", **BATCH, group_batches=2, through_training=True)),
-    "separate ahead": (False, named("on_policy", **BATCH, group_batches=2, through_training=True, draft_ahead=True)),
-    "separate partial": (False, named("partial", **BATCH, group_batches=2, max_staleness=2, through_training=True)),
-}
-_ROLLING = {"load": "rolling", "through_training": True, "max_staleness": 1}
-MODES |= {
-    "rolling": (False, named("partial", **BATCH, **_ROLLING)),
-    "rolling, as loaded": (False, named("partial", **BATCH, **_ROLLING, harvest="loaded", start_order="longest")),
-    "rolling, runs on": (False, Rules(**BATCH, **_ROLLING, harvest="loaded", on_interrupt="keep_running")),
-    "rolling, colocated": (True, named("partial", **BATCH, load="rolling", max_staleness=1, harvest="loaded")),
+    name: (not rules.separate, rules)
+    for name, rules in {
+        "sync": Rules(**BATCH, max_staleness=0),
+        "tail batching": Rules(**BATCH, max_staleness=0, in_flight=1.25, put_off=0.25),
+        "sorted on-policy": Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty"),
+        "sorted partial": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty"),
+        "colocated": Rules(**BATCH, max_staleness=2),
+        "colocated, as loaded": Rules(**BATCH, max_staleness=1, take="loaded"),
+        "separate on-policy": Rules(**BATCH, max_staleness=0, **_APART),
+        "separate sorted": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty", **_APART),
+        "separate": Rules(**BATCH, max_staleness=1, **_APART),
+        "separate, as loaded": Rules(**BATCH, max_staleness=1, take="loaded", **_APART),
+        "separate, finishes": Rules(**BATCH, max_staleness=1, take="loaded", at_version="finish", **_APART),
+        "verl's separate_async": Rules(**BATCH, max_staleness=7, in_flight=2, start_early=True, separate=True),
+    }.items()
 }
 LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 
@@ -64,7 +67,7 @@ def test_every_sample_is_trained_once(mode, room):
     assert [step.version for step in steps] == list(range(8))
     assert sum(step.samples for step in steps) == 32 * 4 * 2
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert max(step.staleness for step in steps) <= MODES[mode][1].max_staleness
+    assert max(step.staleness_max for step in steps) <= MODES[mode][1].max_staleness
     done = Counter(segment.request.name for _, segment in segments if segment.why == "done")
     assert max(done.values()) == 1
     made = sum(engine.made for engine in simulation.cluster.engines.values())
@@ -80,7 +83,7 @@ def test_every_sample_is_trained_once(mode, room):
     assert sum(simulation.placement.status()["requests"].values()) == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "rolling, as loaded"])
+@pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
@@ -112,10 +115,10 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options,
 
 def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
     segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(scenario("rolling, runs on"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
+    simulation = Simulation(scenario("separate, finishes"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
     steps = simulation.run()
     assert sum(step.wasted for step in steps) == 0
-    assert {step.staleness for step in steps} == {0, 1}
+    assert {step.staleness_max for step in steps} == {0, 1}
     overlaps = 0
     for step in steps[:-1]:
         needs = step.version + 1  # the version that this step makes; the prompts after the next batch's need it
@@ -149,11 +152,11 @@ def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
             assert self._under_way[str(request.name)].first <= served
             super()._generated(replica, request)
 
-    rules = Rules(**BATCH, **_ROLLING, harvest="loaded", on_interrupt="keep_running", start_order="longest")
+    rules = MODES["separate, finishes"][1]
     seen = 0
     for seed in range(6):
         given = {"rules": rules, "placement": "makespan"}
-        simulation = Watched(scenario("rolling, runs on", **given), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
+        simulation = Watched(scenario("separate, finishes", **given), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
         steps = simulation.run()
         assert sum(step.samples for step in steps) == 64 * 4 * 2
         assert simulation.placement.errors == 0, simulation.placement.last_error
@@ -224,7 +227,7 @@ def test_drafts_shorten_what_comes_back():
     assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
 
 
-@pytest.mark.parametrize("mode", ["sync", "sorted partial", "rolling"])
+@pytest.mark.parametrize("mode", ["sync", "sorted partial", "separate"])
 def test_siblings_help_each_other_where_they_are_together(mode):
     prompts = list(LENGTHS.epochs(16, 4, 2, 20))
     tokens = sum(int(prompt.lengths.sum()) for prompt in prompts)
