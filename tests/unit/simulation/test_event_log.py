@@ -203,5 +203,5 @@ def test_a_disk_that_fills_up_costs_the_file_and_not_the_table(tmp_path, monkeyp
     path = tmp_path / "made" / "x.json"
     told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--timeline", str(path)])
     assert told.exit_code == 1
-    assert "useful tokens/s" in told.stdout
+    assert "trained tokens/s" in told.stdout
     assert f"cannot write --timeline {path} (No space left on device): name another" in told.stderr
