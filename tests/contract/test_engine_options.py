@@ -73,7 +73,12 @@ CLASSES = {
 
 def refused():
     """Options that the table looks at."""
-    return {key.removeprefix(PREFIX) for row in combinations.TABLE for key in row.keys if key.startswith(PREFIX)} - FILE
+    return {
+        option.key.removeprefix(PREFIX)
+        for row in combinations.TABLE
+        for option in row.options
+        if option.key.startswith(PREFIX)
+    } - FILE
 
 
 def test_each_option_of_vllm_is_in_one_class():

@@ -7,70 +7,74 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_rhyme import loss_normalisation
-from verl_rhyme.config import RhymeConfig, SortingConfig
+from verl_rhyme.checks import loss_normalisation
+from verl_rhyme.config import RhymeConfig, SchedulingConfig
 
 NORM = "seq-mean-token-sum-norm"
 
 
-def told(average, sorting, *, mini_batch=8, horizon=None, trainer_mode="rhyme_sorted"):
+def told(average, rules, *, mini_batch=8, horizon=None):
     actor = {"loss_agg_mode": average, "loss_scale_factor": horizon, "ppo_mini_batch_size": mini_batch}
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {"actor": actor},
             "data": {"train_batch_size": 8, "max_response_length": 384},
-            "trainer": {"v1": {"trainer_mode": trainer_mode}},
+            "trainer": {"v1": {"trainer_mode": "sync"}},
         }
     )
-    rhyme = None if sorting is None else RhymeConfig(sorting=SortingConfig(**sorting))
+    rules = dict(rules)
+    rhyme = RhymeConfig(max_staleness=rules.pop("max_staleness", None), scheduling=SchedulingConfig(**rules))
     return [str(refusal) for refusal in loss_normalisation.contradictions(config, rhyme)]
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-@pytest.mark.parametrize("load", ["group", "refill"])
-def test_updates_of_the_shortest_divided_by_their_own_tokens_are_told(mode, load):
-    (line,) = told("token-mean", {"mode": mode, "load": load})
-    assert "harvest=shortest" in line
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"max_staleness": 0},  # tail batching
+        {"max_staleness": 0, "in_flight": 4.0, "refill": "when_empty"},
+        {"max_staleness": 1},
+        {"max_staleness": 1, "in_flight": 4.0, "refill": "when_empty"},
+    ],
+)
+def test_updates_of_what_finishes_first_divided_by_their_own_tokens_are_told(rules):
+    (line,) = told("token-mean", rules)
+    assert "scheduling.take=finished" in line
     assert "loss_scale_factor=384" in line
+    assert not told("seq-mean-token-mean", rules)
 
 
 @pytest.mark.parametrize(
-    "sorting",
+    "rules",
     [
-        None,
-        {"mode": None},
-        {"mode": "on_policy", "group_batches": 1},  # all that is loaded is trained
-        {"mode": "partial", "harvest": "loaded"},
-        {"mode": "histopipe"},
+        {},
+        {"max_staleness": 0, "in_flight": 1.0, "put_off": 0.0},  # all that is loaded is trained
+        {"max_staleness": 0, "take": "loaded"},
+        {"max_staleness": 1, "take": "loaded"},
     ],
 )
 @pytest.mark.parametrize("average", ["token-mean", "seq-mean-token-mean", "token-sum"])
-def test_updates_as_they_were_loaded_are_not(sorting, average):
-    assert not told(average, sorting)
-
-
-def test_what_takes_the_first_that_is_finished_is_one_of_them():
-    assert told("token-mean", {"mode": "stream", "harvest": "shortest"}, trainer_mode="separate_async")
-    assert not told("token-mean", {"mode": "stream"}, trainer_mode="separate_async")
+def test_updates_as_they_were_loaded_are_not(rules, average):
+    assert not told(average, rules)
 
 
 def test_sorted_mini_batches_are_told_where_somebody_asked_for_them():
-    sorting = {"mode": "on_policy", "group_batches": 1}
-    (line,) = told("token-mean", {**sorting, "order": 1.0}, mini_batch=2)
+    rules = {"max_staleness": 0, "take": "loaded"}
+    (line,) = told("token-mean", {**rules, "order": 1.0}, mini_batch=2)
     assert "mini-batches of 2 of 8" in line
     for order in (None, 0.0):  # null is what does not bias
-        assert not told("token-mean", {**sorting, "order": order}, mini_batch=2)
-    assert not told("token-mean", {**sorting, "order": 1.0}, mini_batch=8)
-    assert not told("seq-mean-token-mean", {**sorting, "order": 1.0}, mini_batch=2)
+        assert not told("token-mean", {**rules, "order": order}, mini_batch=2)
+    assert not told("token-mean", {**rules, "order": 1.0}, mini_batch=8)
+    assert not told("seq-mean-token-mean", {**rules, "order": 1.0}, mini_batch=2)
 
 
 def test_a_horizon_is_to_be_one_number():
-    (line,) = told(NORM, {"mode": "on_policy"})
+    (line,) = told(NORM, {"max_staleness": 0})
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
-    assert not told(NORM, {"mode": "on_policy"}, horizon=384)
+    assert not told(NORM, {"max_staleness": 0}, horizon=384)
+    loaded = {"max_staleness": 1, "take": "loaded"}
     for order in (None, 0.0):
-        assert not told(NORM, {"mode": "histopipe", "order": order})
-    assert told(NORM, {"mode": "histopipe", "order": 1.0})
+        assert not told(NORM, {**loaded, "order": order})
+    assert told(NORM, {**loaded, "order": 1.0})
 
 
 def _weights(average, horizon=None, **info):

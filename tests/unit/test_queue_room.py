@@ -3,14 +3,15 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree, queue_room
-from verl_rhyme.config import CONFIG_PATH
+from verl_rhyme import config_tree
+from verl_rhyme.checks import queue_room
+from verl_rhyme.config import CONFIG_PATH, PRESETS
 from verl_rhyme.preflight.compose import compose
 
 VERL = 100_000  # its default
 
 
-def refused(preset, prompts, samples, *overrides, limit=VERL):
+def refused(preset, prompts, samples, *, limit=VERL, **changes):
     """Without hydra, which takes a second."""
     found = OmegaConf.create(
         {
@@ -21,13 +22,9 @@ def refused(preset, prompts, samples, *overrides, limit=VERL):
             "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
-    sorting = {
-        "histospec": None,
-        "stream": {"mode": "stream", "max_staleness": 1},
-        "full": {"mode": "partial", "max_staleness": 1},
-        "sorted": {"mode": "on_policy"},
-    }[preset]
-    OmegaConf.update(found, CONFIG_PATH, {"sorting": sorting} if sorting else {}, force_add=True)
+    OmegaConf.update(found, CONFIG_PATH, {}, force_add=True)
+    for path, value in {**PRESETS[preset], **changes}.items():
+        OmegaConf.update(found, f"{CONFIG_PATH}.{path}", value, force_add=True)
     OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
     return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 
@@ -35,13 +32,13 @@ def refused(preset, prompts, samples, *overrides, limit=VERL):
 @pytest.mark.parametrize(
     ("preset", "prompts", "samples", "needed"),
     [
-        ("full", 512, 16, None),
-        ("full", 1024, 16, 95_744),  # 5 batches of 17,408 entries and a tenth
-        ("stream", 1024, 16, None),
+        ("full", 1024, 16, 57_447),  # 3 batches of 17,408 entries and a tenth
+        ("full", 2048, 16, 114_893),
+        ("stream", 1024, 16, 57_447),
         ("stream", 2048, 16, 114_893),
-        ("sorted", 512, 16, None),
+        ("sorted", 512, 16, 92_928),
         ("sorted", 1024, 16, 185_856),  # two entries of what is regenerated and drafted for
-        ("histospec", 8192, 16, None),  # verl's own modes
+        ("histospec", 8192, 16, None),  # verl's own schedule
     ],
 )
 def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, prompts, samples, needed):
@@ -52,7 +49,18 @@ def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, promp
     if needed:
         assert f"{queue_room.SIZE}={needed}" in found.remedy
         assert f"prompts x {samples}" in found.detail
+        assert "scheduling.in_flight=" in found.detail
+        assert "\n" not in str(found)
+        assert refused(preset, prompts, samples, limit=needed) is None
     assert refused(preset, prompts, samples, limit=None) is None
+
+
+def test_more_in_flight_than_the_queue_holds_is_refused():
+    assert refused("full", 512, 16) is None
+    found = refused("full", 512, 16, **{"scheduling.in_flight": 100.0})
+    assert f"{queue_room.SIZE}=100000 is less than the 967015 entries" in found.detail
+    assert f"100 update batches in flight ({CONFIG_PATH}.scheduling.in_flight=100)" in found.detail
+    assert "lower scheduling.in_flight" in found.remedy
 
 
 def test_our_presets_set_no_limit_and_verl_takes_that():

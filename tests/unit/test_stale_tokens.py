@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-from verl_rhyme import config_tree, interpolations, stale_tokens
+from verl_rhyme import config_tree, interpolations
+from verl_rhyme.checks import stale_tokens
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.preflight.compose import compose
 
@@ -18,7 +19,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 
 
 CORRECTION = Path(verl.__file__).parent / "trainer/config/algorithm/rollout_correction.yaml"
-PRESETS = Path(stale_tokens.__file__).parent / "conf/rhyme"
+PRESETS = Path(interpolations.__file__).parent / "conf/rhyme"
 
 
 def config(preset, *overrides):
