@@ -20,43 +20,39 @@ from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
-_APART: dict[str, Any] = {"separate": True, "relayed": True}
-MODES = {
-    name: (not rules.separate, rules)
-    for name, rules in {
-        "sync": Rules(**BATCH, max_staleness=0),
-        "tail batching": Rules(**BATCH, max_staleness=0, in_flight=1.25, put_off=0.25),
-        "sorted on-policy": Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty"),
-        "sorted partial": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty"),
-        "colocated": Rules(**BATCH, max_staleness=2),
-        "colocated, as loaded": Rules(**BATCH, max_staleness=1, take="loaded"),
-        "separate on-policy": Rules(**BATCH, max_staleness=0, **_APART),
-        "separate sorted": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty", **_APART),
-        "separate": Rules(**BATCH, max_staleness=1, **_APART),
-        "separate, as loaded": Rules(**BATCH, max_staleness=1, take="loaded", **_APART),
-        "separate, finishes": Rules(**BATCH, max_staleness=1, take="loaded", at_version="finish", **_APART),
-        "verl's separate_async": Rules(**BATCH, max_staleness=7, in_flight=2, start_early=True, separate=True),
-    }.items()
+SEPARATE: dict[str, Any] = {**BATCH, "separate": True, "relayed": True}
+RULES = {
+    "sync": Rules(**BATCH, max_staleness=0),
+    "tail batching": Rules(**BATCH, max_staleness=0, in_flight=1.25, put_off=0.25),
+    "colocated": Rules(**BATCH),
+    "sorted": Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty"),
+    "sorted partial": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty"),
+    "sorted separate": Rules(**SEPARATE, max_staleness=0, in_flight=2, refill="when_empty"),
+    "separate on-policy": Rules(**SEPARATE, max_staleness=0),
+    "separate": Rules(**SEPARATE),
+    "separate, all at once": Rules(**BATCH, max_staleness=3, separate=True),
+    "separate, as loaded": Rules(**SEPARATE, take="loaded"),
+    "finish": Rules(**SEPARATE, take="loaded", at_version="finish"),
 }
 LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 
 
 def scenario(mode: str = "sync", **changes: Any) -> Scenario:
-    colocated, rules = MODES[mode]
+    rules = RULES[mode]
     training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
     return Scenario(
         **{
             "replicas": (COST,) * 3,
             "rules": rules,
             "training": training,
-            "colocated": colocated,
+            "colocated": not rules.separate,
             "response_limit": 1000,
             **changes,
         }
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RULES)
 @pytest.mark.parametrize("room", [np.inf, 2500])
 def test_every_sample_is_trained_once(mode, room):
     cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
@@ -67,7 +63,7 @@ def test_every_sample_is_trained_once(mode, room):
     assert [step.version for step in steps] == list(range(8))
     assert sum(step.samples for step in steps) == 32 * 4 * 2
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert max(step.staleness_max for step in steps) <= MODES[mode][1].max_staleness
+    assert max(step.staleness_max for step in steps) <= RULES[mode].max_staleness
     done = Counter(segment.request.name for _, segment in segments if segment.why == "done")
     assert max(done.values()) == 1
     made = sum(engine.made for engine in simulation.cluster.engines.values())
@@ -115,7 +111,7 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options,
 
 def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
     segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(scenario("separate, finishes"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
+    simulation = Simulation(scenario("finish"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
     steps = simulation.run()
     assert sum(step.wasted for step in steps) == 0
     assert {step.staleness_max for step in steps} == {0, 1}
@@ -152,11 +148,9 @@ def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
             assert self._under_way[str(request.name)].first <= served
             super()._generated(replica, request)
 
-    rules = MODES["separate, finishes"][1]
     seen = 0
     for seed in range(6):
-        given = {"rules": rules, "placement": "makespan"}
-        simulation = Watched(scenario("separate, finishes", **given), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
+        simulation = Watched(scenario("finish", placement="makespan"), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
         steps = simulation.run()
         assert sum(step.samples for step in steps) == 64 * 4 * 2
         assert simulation.placement.errors == 0, simulation.placement.last_error
@@ -168,8 +162,7 @@ def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_other
     wide = ReplicaCost(StepCost(base=0.01, row=1e-3, cached=2e-6), 1e-5, 64)
     seconds = {}
     for policy in ("least_loaded", "longest_first", "skewness_aware", "histopipe", "makespan"):
-        rules = Rules(**BATCH, max_staleness=0)
-        given = {"replicas": (wide,) * 4, "rules": rules, "placement": policy, "forecasts": "oracle"}
+        given = {"replicas": (wide,) * 4, "placement": policy, "forecasts": "oracle"}
         steps = Simulation(scenario(**given), LENGTHS.epochs(64, 4, 2, 20)).run()
         seconds[policy] = sum(step.rollout for step in steps)
     assert seconds["makespan"] <= min(seconds.values()) * 1.01, seconds
@@ -185,8 +178,7 @@ def test_replicas_of_two_kinds_have_what_each_can_do():
         ("skewness_aware", {"objective": "max"}),
         ("skewness_aware", {"objective": "max", "pools": 4, "late": True}),
     ):
-        rules = Rules(**BATCH, max_staleness=0)
-        given = {"replicas": (*kinds, *kinds), "rules": rules, "placement": policy, "forecasts": "oracle"}
+        given = {"replicas": (*kinds, *kinds), "placement": policy, "forecasts": "oracle"}
         simulation = Simulation(scenario(**given, options=options), LENGTHS.epochs(64, 4, 2, 20))
         steps = simulation.run()
         assert simulation.placement.errors == 0, simulation.placement.last_error
@@ -246,9 +238,9 @@ def test_engines_of_their_own_work_while_the_actor_trains():
     training = TrainingCost(update=20.0)
     spans = {
         mode: Simulation(scenario(mode, training=training), prompts).run()[-1].ended
-        for mode in ("sorted partial", "separate sorted")
+        for mode in ("colocated", "separate")
     }
-    assert spans["separate sorted"] < 0.9 * spans["sorted partial"]
+    assert spans["separate"] < 0.9 * spans["colocated"]
 
 
 def test_forecasts_get_good():
