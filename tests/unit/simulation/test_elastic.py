@@ -41,7 +41,7 @@ def test_replicas_come_as_responses_grow_and_go_as_they_shrink(spares):
     """Also replicas whose steps have a higher floor."""
     means = [1000.0] * 10 + list(np.linspace(1000, 2400, 25)) + [2400.0] * 10
     means += list(np.linspace(2400, 1000, 25)) + [1000.0] * 30
-    run = simulation(list(world(means, np.random.default_rng(0))))
+    run = simulation(list(world(means, np.random.default_rng(0))), update=20.0)
     fleet = ElasticFleet(run, spares, Limits(rest=1))
     steps = run.run(fleet.ended)
     assert len(steps) == len(means)
@@ -49,7 +49,7 @@ def test_replicas_come_as_responses_grow_and_go_as_they_shrink(spares):
     peak = max(fleet.units)
     assert peak >= fleet.units[8] + 2
     assert fleet.units[-1] < peak
-    fixed = simulation(list(world(means, np.random.default_rng(0)))).run()
+    fixed = simulation(list(world(means, np.random.default_rng(0))), update=20.0).run()
     long = slice(35, 45)
     assert np.mean([s.seconds for s in steps[long]]) < 0.9 * np.mean([s.seconds for s in fixed[long]])
 

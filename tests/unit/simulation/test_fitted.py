@@ -159,9 +159,9 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert found.training_error < 0.03
     for name in ("token", "logprobs", "part", "update", "sync") if update else ("sync",):
         assert getattr(found.training, name) == pytest.approx(getattr(training, name), rel=0.1, abs=0.02), name
-    cluster = tmp_path / "run" / "cluster.yaml"
+    cluster, as_it_was = tmp_path / "run" / "cluster.yaml", ["placement.policy=null"]
     cluster.write_text(output.partition("plays this run again:\n")[2])
-    loaded = load(cluster, ["batch_prompts=8"])
+    loaded = load(cluster, ["batch_prompts=8", *as_it_was])
     assert loaded.scenario.rules == simulation.scenario.rules
     assert loaded.scenario.streaming == Streaming(4, update)
     again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
@@ -170,7 +170,7 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05)
     if staleness:
         return
-    whole = load(cluster, ["streaming.part=null"])
+    whole = load(cluster, ["streaming.part=null", *as_it_was])
     assert Simulation(whole.scenario, whole.prompts, whole.updates).run()[-1].ended > 1.05 * steps[-1].ended
 
 
