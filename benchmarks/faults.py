@@ -2,12 +2,12 @@
 
     python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--again] [--out DIR] [KIND ...]
 
-Real verl, vLLM and GRPO on the tiny world: engines apart from training, three replicas, weights by the relay, the presets
-``stream`` and ``full``. Beside a run its processes are killed, stopped and slowed
-(:mod:`benchmarks.fault_injection`: ``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several
-at once; a run that ends is started again. What is found afterwards in its event log and metrics is in its row: whether
-each sample was trained once, under a version that is young enough, with the tokens that the engines made; what its log
-told of each fault; and what requests kept whose replica died. ``cut``: a version of weights that crosses a link between
+Real verl, vLLM and GRPO on the tiny world: separate engines, three replicas, weights by the relay, the presets
+``stream`` and ``full``. Beside a run its processes are killed, stopped and slowed (:mod:`benchmarks.fault_injection`:
+``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several at once; a run that ends is started
+again. What is found afterwards in its event log and metrics is in its row: whether each sample was trained once, under
+a version that is young enough, with the tokens that the engines made; what its log told of each fault; and what
+requests kept whose replica died. ``cut``: a version of weights that crosses a link between
 two network namespaces (root), which is cut at a random moment for a random time.
 
 Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run; one

@@ -115,11 +115,12 @@ def train(cell: Cell, out: Path) -> None:
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
         *arm.changes(profile(cell, out)),
     ]
-    steady = () if setting.bare else (STEADY_MS, UPDATE_S)
+    step_ms, update_s = (None, None) if setting.bare else (STEADY_MS, UPDATE_S)
     modules = [EAGER] if arm.eager else []
     folder = cell.folder(out)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-    tiny_run.train(folder, settings | arm.settings(setting), overrides, *steady, modules=modules, timeout=590)
+    settings |= arm.settings(setting)
+    tiny_run.train(folder, settings, overrides, step_ms, update_s, modules, timeout=590)
 
 
 def profile(cell: Cell, out: Path) -> Path | None:
@@ -167,7 +168,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "pearson_least": float(column("training/rollout_actor_probs_pearson_corr", whole).min()),
         "probability_difference_max": float(column("training/rollout_probs_diff_max", whole).max()),
     }
-    shown = {name: short(value) for name, value in figures.items()}
+    shown: dict[str, Any] = {name: short(value) for name, value in figures.items()}
     shown["steps_s"] = [short(value) for value in seconds]
     shown["response_length"] = [short(column(metrics.RESPONSE_LENGTH_MEAN, rows).mean()) for rows in epochs]
     shown["reward"] = [short(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]

@@ -174,7 +174,7 @@ def _concerns(change: str, arm: Arm) -> bool:
     if change.startswith("drafts."):
         return arm.drafts
     if change.startswith("scheduling."):
-        return arm.separate
+        return "preset=histopipe" in arm.changes
     return arm.planned or not change.startswith(("forecasts=", "placement."))
 
 

@@ -178,7 +178,7 @@ def test_published_ratios_are_those_of_their_arms(monkeypatch):
     arms = {row["arm"]: row for row in rows if "arm" in row}
     assert len(arms) == len(published.ARMS)
     stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
-    assert 1 < stale.pop("verl, separate_async") <= VERLS_STALENESS
+    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
     assert set(stale.values()) == {0, 1}
     assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
     one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
