@@ -1,13 +1,13 @@
 """How near the planner's split is to the best one, by simulating all of them; and what two sites of two kinds are
 worth.
 
-    python -m benchmarks.allocation [--json] [--quick] [--only OVERLAP]
+    python -m benchmarks.allocation [--json] [--quick] [--bound K]
 
 ``splits``: on one site of Qwen2.5-32B's profile (tensor parallel 4, reckoned), each split of the nodes is run through
-the simulator, where a batch overlaps with the next, where replicas drain, and where nothing overlaps. ``near`` is the
-simulated step of the planner's split over that of the best simulated one; ``half`` and ``published`` the same of half
-the GPUs each and of Algorithm 1 as published (with our estimates of generation alone and of training, and as many GPUs
-as hold the model at least; all others generate); ``estimate`` how far the planner's step is off, at its split.
+the simulator under the rules of ``full`` at each bound of staleness. ``near`` is the simulated step of the planner's
+split over that of the best simulated one; ``half`` and ``published`` the same of half the GPUs each and of Algorithm 1
+as published (with our estimates of rollout alone and of training, and as many GPUs as hold the model at least; all
+others roll out); ``estimate`` how far the planner's step is off, at its split.
 
 ``kinds``: StreamRL's cost-effectiveness (arXiv:2504.15930, section 6): generation on H20 at another site beside H800
 alone, in trained samples for the price. Published: 1.23 to 1.33. The H800 of both are as many; of H20 there are as many
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,41 +30,31 @@ import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
-from verl_rhyme.scheduling.allocation import published
 from verl_rhyme.scheduling.allocation.planner import Problem, Split, plan
 from verl_rhyme.scheduling.allocation.planner import split as reckoned
-from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.scheduling.allocation.times import Work, rollout
 from verl_rhyme.scheduling.cost import TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import plan_file
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Scenario
+from verl_rhyme.simulation.scenario import Scenario, Streaming
 from verl_rhyme.simulation.workload import Lengths
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 PLANS = Path(__file__).parents[1] / "examples" / "plan"
-OVERLAPS = {"batches": Overlap(1), "draining": Overlap(1, drains=True), "nothing": Overlap(0)}
+BOUNDS = (0, 1, 2, 4)
 #: GPUs of the site, prompts of a batch, median length of a response.
 SIZES = [(64, 64, 1000), (64, 64, 2500), (128, 64, 1000), (128, 64, 2500)]
 GROUP, PROMPT_TOKENS, LIMIT = 8, 300, 20480
 #: Batches of a simulated run, and those of its beginning that do not count.
-BATCHES, FIRST = 8, 2
+BATCHES, FIRST = 14, 4
 TP = "qwen2.5-32b-h800-tp4"
 
 
 def lengths(median: float) -> Lengths:
     """Of DAPO's shape (examples/simulate/dapo32b.yaml), with another median."""
     return Lengths({50: median, 90: 3.6 * median, 99: 7.2 * median}, LIMIT)
-
-
-def rules(overlap: Overlap, prompts: int) -> Rules:
-    """The simulator's, for an overlap."""
-    sizes = {"batch_prompts": prompts, "batch_samples": prompts * GROUP}
-    if not overlap.staleness:
-        return Rules(**sizes, group_batches=1, through_training=True)
-    found = named("histopipe", **sizes, through_training=True)
-    return replace(found, one_by_one=True, on_interrupt="keep_running") if overlap.drains else found
 
 
 def simulated(problem: Problem, train: int, rollout: int, median: float) -> float:
@@ -74,16 +64,24 @@ def simulated(problem: Problem, train: int, rollout: int, median: float) -> floa
     assert pool.training is not None
     cost = TrainingCost(token=pool.training.token / train, update=pool.training.update, sync=problem.weights)
     of = (next(iter(pool.replicas.values())),) * (rollout // 4)
+    batch = prompts * GROUP
     scenario = Scenario(
-        of, rules(problem.overlap, prompts), cost, colocated=False, forecasts="none", response_limit=LIMIT
+        of,
+        Rules(prompts, batch, problem.max_staleness, separate=True, relayed=True),
+        cost,
+        Streaming(batch // 8),
+        colocated=False,
+        placement="longest_first",
+        forecasts="none",
+        response_limit=LIMIT,
     )
     made = lengths(median).epochs(prompts * BATCHES, GROUP, 1, PROMPT_TOKENS)
     steps = Simulation(scenario, made).run()[FIRST:]
     return (steps[-1].ended - steps[0].began) / len(steps)
 
 
-def splits(quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
-    """One row for each size and overlap."""
+def splits(quick: bool, bounds: Sequence[int] = BOUNDS) -> Iterator[dict[str, Any]]:
+    """One row for each size and bound."""
     sizes = [(32, 16, 1000)] if quick else SIZES
     for gpus, prompts, median in sizes:
         changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{TP}]", f"batch.prompts={prompts}"]
@@ -92,14 +90,11 @@ def splits(quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
         made = lengths(median).epochs(prompts * BATCHES, GROUP, 1, PROMPT_TOKENS)
         all_lengths = np.concatenate([prompt.lengths for prompt in made]).astype(float)
         work = Work(all_lengths, prompts * GROUP, GROUP, PROMPT_TOKENS)
-        for name, overlap in OVERLAPS.items():
-            if only not in name:
-                continue
-            problem = replace(loaded.problem, work=work, overlap=overlap)
-            yield _splits(problem, median, name)
+        for bound in bounds:
+            yield _splits(replace(loaded.problem, work=work, max_staleness=bound), median)
 
 
-def _splits(problem: Problem, median: float, overlap: str) -> dict[str, Any]:
+def _splits(problem: Problem, median: float) -> dict[str, Any]:
     [pool] = problem.pools
     assert pool.training is not None
     nodes = pool.gpus // pool.node
@@ -113,17 +108,17 @@ def _splits(problem: Problem, median: float, overlap: str) -> dict[str, Any]:
 
     def p_gen(n: int) -> float:
         fleet = [(pool.replicas[4], np.array([2.0 * n]))]
-        return float(generation(fleet, problem.work, Overlap(0))[0])
+        return float(rollout(fleet, problem.work)[0])
 
     def p_train(n: int) -> float:
         assert pool.training is not None
         return float(pool.training.seconds(pool.node * n, problem.work.trained_tokens))
 
-    theirs = max(possible[0], pool.node * published.within(p_gen, p_train, nodes)[1])  # it knows no memory
+    theirs = max(possible[0], pool.node * _published(p_gen, p_train, nodes)[1])  # it knows no memory
     half = min(possible, key=lambda y: abs(y - pool.gpus / 2))
     return {
         "part": "splits",
-        "overlap": overlap,
+        "max_staleness": problem.max_staleness,
         "gpus": pool.gpus,
         "samples": problem.work.samples,
         "median": median,
@@ -140,13 +135,19 @@ def _splits(problem: Problem, median: float, overlap: str) -> dict[str, Any]:
     }
 
 
+def _published(p_gen: Callable[[int], float], p_train: Callable[[int], float], nodes: int) -> tuple[int, int]:
+    """Algorithm 1 within a data centre: nodes that roll out and that train; the fewest of equally fast ones."""
+    pairs = ((x, y) for x in range(1, nodes) for y in range(1, nodes - x + 1))
+    return min(pairs, key=lambda pair: (max(p_gen(pair[0]), p_train(pair[1])), sum(pair), pair))
+
+
 #: GPUs that H800 alone has, median length of a response.
 KINDS = [(64, 1000), (64, 2500), (128, 2500), (128, 5000)]
 
 
 def kinds(quick: bool) -> Iterator[dict[str, Any]]:
     """One row for each setting: H800 alone, and with H20 to generate."""
-    for gpus, median in KINDS[:1] if quick else KINDS:
+    for gpus, median in KINDS[1:2] if quick else KINDS:
         of = lengths(median).percentiles
         percentiles = "{" + ", ".join(f"{p}: {tokens}" for p, tokens in of.items()) + "}"
         changes = [f"sites.0.gpus={gpus}", f"batch.percentiles={percentiles}", "slowest=null"]
@@ -194,14 +195,13 @@ def _row(split: Split) -> dict[str, Any]:
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="One object a line.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One small setting of each part.")] = False,
-    only: Annotated[str, typer.Option(help="Splits of one overlap alone: batches, draining or nothing.")] = "",
+    bound: Annotated[int, typer.Option(help="Splits at one bound of staleness alone.")] = -1,
 ) -> None:
     """All rows."""
     about = {"machine": describe(), "commit": commit()}
     near = []
-    if not any(only in name for name in OVERLAPS):
-        raise typer.BadParameter(f"no overlap has {only!r} in its name; there are: {', '.join(OVERLAPS)}")
-    for rows in (splits(quick, only), [] if only else kinds(quick)):
+    given = [bound] if bound >= 0 else BOUNDS
+    for rows in (splits(quick, given), [] if bound >= 0 else kinds(quick)):
         for row in rows:
             near += [row["near"]] if "near" in row else []
             if as_json:

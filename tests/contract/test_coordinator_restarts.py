@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.scheduling.attempts import Attempt, Ended
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.workers.messages import Handed, NotOpen, Setting
 from verl_rhyme.workers.session import PROMPTS, SESSIONS
@@ -75,7 +75,7 @@ def test_a_killed_coordinator_comes_back_and_nothing_is_trained_twice():
             tq.kv_batch_put(keys=new, partition_id=PROMPTS, fields=data, tags=[{}] * count)
             return [Handed(uid, 2) for uid in new]
 
-        rules = named("on_policy", batch_prompts=2, batch_samples=4, group_batches=2)
+        rules = Rules(2, 4, max_staleness=0, in_flight=2, refill="when_empty")
         setting = Setting(rules, filters=None, limit=16, lot=1, slots=8, lost_after=30.0)
         driver = Driver(setting, load, lambda: [Worker.remote()])
         driver.open([Worker.remote()], None, version=0)

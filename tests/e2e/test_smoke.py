@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
         pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
         pytest.param(
             "qwen3_8b_grpo",
-            {"RHYME": "full", "MODE": "separate_async"},
+            {"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"},
             ["actor/kl_loss", "training/stream/parts"],
             marks=SLOW,
         ),

@@ -1,4 +1,4 @@
-"""The sorted pipeline, as a user runs it: real verl, Ray, vLLM; few slots, samples cut short at every update."""
+"""The pipeline, as a user runs it: real verl, Ray, vLLM; few slots, samples interrupted at every update."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from whole_run import ROOT, SLOW
 from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
-SORTING = "actor_rollout_ref.rollout.custom.rhyme.sorting"
 PROMPTS, SAMPLES, BATCH = 16, 4, 4
 STEPS_AN_EPOCH = PROMPTS // BATCH
 SMALL = (
@@ -23,13 +22,12 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.max_num_seqs=6",
-    f"{SORTING}.group_batches=4",  # an epoch: the checkpoint of step 2 lies within a group
     "trainer.save_freq=2",
 )
 
 
 def start(run_dir, *overrides, epochs, **env):
-    return whole_run.start(run_dir, *SMALL, *overrides, epochs=epochs, RHYME="sorted", **env)
+    return whole_run.start(run_dir, *SMALL, *overrides, epochs=epochs, **{"RHYME": "full", "STALENESS": "0", **env})
 
 
 def requests_of(run_dir):
@@ -38,14 +36,13 @@ def requests_of(run_dir):
 
 @pytest.fixture(scope="module")
 def coupled(tmp_path_factory):
-    """Two epochs on-policy, coupled; killed in the middle of a group, past a checkpoint, and resumed."""
+    """Two epochs of tail batching, coupled; killed past a checkpoint, and resumed."""
     run_dir = tmp_path_factory.mktemp("coupled")
-    longest = f"{SORTING}.start_order=longest"
-    process = start(run_dir, longest, epochs=2, SORTED_COUPLED="1")
+    process = start(run_dir, epochs=2)
     whole_run.wait_for_step(process, run_dir, 3)
     time.sleep(1)
     whole_run.kill_all(process)
-    whole_run.finish(start(run_dir, longest, epochs=2, SORTED_COUPLED="1"), run_dir)
+    whole_run.finish(start(run_dir, epochs=2), run_dir)
     return run_dir
 
 
@@ -53,10 +50,10 @@ def coupled(tmp_path_factory):
 class TestOnPolicy:
     def test_reports_what_it_cost(self, coupled):
         summary = json.loads((coupled / "summary.json").read_text())
-        assert summary["arm"] == "sorted-on_policy-longest-coupled"
+        assert summary["arm"] == "full-k0"
+        assert summary["staleness_max"] == summary["staleness_mean"] == 0
         for epoch in summary["epochs"]:
-            assert epoch["staleness_max"] == 0
-            assert 1 <= epoch["waiting_max"] <= 3
+            assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"
             assert epoch["discarded_tokens"] > 0
         assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
         assert summary["epochs"][1]["history_hit_rate"] >= whole_run.MOSTLY
@@ -76,18 +73,14 @@ class TestOnPolicy:
 
     def test_lengths_are_forecast_from_the_first_epoch_over_the_kill(self, coupled):
         told = [metrics for _, metrics in whole_run.steps_of(coupled) if "rollout/lengths/seen" in metrics]
-        first = [metrics["rollout/lengths/seen"] for metrics in told if metrics["training/epoch"] == 0]
-        assert first
-        assert not any(first)
-        later = [metrics for metrics in told if metrics["training/epoch"] == 1]
-        assert later
-        assert all(metrics["rollout/lengths/seen"] == 1 for metrics in later)
-        assert all(0.2 < metrics["rollout/lengths/mean_ratio"] < 5 for metrics in later)
+        assert told[0]["rollout/lengths/seen"] == 0
+        assert told[-1]["rollout/lengths/seen"] == 1
+        assert 0.2 < told[-1]["rollout/lengths/mean_ratio"] < 5
         assert not any("rollout/lengths/forecast_errors" in metrics for _, metrics in whole_run.steps_of(coupled))
         last = json.loads((coupled / "summary.json").read_text())["epochs"][1]
         assert -1 <= last["length_rank_correlation"] <= 1
 
-    def test_each_prompt_has_its_turn_once_an_epoch(self, coupled):
+    def test_each_prompt_is_trained_once_for_each_epoch(self, coupled):
         check_each_prompt_once(coupled, epochs=2)
 
     def test_resumes_where_it_was_killed(self, coupled):
@@ -95,8 +88,9 @@ class TestOnPolicy:
         assert [step for step, _ in history][-6:] == [3, 4, 5, 6, 7, 8]
         assert len(history) > 8, "nothing was done twice: the kill came too late"
         resumed = history[-6][1]
-        assert resumed["training/sorted/loaded_prompts"] == 0, "the group was not restored"
-        assert resumed["rollout/spec/reverified_tokens"] > 0, "what was cut short before was not restored"
+        assert resumed["training/sorted/loaded_prompts"] < 2 * BATCH, "what was put off was not restored"
+        again = sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in history[-6:-4])
+        assert again > 0, "what was interrupted before was not restored"
 
 
 def check_each_prompt_once(run_dir, epochs):
@@ -105,22 +99,21 @@ def check_each_prompt_once(run_dir, epochs):
     steps, counts = np.unique(requests["step"][trained], return_counts=True)
     assert steps.tolist() == list(range(1, epochs * STEPS_AN_EPOCH + 1))
     assert set(counts) == {BATCH * SAMPLES}
-    for epoch in range(epochs):
-        keys = requests["prompt_key"][trained & (requests["epoch"] == epoch)]
-        assert set(np.unique(keys, return_counts=True)[1]) == {SAMPLES}, "a prompt was not trained once in an epoch"
+    # What is put off at the end of an epoch is trained in the next.
+    counts = np.unique(requests["prompt_key"][trained], return_counts=True)[1]
+    assert counts.tolist() == [epochs * SAMPLES] * PROMPTS, "a prompt was not trained once for each epoch"
 
 
 @pytest.mark.xdist_group("sorted-partial")
 def test_partial_with_reference_and_validation(tmp_path):
-    """Single trajectories, token by token with the log-probability it was made with, of prompts that are loaded as
-    others leave; on Megatron (FSDP's reference wants pinned memory)."""
+    """Single trajectories, each token with the log-probability it was made with; on Megatron (FSDP's reference wants
+    pinned memory)."""
     overrides = (
         *("model_engine=megatron", "algorithm.adv_estimator=reinforce_plus_plus"),
         "actor_rollout_ref.actor.use_kl_loss=true",
         *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16", "trainer.test_freq=4"),
-        *(f"{SORTING}.max_staleness=1", f"{SORTING}.load=rolling"),
     )
-    whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", SORTED_MODE="partial"), tmp_path)
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, MODEL="llama", STALENESS="1"), tmp_path)
     steps = whole_run.steps_of(tmp_path)
     assert [step for step, _ in steps] == list(range(1, STEPS_AN_EPOCH + 1))
     for _, metrics in steps:
@@ -146,10 +139,10 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     overrides = (
         f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
         f"{agent}.default_agent_loop=unreliable",
-        f"{SORTING}.stop_wait=3",
     )
     path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    whole_run.finish(start(tmp_path, *overrides, epochs=1, PYTHONPATH=path), tmp_path, timeout=400)
+    quick = {"VERL_USE_EXTERNAL_MODULES": "quick_stops", "PYTHONPATH": path}
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, **quick), tmp_path, timeout=400)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == STEPS_AN_EPOCH
     assert (tmp_path / "died").exists()
@@ -171,12 +164,9 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
 
 
 @pytest.mark.xdist_group("sorted-separate")
-@pytest.mark.parametrize("mode", ["on_policy", pytest.param("draft_ahead", marks=SLOW)])
-def test_on_policy_on_engines_of_their_own(tmp_path, mode):
-    """Partial mode there is what ``test_kills`` runs."""
-    ahead = mode == "draft_ahead"
-    options = (f"{SORTING}.draft_ahead={str(ahead).lower()}",)
-    whole_run.finish(start(tmp_path, *options, epochs=1, MODE="separate_async", SORTED_COUPLED="1"), tmp_path)
+def test_on_policy_on_separate_engines(tmp_path):
+    """With a bound above 0 ``test_kills`` and ``test_stream`` run them."""
+    whole_run.finish(start(tmp_path, epochs=1, MODE="separate_async"), tmp_path)
     check_each_prompt_once(tmp_path, epochs=1)
     requests = requests_of(tmp_path)
     trained = requests["trained"]
@@ -186,8 +176,7 @@ def test_on_policy_on_engines_of_their_own(tmp_path, mode):
         assert metrics["training/staleness/tokens/max"] == 0
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0
-    started = runs_while_the_actor_trains(tmp_path)
-    assert started > 0 if ahead else started == 0
+    assert runs_while_the_actor_trains(tmp_path) == 0
 
 
 def runs_while_the_actor_trains(run_dir):
@@ -208,7 +197,7 @@ def test_two_ranks_and_two_replicas(tmp_path):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",  # a rank's share of the batch
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     )
-    whole_run.finish(start(tmp_path, *overrides, epochs=2, SORTED_COUPLED="1"), tmp_path)
+    whole_run.finish(start(tmp_path, *overrides, epochs=2), tmp_path)
     check_each_prompt_once(tmp_path, epochs=2)
     requests = requests_of(tmp_path)
     trained = requests["trained"]
@@ -224,15 +213,15 @@ def test_two_ranks_and_two_replicas(tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_ppo_with_a_critic(tmp_path, mode):
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_ppo_with_a_critic(tmp_path, staleness):
     """The recipe on Megatron, cut down: FSDP's critic needs flash-attn or trl."""
     done = subprocess.run(
         ["bash", str(ROOT / "recipes" / "run_qwen32b_ppo_math.sh"), "actor_rollout_ref.rollout.max_num_seqs=6"],
         env={
             **os.environ,
             **{"SMOKE": "1", "SKIP_BOOTSTRAP": "1", "RUN_DIR": str(tmp_path)},
-            **{"RHYME": "sorted", "SORTED_MODE": mode},
+            **{"RHYME": "full", "STALENESS": staleness},
         },
         capture_output=True,
         text=True,

@@ -22,15 +22,14 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(("stream_mode", "engine"), [("sync", "fsdp"), pytest.param("async", "megatron", marks=SLOW)])
-def test_batches_are_trained_in_parts(tmp_path, stream_mode, engine):
-    run = {"epochs": EPOCHS, "RHYME": "stream", "STREAM_MODE": stream_mode, "REPLICAS": "2", "ENGINE": engine}
+@pytest.mark.parametrize(("staleness", "engine"), [(0, "fsdp"), pytest.param(1, "megatron", marks=SLOW)])
+def test_batches_are_trained_in_parts(tmp_path, staleness, engine):
+    run = {"epochs": EPOCHS, "RHYME": "stream", "STALENESS": str(staleness), "REPLICAS": "2", "ENGINE": engine}
     run["MODE"] = "separate_async"
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
-    staleness = int(stream_mode == "async")
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == f"stream-{stream_mode}"
-    assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= staleness
+    assert summary["arm"] == ("stream" if staleness else "stream-k0")
+    assert summary["staleness_max"] <= staleness
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == EPOCHS * PROMPTS // BATCH
     for metrics in steps:
@@ -50,18 +49,20 @@ def test_all_parts_work_together(tmp_path):
     """Of each what it does is counted, in one run. Decoding takes its time: where the engines are ahead of the trainer,
     batches are whole before it asks for them.
     """
-    run = {"epochs": EPOCHS, "RHYME": "full", "REPLICAS": "2", **whole_run.steady("100")}
+    run = {"epochs": EPOCHS, "RHYME": "full", "STALENESS": "2", "MODE": "separate_async", "REPLICAS": "2"}
+    run |= whole_run.steady("100")
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == "full"
-    assert max(epoch["staleness_max"] for epoch in summary["epochs"]) <= 1
+    assert summary["arm"] == "full-k2"
+    assert 1 <= summary["staleness_max"] <= 2
+    assert 0.5 <= summary["staleness_mean"] <= 1.2, "about one version, with two batches in flight"
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == EPOCHS * PROMPTS // BATCH
 
     def total(name):
         return sum(metrics.get(name, 0) for metrics in steps)
 
-    assert steps[0]["training/sorted/loaded_prompts"] == PROMPTS, "four batches are loaded together"
+    assert steps[0]["training/sorted/loaded_prompts"] == 2 * BATCH, "two batches are in flight"
     assert total("training/sorted/waiting/max") > 0, "updates take what is finished first"
     assert total("training/stream/early_share") > 0, "parts are trained while the rest is generated"
     assert total("training/stream/reused_bytes") > 0, "rows of a part stay on the workers"
@@ -72,10 +73,7 @@ def test_all_parts_work_together(tmp_path):
     )
     assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.95 for metrics in steps)
     late, requests = trained_once(tmp_path)
-    assert {*late} == {0, 1}, "what runs at a new version goes on, and nothing is older"
-    assert (requests["policy_version_start"] == requests["policy_version_end"]).all(), (
-        "to its end under its own version"
-    )
+    assert {0, 1} <= {*late} <= {0, 1, 2}, "what runs at a new version goes on, and nothing is older"
     assert {*requests["replica"]} == {0, 1}
     assert np.nanmin(requests["predicted_tokens"][requests["trained"]]) >= 0, "lengths are predicted"
 

@@ -60,13 +60,13 @@ def trained(engine, tmp_path_factory):
 def test_trains_drafts_and_reports(trained):
     run_dir, output = trained
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions"}
+    assert set(summary) == {"arm", "epochs", "bubble_slots", "engine", "versions", "staleness_mean", "staleness_max"}
     assert summary["arm"] == "histospec"
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
     assert set(first) == {
         *("epoch", "partial", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
-        *("useful_tokens_per_s", "bubble_ratio", "staleness_max"),
+        *("useful_tokens_per_s", "bubble_ratio", "staleness_mean", "staleness_max"),
         *("bubble_ratio_sampled", "bubble_ratio_sampled_unknown"),
         *("discarded_tokens", "reverified_tokens", "waiting_max", "migrated", "length_rank_correlation"),
         *("similarity", "similarity_by_chance"),

@@ -93,6 +93,19 @@ class ReplicaCost:
         step = StepCost(*(factor * getattr(self.step, field.name) for field in fields(StepCost)))
         return replace(self, step=step, prefill=factor * self.prefill)
 
+    def drafted(self, pace: float, overhead: float) -> ReplicaCost:
+        """One like it that drafts: what a token costs with drafts, for what a decoding step costs.
+
+        Args:
+            pace: Tokens a decoding step, at least 1.
+            overhead: Draft tokens verified for each token gained.
+        """
+        if pace == 1:
+            return self
+        step = self.step
+        row = step.row + step.draft * (pace - 1) * overhead
+        return replace(self, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
+
     def alone(self, prompt: float, tokens: float) -> float:
         """Seconds of a response that has the replica to itself."""
         step = self.step
@@ -136,7 +149,9 @@ class TrainingCost:
         update: Seconds of an update beside that.
         part: Seconds of each part but the last, beside its tokens, where an update's samples come in parts (StreamRL,
             arXiv:2504.15930, section 4.1).
-        sync: Seconds until a new version's weights are in the engines.
+        sync: Seconds from an update's end until its weights are in the engines.
+        copy: Seconds of these for which the trainer is held where replicas take versions one by one: until the weights
+            lie in the relay. ``None``: all of them; so it is where all replicas take a version together.
         reward: Seconds from a response's end to its reward.
         start: Seconds from the new weights until the first requests are in the engines' slots.
     """
@@ -148,11 +163,12 @@ class TrainingCost:
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
+    copy: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
         if self.logprobs > 1:
             raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
@@ -161,6 +177,10 @@ class TrainingCost:
         """Of an update of so many tokens once all are there, of which ``early`` had gone through in parts, with their
         gradients or without."""
         return self.update + self.token * (tokens - early * self._ahead(gradients))
+
+    def held(self, one_by_one: bool) -> float:
+        """Seconds for which publication holds the trainer (``Rules.one_by_one``)."""
+        return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
 
     def part_seconds(self, tokens: float, gradients: bool = True) -> float:
         """Of a part."""

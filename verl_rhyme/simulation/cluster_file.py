@@ -1,38 +1,45 @@
 """A cluster and what it runs, from a YAML file (``verl-rhyme simulate``).
 
-Keys and types are those of :mod:`verl_rhyme.simulation.cluster_keys`; a replica's profile is a file of its own
-(:mod:`verl_rhyme.simulation.profile`).
+Keys and types are those of :mod:`verl_rhyme.simulation.cluster_keys`; the run's options (``max_staleness``,
+``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a file of
+its own (:mod:`verl_rhyme.simulation.profile`).
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig, StreamingConfig
+from verl_rhyme.config import CONFIG_PATH, PRESETS, ConfigError, RhymeConfig, options
+from verl_rhyme.config.checks import nearest
+from verl_rhyme.config_tree import parse
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation import recorded
-from verl_rhyme.simulation.cluster_keys import ClusterFile, DraftsFile, PlacementFile, RulesFile, WorkloadFile
+from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, DraftsFile, WorkloadFile
 from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
-from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, read
+from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, plain, typed
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
+#: Sections of the file that are the run's options.
+_SECTIONS = tuple(dict.fromkeys(option.name.partition(".")[0] for option in OPTIONS))
+#: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
+VERLS_STALENESS = 7
 #: What numbers must be at least, by key; all are finite.
 _LEAST = {
     "limit": 1,
     "updates": 1,
-    "rules.batch_prompts": 1,
-    "rules.group_batches": 1,
-    "rules.max_staleness": 0,
+    "batch_prompts": 1,
     "workload.prompts": 1,
     "workload.samples": 1,
     "workload.epochs": 1,
@@ -43,11 +50,6 @@ _LEAST = {
     "drafts.overhead": 1,
     "drafts.siblings": 0,
 }
-
-_LEFT_OPEN = ("load", "group_batches", "harvest", "max_staleness")
-#: Of these a mode has its own.
-_FIXED = {"sync": _LEFT_OPEN, "on_policy": ("max_staleness",), "histopipe": _LEFT_OPEN, "partial": ()}
-_FIXED |= {"stream": ("load", "group_batches", "harvest")}
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,62 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         ClusterError: It cannot be read, or says what cannot be.
     """
-    config: ClusterFile = read(ClusterFile, path, overrides)
+    tree = plain(path, overrides)
+    own = {key: value for key, value in tree.items() if key not in _SECTIONS}
+    _check_keys(own, path)
+    config: ClusterFile = typed(ClusterFile, own, path)
     try:
         _check_bounds(config, path)
-        return _scenario(config, path)
+        return _scenario(config, _run(config, {key: tree[key] for key in tree if key in _SECTIONS}), path)
     except ClusterError:
         raise
     except MissingMandatoryValue as error:
         raise ClusterError(f"{path}: {error.full_key or error} is missing") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ClusterError(f"{path}: {error}") from error
+        raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
+
+
+def _check_keys(own: Mapping[str, Any], path: Path) -> None:
+    """See that no key is one of earlier files, or unknown."""
+    if "rules" in own:
+        raise ClusterError(
+            f"{path}: rules has ended: set batch_prompts, preset, max_staleness, and scheduling.* as of docs/options.md"
+        )
+    known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
+    for key in own:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+            raise ClusterError(f"{path}: unknown key {key}: {hint}")
+
+
+def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
+    """The run's options: the preset's, and over these the file's.
+
+    Raises:
+        ConfigError: There are no such, or they are not simulated.
+    """
+    preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
+    if preset not in PRESETS:
+        raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
+    given = OmegaConf.create({})
+    for name, value in PRESETS[preset].items():
+        OmegaConf.update(given, name, value)
+    run = parse(OmegaConf.to_container(OmegaConf.merge(given, tree)))  # type: ignore[arg-type]
+    assert run is not None  # enable is no key here
+    played, default = {option.name for option in OPTIONS}, RhymeConfig()
+    for option in options():
+        value = attrgetter(option.name)
+        if option.name not in played and value(run) != value(default):
+            raise ConfigError(f"{option.name} is not simulated: drop it")
+    if run.max_staleness is None and run.scheduling != default.scheduling:
+        raise ConfigError("scheduling.* is the pipeline's: set max_staleness, or a preset that has it (preset=full)")
+    return run
 
 
 def _check_bounds(config: ClusterFile, path: Path) -> None:
     told: list[tuple[str, float | None, float]] = [
-        (key, operator.attrgetter(key)(config), least) for key, least in _LEAST.items()
+        (key, attrgetter(key)(config), least) for key, least in _LEAST.items()
     ]
     for i, kind in enumerate(config.replicas):
         told += [(f"replicas.{i}.{name}", getattr(kind, name), 1) for name in ("count", "slots")]
@@ -115,7 +158,7 @@ def _check_bounds(config: ClusterFile, path: Path) -> None:
             raise ClusterError(f"{path}: {key} must be {bound}, not {value}")
 
 
-def _scenario(config: ClusterFile, path: Path) -> Loaded:
+def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     costs: list[ReplicaCost] = []
     sources, rooms = [], []
     for kind in config.replicas:
@@ -128,11 +171,6 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
             sources.append(source)
     if not costs:
         raise ClusterError(f"{path}: replicas is empty: name at least one kind")
-    if config.forecasts == "none" and config.rules.start_order != "load":
-        raise ClusterError(
-            f"{path}: rules.start_order={config.rules.start_order} needs forecasts: set forecasts to history or "
-            "oracle, or drop it"
-        )
     for name, value, values in (
         ("topology", config.topology, ("colocated", "separate")),
         ("forecasts", config.forecasts, ("history", "oracle", "none")),
@@ -150,22 +188,25 @@ def _scenario(config: ClusterFile, path: Path) -> Loaded:
             f"{path}: replicas.{small[0]} has room for {rooms[small[0]]:.0f} tokens, and a request may have "
             f"{work.largest}: set replicas.{small[0]}.room, or shorten the workload"
         )
-    updates = work.total // config.rules.batch_prompts
+    updates = work.total // config.batch_prompts
     if not updates:
         raise ClusterError(
-            f"{path}: its {work.total} prompts are fewer prompts than rules.batch_prompts={config.rules.batch_prompts}"
+            f"{path}: its {work.total} prompts are fewer prompts than batch_prompts={config.batch_prompts}"
         )
     updates = updates if config.updates is None else min(updates, config.updates)
-    _check_placement(config.placement, path)
-    rules = _rules(config.rules, work.samples, config.topology == "separate", path)
+    Placement(run.placement.policy or "least_loaded", dict(run.placement.options))  # values that it refuses
+    rules = _rules(config, run, work)
+    part = run.streaming.part if run.pipeline and config.topology == "separate" else None
     scenario = Scenario(
         replicas=tuple(costs),
         rules=rules,
-        training=TrainingCost(**vars(config.training)),
-        streaming=_streaming(config, rules, path),
+        training=TrainingCost(**{name: value for name, value in vars(config.training).items() if name != "gradients"}),
+        streaming=None
+        if part is None
+        else Streaming(max(1, int(part * rules.batch_samples)), config.training.gradients),
         colocated=config.topology == "colocated",
-        placement=config.placement.policy,
-        options=dict(config.placement.options),
+        placement=run.placement.policy or "least_loaded",  # verl's router
+        options=dict(run.placement.options),
         drafts=work.drafts,
         limit=config.limit,
         lot=1
@@ -245,79 +286,21 @@ def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
     return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead, config.siblings)
 
 
-def _check_placement(config: PlacementFile, path: Path) -> None:
-    try:
-        PlacementConfig(config.policy, dict(config.options))
-        Placement(config.policy, dict(config.options))
-    except (ConfigError, ValueError) as error:
-        raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
-
-
-def _streaming(config: ClusterFile, rules: Rules, path: Path) -> Streaming | None:
-    of, mode = config.streaming, config.rules.mode
-    if not (mode == "stream" if of.enable is None else of.enable):
-        return None
-    if mode == "sync" or config.topology != "separate":
-        raise ClusterError(
-            f"{path}: streaming.enable needs a sorted rollout, and engines of their own: set topology=separate and "
-            "rules.mode=stream, partial, histopipe or on_policy, or drop it"
-        )
-    try:
-        StreamingConfig(True, of.update, of.part)
-    except ConfigError as error:
-        raise ClusterError(f"{path}: {str(error).replace(f'{CONFIG_PATH}.', '')}") from error
-    return Streaming(max(1, int(of.part * rules.batch_samples)), of.update)  # training's
-
-
-def _rules(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
-    rules = _mode(config, samples, separate, path)
-    if config.mode == "stream":  # weights come by the relay
-        rules = replace(rules, one_by_one=True)
-    if not config.keep_running:
-        return rules
-    if config.mode not in ("partial", "histopipe", "stream") or not (separate and rules.max_staleness):
-        raise ClusterError(
-            f"{path}: rules.keep_running needs engines of their own and tokens of earlier policies: set "
-            "topology=separate and rules.mode=histopipe, or partial or stream with rules.max_staleness at least 1; or "
-            "drop it"
-        )
-    return replace(rules, one_by_one=True, on_interrupt="keep_running")
-
-
-def _mode(config: RulesFile, samples: int, separate: bool, path: Path) -> Rules:
-    if config.mode not in _FIXED:
-        raise ClusterError(f"{path}: rules.mode must be one of {', '.join(_FIXED)}, not {config.mode!r}")
-    if config.mode == "stream" and not separate:
-        raise ClusterError(f"{path}: rules.mode=stream needs engines of their own: set topology=separate")
-    if config.mode == "partial" and config.max_staleness == 0:
-        raise ClusterError(
-            f"{path}: rules.max_staleness must be at least 1 with rules.mode=partial, which mixes versions: set "
-            "rules.mode=on_policy, or drop it"
-        )
-    if config.draft_ahead and not (separate and config.mode in ("sync", "on_policy")):
-        raise ClusterError(
-            f"{path}: rules.draft_ahead=true needs topology=separate and rules.mode=on_policy: set these, or drop it"
-        )
-    given = {name: value for name in _LEFT_OPEN if (value := getattr(config, name)) is not None}
-    left: dict[str, Any] = {"max_staleness": 1} if config.mode in ("partial", "stream") else {}  # training's default
-    left |= {
-        **{name: value for name, value in given.items() if name not in _FIXED[config.mode]},
-        "batch_prompts": config.batch_prompts,
-        "batch_samples": config.batch_prompts * samples,
-        "start_order": config.start_order,
-        "unit": config.unit,
-        "probe": config.probe,
-        "draft_ahead": config.draft_ahead,
-        "through_training": separate,
-    }
-    try:
-        rules = Rules(**left, group_batches=1) if config.mode == "sync" else named(config.mode, **left)
-    except ValueError as error:
-        raise ClusterError(f"{path}: rules.{error}") from error
-    if other := [name for name, value in given.items() if getattr(rules, name) != value]:
-        raise ClusterError(
-            f"{path}: rules.mode={config.mode} has its own {', '.join(other)}: drop rules.{', rules.'.join(other)}"
-        )
-    if rules.load == "rolling" and "group_batches" in given:
-        raise ClusterError(f"{path}: rules.group_batches is for rules.load=group: drop one of them")
-    return rules
+def _rules(config: ClusterFile, run: RhymeConfig, work: _Work) -> Rules:
+    """The pipeline's; without ``max_staleness`` verl's own."""
+    separate = config.topology == "separate"
+    if run.max_staleness is None:
+        rules = Rules(config.batch_prompts, config.batch_prompts * work.samples, max_staleness=0, in_flight=1)
+        if not separate:
+            return rules
+        return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
+    return of_options(
+        run.scheduling,
+        run.max_staleness,
+        separate=separate,
+        batch_prompts=config.batch_prompts,
+        samples=work.samples,
+        unit=run.scheduling.unit or "group",
+        relayed=separate,
+        drafts=max(work.drafts.acceptance) > 1,
+    )

@@ -1,4 +1,5 @@
-"""Keys of a cluster file, as docs/simulation.md tells them to users."""
+"""Keys of a cluster file, as docs/simulation.md tells them to users: those of cluster and workload, and the run's own
+options (docs/options.md)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
+
+from verl_rhyme.config import options
 
 
 @dataclass
@@ -20,7 +23,8 @@ class ReplicasFile:
 
 @dataclass
 class TrainingFile:
-    """:class:`~verl_rhyme.scheduling.cost.TrainingCost`."""
+    """:class:`~verl_rhyme.scheduling.cost.TrainingCost`; ``gradients``: of streamed parts, too, and not their
+    log-probabilities alone."""
 
     token: float = 0.0
     logprobs: float = 0.25
@@ -29,6 +33,8 @@ class TrainingFile:
     sync: float = 0.0
     reward: float = 0.0
     start: float = 0.0
+    copy: float | None = None
+    gradients: bool = True
 
 
 @dataclass
@@ -58,41 +64,6 @@ class WorkloadFile:
 
 
 @dataclass
-class RulesFile:
-    """``mode`` is ``sync`` or one of ``sorting.mode``; ``keep_running`` as ``sorting.keep_running``; the rest as in
-    :class:`~verl_rhyme.scheduling.rules.Rules`."""
-
-    mode: str = "sync"
-    batch_prompts: int = MISSING
-    load: str | None = None
-    group_batches: int | None = None
-    harvest: str | None = None
-    max_staleness: int | None = None
-    start_order: str = "load"
-    unit: str = "group"
-    probe: bool = False
-    draft_ahead: bool = False
-    keep_running: bool = False
-
-
-@dataclass
-class StreamingFile:
-    """:class:`~verl_rhyme.config.StreamingConfig`; ``enable`` is the mode's where it is left open."""
-
-    enable: bool | None = None
-    update: bool = True
-    part: float = 0.125
-
-
-@dataclass
-class PlacementFile:
-    """A policy of ``placement.policy`` and its options."""
-
-    policy: str = "least_loaded"
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class DraftsFile:
     """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5. What siblings
     help is in a recorded run's own acceptance, and is not added to that."""
@@ -104,17 +75,30 @@ class DraftsFile:
 
 @dataclass
 class ClusterFile:
-    """The whole file."""
+    """The whole file; beside these keys it has the options of :data:`OPTIONS`."""
 
     replicas: list[ReplicasFile] = MISSING
     workload: WorkloadFile = field(default_factory=WorkloadFile)
-    rules: RulesFile = field(default_factory=RulesFile)
-    streaming: StreamingFile = field(default_factory=StreamingFile)
+    batch_prompts: int = MISSING
+    preset: str | None = None
     training: TrainingFile = field(default_factory=TrainingFile)
     topology: str = "colocated"
-    placement: PlacementFile = field(default_factory=PlacementFile)
     drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
     ranker: float | None = None
     limit: int | None = None
     updates: int | None = None
+
+
+#: Options of the run that the simulator has no part for.
+_UNPLAYED = (
+    *("scheduling.tool_timeout", "scheduling.order", "scheduling.lost_after", "placement.profile"),
+    *("streaming.elastic.min_replicas", "streaming.elastic.max_replicas"),
+)
+#: Options of the run that the file may have, by their names in :mod:`verl_rhyme.config`.
+OPTIONS = tuple(
+    option
+    for option in options()
+    if option.name.partition(".")[0] in ("max_staleness", "scheduling", "placement", "streaming")
+    and option.name not in _UNPLAYED
+)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_rhyme.scheduling.allocation.elastic import Advice, Elastic, Limits
-from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.scheduling.allocation.times import Work, rollout
 from verl_rhyme.scheduling.cost import ReplicaCost
 from verl_rhyme.scheduling.placement import Request as Asked
 from verl_rhyme.simulation.engine import Engine
@@ -19,7 +19,7 @@ from verl_rhyme.simulation.scenario import Step
 
 def add(simulation: Simulation, name: str, cost: ReplicaCost) -> None:
     """A replica more, with the newest weights."""
-    simulation._versions[name] = simulation._version
+    simulation._versions[name] = simulation._arrived
     simulation.cluster.add(name, Engine(cost))
     _resize(simulation)
     simulation.placement.add(name, cost)
@@ -104,6 +104,4 @@ class ElasticFleet:
         group = max(1, len(lengths) // scenario.rules.batch_prompts)
         work = Work(np.maximum(lengths, 1.0), len(lengths), group)
         fleet = [(cost, np.array([count])) for cost, count in Counter(self._all[:units]).items()]
-        drains = scenario.rules.runs_on and scenario.rules.max_staleness == 1
-        overlap = Overlap(max(1, scenario.rules.max_staleness), drains)
-        return float(generation(fleet, work, overlap, self._training)[0])
+        return float(rollout(fleet, work, scenario.rules.max_staleness, self._training)[0])

@@ -81,7 +81,7 @@ def stages(steps: Sequence[Step], scenario: Scenario, epochs: Sequence[int]) -> 
     """Columns of ``events.STAGES``, by verl's names; ``epochs`` are those of the steps."""
     rows: list[tuple[int, int, str, float, float]] = []
     for step, epoch in zip(steps, epochs, strict=True):
-        number, synced = step.version + 1, max(step.harvested, step.ended - scenario.training.sync)
+        number, synced = step.version + 1, max(step.harvested, step.ended - scenario.held)
         spans = [("gen", step.began, step.harvested), ("step", step.began, step.ended)]
         spans += [*_trained(step, synced, scenario), ("update_weights", synced, step.ended)]
         rows += [(number, epoch, stage, began, ended - began) for stage, began, ended in spans]
@@ -165,7 +165,7 @@ def write(
 
 def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
     """What verl and we log of a step."""
-    sync = min(scenario.training.sync, step.ended - step.harvested)
+    sync = min(scenario.held, step.ended - step.harvested)
     return {
         metrics.EPOCH: epoch,
         metrics.GEN_S: step.rollout,
@@ -178,7 +178,7 @@ def _metrics(step: Step, epoch: int, scenario: Scenario) -> dict[str, Any]:
         metrics.TRAINED_TOKENS: step.tokens,
         metrics.REQUESTS: step.samples,
         metrics.BUBBLE_RATIO: step.bubble,
-        metrics.STALENESS_MAX: step.staleness,
+        metrics.STALENESS_MAX: step.staleness_max,
         metrics.SORTED_DISCARDED: step.wasted,
         **{metrics.LENGTHS + name: value for name, value in step.lengths.items()},
         **_streamed(step, scenario),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from verl_rhyme.config import PIPELINES
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.cost_fit import FitError, StepFit, fit_steps
-from verl_rhyme.scheduling.rules import MODES
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.recorded import Run, RunError
 from verl_rhyme.simulation.recorded_training import Training
@@ -171,20 +172,24 @@ def cluster(fitted: Fitted, profile: Path) -> str:
     by_step = np.unique([step for step, _ in groups], return_counts=True)[1]
     arms = run.info.get("arms")
     arm = str(arms[-1][-1]) if isinstance(arms, list) and arms else ""
-    mode = next((mode for mode in MODES if mode in arm), "sync")
-    separate = mode == "stream" or run.info.get("rollout") == "step"
-    rules: dict[str, Any] = {"mode": mode, "batch_prompts": int(np.median(by_step)) if len(by_step) else 1}
-    if mode == "stream":
-        rules["max_staleness"] = 0 if "sync" in arm and "async" not in arm else 1
+    preset, _, differs = arm.partition("-")
+    separate = preset == "stream" or run.info.get("rollout") == "step" or fitted.gradients is not None
+    options: dict[str, Any] = {}
+    if preset in PIPELINES:
+        bound = re.match(r"k(\d+)", differs)
+        options = {"preset": preset} | ({"max_staleness": int(bound[1])} if bound else {})
+        if separate and fitted.gradients is None:
+            options["streaming"] = {"part": None}
     told: dict[str, Any] = {
         "replicas": [{"count": len(np.unique(run.requests["replica"])), "profile": profile.name}],
         "workload": {"lengths": {"run": os.path.relpath(run.folder, profile.parent)}},
         "topology": "separate" if separate else "colocated",
-        "rules": rules,
+        "batch_prompts": int(np.median(by_step)) if len(by_step) else 1,
+        **options,
         "training": {name: _digits(value) for name, value in asdict(fitted.training).items()},
     }
-    if fitted.gradients is not None:
-        told["streaming"] = {"enable": True, "update": fitted.gradients}
+    if fitted.gradients is False:
+        told["training"]["gradients"] = False
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in told.items())
 
 

@@ -16,7 +16,7 @@ from scipy.special import ndtri
 
 from verl_rhyme.scheduling.allocation.planner import Objective, Problem
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work
+from verl_rhyme.scheduling.allocation.times import Training, Work
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import LengthsFile
 from verl_rhyme.simulation.profile import Profile, profile, shipped
@@ -93,11 +93,11 @@ class BatchFile:
 
 
 @dataclass
-class OverlapFile:
-    """``sorting.max_staleness`` and ``sorting.keep_running``."""
+class PlanDraftsFile:
+    """Tokens a decoding step with drafts, and draft tokens verified for each gained."""
 
-    max_staleness: int = 1
-    keep_running: bool = False
+    acceptance: float = 1.0
+    overhead: float = 1.5
 
 
 @dataclass
@@ -109,7 +109,8 @@ class PlanFile:
     links: list[LinkFile] = field(default_factory=list)
     model: ModelFile = field(default_factory=ModelFile)
     batch: BatchFile = field(default_factory=BatchFile)
-    rules: OverlapFile = field(default_factory=OverlapFile)
+    drafts: PlanDraftsFile = field(default_factory=PlanDraftsFile)
+    max_staleness: int | None = None
     sync: float = 0.0
     objective: str = "time"
     slowest: float | None = None
@@ -121,12 +122,14 @@ class LoadedPlan:
 
     Attributes:
         problem, objective, slowest: Of :func:`~verl_rhyme.scheduling.allocation.planner.plan`.
+        max_staleness: That is planned for; ``None``: the bounds are compared.
         sources: Of the profiles' figures, by kind and tensor parallel size.
     """
 
     problem: Problem
     objective: Objective
     slowest: float
+    max_staleness: int | None
     sources: dict[str, str]
 
 
@@ -162,7 +165,8 @@ def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan
         own = {tp: of for tp, of in _profiles(kind.profiles, path).items() if tp not in measured.get(name, {})}
         _check_model(config.model.parameters, own.values(), name, f"kinds.{i}", path)
         given = {**own, **measured.get(name, {})}
-        costs[name] = {tp: of.cost for tp, of in given.items()}
+        drafts = config.drafts
+        costs[name] = {tp: of.cost.drafted(drafts.acceptance, drafts.overhead) for tp, of in given.items()}
         sources |= {f"{name}, tensor parallel size {tp}": of.source for tp, of in sorted(given.items())}
     pools, seen = [], set[tuple[str, str]]()
     for i, site in enumerate(config.sites):
@@ -184,12 +188,12 @@ def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan
         pools,
         Model(config.model.parameters, config.model.weight_bytes),
         _work(config.batch, path),
-        Overlap(config.rules.max_staleness, config.rules.keep_running),
+        1 if config.max_staleness is None else config.max_staleness,
         config.sync,
         Links(_links(config, {site.name for site in config.sites}, path)),
     )
     slowest = math.inf if config.slowest is None else config.slowest
-    return LoadedPlan(problem, config.objective, slowest, sources)  # type: ignore[arg-type]
+    return LoadedPlan(problem, config.objective, slowest, config.max_staleness, sources)  # type: ignore[arg-type]
 
 
 def _check(config: PlanFile, path: Path) -> None:
@@ -205,7 +209,9 @@ def _check(config: PlanFile, path: Path) -> None:
         ("batch.samples", config.batch.samples, 1),
         ("batch.prompt_tokens", config.batch.prompt_tokens, 0),
         ("batch.response_limit", config.batch.response_limit, 1),
-        ("rules.max_staleness", config.rules.max_staleness, 0),
+        ("max_staleness", config.max_staleness, 0),
+        ("drafts.acceptance", config.drafts.acceptance, 1),
+        ("drafts.overhead", config.drafts.overhead, 0),
         *((f"sites.{i}.gpus", site.gpus, 1) for i, site in enumerate(config.sites)),
     ]
     positive: list[tuple[str, float]] = [

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
@@ -93,7 +94,7 @@ class Simulation:
         self._updates = updates
         self._kept = None if segments is None else self.predicted
         self._exhausted = self._training = self._stopped = False
-        self._version = self._count_loaded = 0
+        self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can take
         self._versions: dict[str, int] = {}
         self._gates: dict[str, dict[Hashable, tuple[int, Request]]] = {}  # who waits for a version, by replica
         engines: dict[str, Engine] = {}
@@ -119,6 +120,7 @@ class Simulation:
         collects = gc.isenabled()
         gc.disable()  # a fifth of the time: nothing here is cyclic, and all samples of a load are alive
         try:
+            self._arrive(0)
             self._publish()
             self.cluster.run(lambda: self._ended)
         finally:
@@ -224,12 +226,12 @@ class Simulation:
     def _renew(self, replica: str) -> None:
         """Where nothing runs any more a replica takes the newest version, and what waited for it begins."""
         engine = self.cluster.engines[replica]
-        if not (self._versions[replica] == self._version or engine.running or engine.waiting):
+        if not (self._versions[replica] == self._arrived or engine.running or engine.waiting):
             self._serve(replica)
 
     def _serve(self, replica: str) -> None:
         """A replica has the newest version."""
-        self._versions[replica] = self._version
+        self._versions[replica] = self._arrived
         self.cluster.engines[replica].forget()
         waited = self._gates.pop(replica, {})
         for version, request in waited.values():
@@ -339,7 +341,7 @@ class Simulation:
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True
-        self.trained = batch.harvest.lengths
+        self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
         if self._kept is not None:
             self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
@@ -359,17 +361,22 @@ class Simulation:
             self.steps.append(
                 Step(
                     *(batch.version, began, harvested, self._began, tokens, len(batch.harvest.samples)),
-                    *(batch.counts.wasted_tokens, bubble, max(batch.harvest.staleness), self.expectations.measures()),
+                    *(batch.counts.wasted_tokens, bubble, len(stale), fmean(stale), max(stale)),
+                    self.expectations.measures(),
                     parts=parts,
                     rest=rest,
                     ahead=ahead,
                 )
             )
             self._told(self.steps[-1])
-            self._version += 1
+            version = self._version = self._version + 1
+            if left := self.scenario.training.sync - self.scenario.held:  # parts of the next batch train meanwhile
+                self.cluster.call(left, lambda: self._take(version))
+            else:
+                self._arrive(version)
             self._publish()
 
-        self.cluster.call(seconds + self.scenario.training.sync, ended)
+        self.cluster.call(seconds + self.scenario.held, ended)
         if rules.starts_through_training:
             self._dispatch()
 
@@ -406,22 +413,34 @@ class Simulation:
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
             self.cluster.touch(replica)
 
-    def _publish(self) -> None:
-        """The engines have the weights of the current version."""
-        if self._version and not self._stops and not self.scenario.rules.finishes:
+    def _arrive(self, version: int) -> None:
+        """The engines can take the weights of a version."""
+        self._arrived = version
+        finishes = self.scenario.rules.finishes
+        if version and not self._stops and not finishes:
             self._interrupt()
-        if self.scenario.rules.finishes:
-            for replica in self.cluster.engines:
+        for replica in self.cluster.engines:
+            if finishes:
                 self._renew(replica)
                 self.cluster.touch(replica)
-        else:
-            for replica in self.cluster.engines:
+            else:
                 self._serve(replica)
+
+    def _take(self, version: int) -> None:
+        """The engines can take a version that is published already."""
+        self._arrive(version)
+        self._after_start()
+
+    def _publish(self) -> None:
+        """The weights of the current version are there, or on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
         self.placement.forget()
         for name in self.rollout.take_abandoned():
             self._withdraw(name)
+        self._after_start()
+
+    def _after_start(self) -> None:
         if self.scenario.training.start:
             self.cluster.call(self.scenario.training.start, self._begin)
         else:

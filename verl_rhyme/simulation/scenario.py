@@ -92,9 +92,14 @@ class Scenario:
         """Q of the bubble ratio."""
         return self.fillable(self.replicas)
 
+    @property
+    def held(self) -> float:
+        """Seconds for which publication holds the trainer."""
+        return self.training.held(self.rules.one_by_one)
+
     def fillable(self, replicas: Iterable[ReplicaCost]) -> int:
         """Q of the bubble ratio with these replicas: slots that samples can fill, as in training."""
-        samples = self.rules.load_batches(None) * self.rules.batch_samples
+        samples = math.ceil(self.rules.load_batches(None) * self.rules.batch_samples)
         return fillable_slots(sum(cost.slots for cost in replicas), samples)
 
     @property
@@ -128,7 +133,8 @@ class Step:
         tokens, samples: Trained.
         wasted: Tokens made and not to be trained.
         bubble: Bubble ratio, from the last harvest to this one with engines that run on, else of the rollout alone.
-        staleness: The greatest of a trained token.
+        groups: Trained.
+        staleness_mean, staleness_max: Of trained groups' oldest tokens, in policy versions.
         lengths: What forecasts were worth (:meth:`~verl_rhyme.lengths.quality.Quality.take`).
         ahead: Seconds from the end of its last response to the harvest.
         parts: That came before the batch was whole, in their order.
@@ -143,7 +149,9 @@ class Step:
     samples: int
     wasted: int
     bubble: float
-    staleness: int
+    groups: int
+    staleness_mean: float
+    staleness_max: int
     lengths: dict[str, float]
     ahead: float = 0.0
     parts: tuple[Part, ...] = ()

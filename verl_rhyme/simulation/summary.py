@@ -35,7 +35,7 @@ def cells(step: Step) -> list[str]:
         f"{step.early:.0%}" if step.parts else "",
         f"{step.bubble:.3f}",
         f"{step.wasted / max(1, step.tokens + step.wasted):.0%}",
-        str(step.staleness),
+        f"{step.staleness_mean:.1f} ({step.staleness_max})",
         "" if correlation is None else f"{correlation:.2f}",
     ]
 
@@ -46,8 +46,8 @@ def _rate(step: Step) -> float:
 
 
 def whole(simulation: Simulation) -> dict[str, Any]:
-    """Of all steps. ``useful_tokens_per_s`` are trained ones, over rollout and update; ``wasted`` is a share of all;
-    ``trainer_*`` are shares of the trainer's time."""
+    """Of all steps. ``tokens_per_s`` are trained ones, over rollout and update; ``staleness_*`` are of trained groups'
+    oldest tokens; ``wasted`` is a share of all; ``trainer_*`` are shares of the trainer's time."""
     steps, engines = simulation.steps, simulation.cluster.engines.values()
     tokens, wasted = (sum(getattr(step, name) for step in steps) for name in ("tokens", "wasted"))
     seconds = [step.seconds for step in steps]
@@ -55,9 +55,9 @@ def whole(simulation: Simulation) -> dict[str, Any]:
     weights = np.array([step.rollout for step in steps])
     if not simulation.scenario.rests:  # a step's ratio is of all time since the harvest before
         weights = np.diff([steps[0].began, *(step.harvested for step in steps)])
-    sync = simulation.scenario.training.sync
+    held = simulation.scenario.held
     parts, waited = (sum(getattr(step, name) for step in steps) for name in ("in_parts", "waited"))
-    synced = sum(min(sync, step.ended - step.harvested) for step in steps)
+    synced = sum(min(held, step.ended - step.harvested) for step in steps)
     times = {"waiting": waited, "parts": parts, "training": span - waited - parts - synced, "weights": synced}
     return {
         "updates": len(steps),
@@ -65,10 +65,11 @@ def whole(simulation: Simulation) -> dict[str, Any]:
         "step_s": float(np.mean(seconds)),
         "step_s_median": float(np.median(seconds)),
         "rollout_s": float(np.mean([step.rollout for step in steps])),
-        "useful_tokens_per_s": tokens / span if span else 0.0,
+        "tokens_per_s": tokens / span if span else 0.0,
         "bubble_ratio": float(np.dot(weights, [step.bubble for step in steps]) / max(weights.sum(), 1e-12)),
         "wasted": wasted / max(1, tokens + wasted),
-        "staleness_max": max(step.staleness for step in steps),
+        "staleness_mean": float(np.average([step.staleness_mean for step in steps], weights=[s.groups for s in steps])),
+        "staleness_max": max(step.staleness_max for step in steps),
         "early": float(np.mean([step.early for step in steps])),
         **{f"trainer_{name}": spent / span if span else 0.0 for name, spent in times.items()},
         "preempted": sum(engine.preempted for engine in engines),
@@ -86,9 +87,9 @@ def lines(simulation: Simulation) -> list[str]:
     waited = found["trainer_waiting"] * found["step_s"]
     return [
         f"{found['updates']} updates of {found['step_s']:.1f} s (waited for batches: {waited:.1f} s), "
-        f"{found['useful_tokens_per_s']:.0f} useful tokens/s on {found['gpus']} GPUs of {found['replicas']} replicas"
+        f"{found['tokens_per_s']:.0f} trained tokens/s on {found['gpus']} GPUs of {found['replicas']} replicas"
         + ("" if simulation.scenario.colocated else ", and the trainer's own"),
-        f"bubble ratio {found['bubble_ratio']:.3f}, wasted tokens {found['wasted']:.1%}, staleness at most "
-        f"{found['staleness_max']}, {found['preempted']} preemptions",
+        f"bubble ratio {found['bubble_ratio']:.3f}, wasted tokens {found['wasted']:.1%}, staleness "
+        f"{found['staleness_mean']:.2f} (at most {found['staleness_max']}), {found['preempted']} preemptions",
         f"the trainer {trainer}; {found['early']:.0%} of the samples came in parts, before their batch was whole",
     ][: 3 if simulation.scenario.streaming else 2]

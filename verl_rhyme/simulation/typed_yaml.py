@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -25,15 +26,19 @@ def from_folder_of(file: Path, name: str) -> Path:
 
 
 def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
-    """A ``kind``, from a file.
+    """A ``kind``, from a file: :func:`plain`, then :func:`typed`."""
+    return typed(kind, plain(path, overrides), path)
+
+
+def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping that a file has.
 
     Args:
-        kind: A dataclass; what has ``MISSING`` as its default must be told before it is read.
         path: Of the YAML.
         overrides: ``key.in.it=value``; an element of a list has its number as key, from 0 on.
 
     Raises:
-        ClusterError: It cannot be read, or has other keys or types.
+        ClusterError: It cannot be read, or is no mapping.
     """
     try:
         told = OmegaConf.load(path)
@@ -46,10 +51,30 @@ def read(kind: type[Any], path: Path, overrides: Sequence[str] = ()) -> Any:
         raise ClusterError(f"{path} is no YAML mapping of keys to values")
     for override in overrides:
         _override(told, override, path)
+    with _told_with_its_key(path):
+        return OmegaConf.to_container(told, resolve=True)  # type: ignore[return-value]
+
+
+def typed(kind: type[Any], tree: Mapping[str, Any], path: Path) -> Any:
+    """A ``kind`` of a mapping.
+
+    Args:
+        kind: A dataclass; what has ``MISSING`` as its default must be told before it is read.
+        tree: The file's.
+        path: Of the file.
+
+    Raises:
+        ClusterError: It has other keys or types.
+    """
+    with _told_with_its_key(path):
+        _check_shape(kind, tree, "", path)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), tree))
+
+
+@contextlib.contextmanager
+def _told_with_its_key(path: Path) -> Iterator[None]:
     try:
-        plain = OmegaConf.to_container(told, resolve=True)
-        _check_shape(kind, plain, "", path)
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), plain))
+        yield
     except ClusterError:
         raise
     except MissingMandatoryValue as error:
@@ -79,7 +104,7 @@ def _override(tree: Any, override: str, path: Path) -> None:
     """Set what ``KEY=VALUE`` says; a mapping is merged."""
     key, given, _ = override.partition("=")
     if not given or not key:
-        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as rules.mode=partial")
+        raise ClusterError(f"{path}: {override!r} is no KEY=VALUE, such as preset=full")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{override[len(key) :]}"]))
         OmegaConf.update(tree, key, value["value"])  # type: ignore[index, call-overload]

@@ -19,7 +19,7 @@ import numpy as np
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
 from verl_rhyme.scheduling.allocation.roster import Roster
-from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.scheduling.allocation.times import Work, rollout
 from verl_rhyme.workers.messages import Reply, Setting
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,11 @@ class Balance:
 
     def _predict(self, replicas: int) -> float:
         assert self._work is not None
-        rules = self._setting.rules
-        overlap = Overlap(max(1, rules.max_staleness), drains=rules.finishes and rules.max_staleness == 1)
         cost, roster = self._setting.cost, self._roster
         order = [] if roster is None else roster.order()[:replicas]
         paces = Counter(map(roster.pace, order)) if roster is not None else Counter[float]()
         paces[1.0] += replicas - len(order)  # one more than there are
         fleet = [(cost.slowed(pace * self._scale), np.array([count])) for pace, count in paces.items() if count]
-        return float(generation(fleet, self._work, overlap)[0])  # alone: it is compared with training
+        return float(
+            rollout(fleet, self._work, self._setting.rules.max_staleness)[0]
+        )  # alone: it is compared with training

@@ -297,7 +297,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         if not self.rules.one_by_one:  # there what starts says which version it needs
             self._driver.pause()
         if self.topology.separate:
-            self.topology.mend(self.global_steps)
+            self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
         super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
         self._publish(self.global_steps)
 

@@ -53,8 +53,12 @@ class Topology(Protocol):
         """All engines are to have the newest weights now."""
         ...
 
-    def mend(self, version: int) -> int:
+    def mend(self, version: int, waits: bool = True) -> int:
         """Replace replicas that died; the actor does not train, and has the weights of the policy ``version``.
+
+        Args:
+            version: See above.
+            waits: For replicas to answer whether they live; else by what they answered since the last look.
 
         Returns:
             How many had died.
@@ -110,7 +114,7 @@ class Colocated(_OnVerl):
     def give_way(self) -> None:
         self._engines.sleep_replicas()
 
-    def mend(self, version: int) -> int:
+    def mend(self, version: int, waits: bool = True) -> int:
         gone = dead(self.servers().get_replicas(), self._hung_s)
         if gone:
             replica, why = next(iter(gone.items()))
@@ -164,11 +168,11 @@ class Separate(_OnVerl):
     def give_way(self) -> None:
         pass
 
-    def mend(self, version: int) -> int:
+    def mend(self, version: int, waits: bool = True) -> int:
         if self._trainer.current_mode.value == "rollout":
             # Engines on the actor's devices serve as well: there is no room to send weights from.
             return Colocated(self._trainer).mend(version)
-        died = self.spares.mend(version)
+        died = self.spares.mend(version, waits)
         if isinstance(self._engines, RelayManager):
             self._engines.check()
         return died

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from verl_rhyme.observability.errors import last_line
+from verl_rhyme.workers import background
 from verl_rhyme.workers.deaths import ReplicaDied, dead, watched
 from verl_rhyme.workers.replica_start import Start, end
 from verl_rhyme.workers.weights.folder import WeightsError
@@ -98,6 +99,7 @@ class Spares:
         self._failures = 0
         self._starts: list[Start] = []
         self._retry_at = 0.0
+        self._looking: Future[dict[Any, str]] | None = None
         #: Replicas that were started in the place of dead ones.
         self.started = 0
         #: Those that rest.
@@ -105,13 +107,15 @@ class Spares:
         #: How many more could be started: those that rested took the places of as many that died.
         self.vacant = 0
 
-    def mend(self, version: int) -> int:
+    def mend(self, version: int, waits: bool = True) -> int:
         """Take dead replicas out of service, start as many, and let those that are up serve with the actor's weights.
 
         Where none is left it waits for the first.
 
         Args:
             version: Of the policy whose weights the actor has.
+            waits: Ask replicas now whether they live, and wait for their answers; else those are dead that were found
+                to be since the last such call.
 
         Returns:
             How many had died.
@@ -122,7 +126,7 @@ class Spares:
             WeightsError: The relay has lost them.
         """
         manager = self._servers
-        gone = dead(manager.rollout_replicas, self._hung_s)
+        gone = dead(manager.rollout_replicas, self._hung_s) if waits else self._seen()
         for replica, why in gone.items():
             logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)
         if gone:
@@ -145,6 +149,14 @@ class Spares:
         if self.missing:
             self._fill(version)
         return len(gone)
+
+    def _seen(self) -> dict[Any, str]:
+        """Who was found dead, and why; the next look begins in the background."""
+        if self._looking is not None and not self._looking.done():
+            return {}
+        serving, looking = list(self._servers.rollout_replicas), self._looking
+        self._looking = background.begin(dead, serving, self._hung_s)
+        return {} if looking is None else {each: why for each, why in looking.result().items() if each in serving}
 
     def rest(self, replica: Any, vacate: Callable[[str], int]) -> int:
         """Let one that serves rest.

@@ -1,4 +1,4 @@
-"""Splits of GPUs between generation and training: Algorithm 1 as published, and ours over sites, kinds and prices."""
+"""Splits of GPUs between rollout and training, over sites, kinds, prices, and bounds of staleness."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.allocation import published
-from verl_rhyme.scheduling.allocation.planner import NoSplit, Problem, colocated, plan, split
+from verl_rhyme.scheduling.allocation.planner import BOUNDS, NoSplit, Problem, colocated, dial, plan, profitable, split
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Overlap, Training, Work, _highest, _overlapped, generation, step
+from verl_rhyme.scheduling.allocation.times import Training, Work, _highest, rollout
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
@@ -22,7 +21,6 @@ FAST = ReplicaCost(StepCost(base=8e-3, row=3e-5, cached=2e-8), prefill=3e-5, slo
 SLOW = ReplicaCost(StepCost(base=8e-3, row=3e-4, cached=2e-8), prefill=3e-4, slots=64, gpus=2)
 TRAINING = Training(token=1e-3, update=2.0, copy_gpus=2, reserve=10e9)
 MODEL = Model(7e9)
-OVERLAP = Overlap()
 
 
 def pool(site="here", kind="h800", gpus=32, price=2.85, cost=FAST, training=TRAINING, **other):
@@ -32,100 +30,64 @@ def pool(site="here", kind="h800", gpus=32, price=2.85, cost=FAST, training=TRAI
     )
 
 
-def problem(*pools, overlap=OVERLAP, work=WORK, links=None, **other):
-    return Problem(pools or (pool(),), MODEL, work, overlap, 1.0, Links(links or {}), **other)
-
-
-# ---- as published ----
-
-
-def test_within_a_data_centre_the_slower_stage_is_as_fast_as_may_be():
-    assert published.within(lambda x: 60 / x, lambda y: 30 / y, 9) == (6, 3)
-    # where generation has a floor, what it cannot use is left
-    assert published.within(lambda x: max(10, 20 / x), lambda y: 30 / y, 20) == (2, 3)
-    with pytest.raises(ValueError, match="two GPUs"):
-        published.within(lambda x: 1, lambda y: 1, 1)
-
-
-@settings(deadline=None)
-@given(st.floats(1, 1e3), st.floats(1, 1e3), st.floats(0, 20), st.integers(2, 40))
-def test_no_split_is_better(a, b, floor, gpus):
-    def p_gen(x):
-        return floor + a / x
-
-    def p_train(y):
-        return b / y
-
-    x, y = published.within(p_gen, p_train, gpus)
-    assert x + y <= gpus
-    best = min(max(p_gen(i), p_train(j)) for i in range(1, gpus) for j in range(1, gpus - i + 1))
-    assert max(p_gen(x), p_train(y)) == best
-
-
-def test_across_data_centres_the_faster_stage_is_cut_down():
-    assert published.across(lambda x: 10 / x, lambda y: 40 / y, 8, 8) == (2, 8)
-    assert published.across(lambda x: 40 / x, lambda y: 10 / y, 8, 8) == (8, 2)
-    with pytest.raises(ValueError, match="need a GPU"):
-        published.across(lambda x: 1, lambda y: 1, 0, 8)
+def problem(*pools, bound=1, work=WORK, links=None, **other):
+    return Problem(pools or (pool(),), MODEL, work, bound, 1.0, Links(links or {}), **other)
 
 
 # ---- times ----
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 64),
-    st.sampled_from([Overlap(0), Overlap(1), Overlap(2), Overlap(1, drains=True)]),
-    st.floats(0, 500),
-)
-def test_generation_is_no_slower_with_a_replica_more_and_no_faster_beside_longer_training(count, overlap, between):
-    seconds = generation([(FAST, np.array([count, count + 1.0]))], WORK, overlap, between)
+@given(st.integers(1, 64), st.integers(0, 8), st.floats(0, 500))
+def test_rollout_is_no_slower_with_a_replica_more_and_no_faster_with_longer_training(count, bound, after):
+    seconds = rollout([(FAST, np.array([count, count + 1.0]))], WORK, bound, after)
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
-    assert (generation([(FAST, np.array([count, count + 1.0]))], WORK, overlap, between + 10) >= seconds - 1e-9).all()
+    assert (rollout([(FAST, np.array([count, count + 1.0]))], WORK, bound, after + 10) >= seconds - 1e-9).all()
+    assert (rollout([(FAST, np.array([count, count + 1.0]))], WORK, bound + 1, after) <= seconds + 1e-9).all()
 
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_a_mixed_fleet_of_one_kind_is_that_kind(some, more):
-    for overlap in (Overlap(0), Overlap(1), Overlap(1, drains=True)):
-        mixed = generation([(FAST, np.array([some])), (FAST, np.array([more]))], WORK, overlap, 30.0)
-        alone = generation([(FAST, np.array([some + more]))], WORK, overlap, 30.0)
-        np.testing.assert_allclose(mixed, alone, rtol=0.02)
+    for bound in (0, 1):
+        mixed = rollout([(FAST, np.array([some])), (FAST, np.array([more]))], WORK, bound, 30.0)
+        np.testing.assert_allclose(mixed, rollout([(FAST, np.array([some + more]))], WORK, bound, 30.0), rtol=0.02)
 
 
 def test_a_mixed_fleet_lies_between_its_kinds():
-    for overlap in (Overlap(0), Overlap(1)):
-        slow, fast = (float(generation([(cost, np.array([8]))], WORK, overlap)[0]) for cost in (SLOW, FAST))
-        mixed = float(generation([(SLOW, np.array([4])), (FAST, np.array([4]))], WORK, overlap)[0])
+    for bound in (0, 1):
+        slow, fast = (float(rollout([(cost, np.array([8]))], WORK, bound)[0]) for cost in (SLOW, FAST))
+        mixed = float(rollout([(SLOW, np.array([4])), (FAST, np.array([4]))], WORK, bound)[0])
         assert fast < mixed < slow
 
 
-def test_nobody_generates_never_ends():
-    assert np.isinf(generation([(FAST, np.array([0]))], WORK, Overlap())).all()
+def test_without_a_replica_it_never_ends():
+    assert np.isinf(rollout([(FAST, np.array([0]))], WORK)).all()
 
 
-def test_a_small_cache_makes_generation_slower():
+def test_a_small_cache_makes_rollout_slower():
     full = ReplicaCost(FAST.step, FAST.prefill, FAST.slots, room=9000)
-    for overlap in (Overlap(0), Overlap(1)):
-        assert generation([(full, np.array([4]))], WORK, overlap) > 1.2 * generation(
-            [(FAST, np.array([4]))], WORK, overlap
-        )
+    for bound in (0, 1):
+        assert rollout([(full, np.array([4]))], WORK, bound) > 1.2 * rollout([(FAST, np.array([4]))], WORK, bound)
 
 
-def test_what_overlaps_counts_once():
-    generated, trained = np.array([50.0]), np.array([30.0])
-    assert step(generated, trained, 5, 7, Overlap(0)) == 92
-    assert step(generated, trained, 5, 7, Overlap(1)) == 50
-    assert step(generated, trained, 5, 70, Overlap(1)) == 70
-    assert step(np.array([10.0]), trained, 5, 7, Overlap(1)) == 35
+@settings(deadline=None)
+@given(st.integers(0, 8), st.floats(0, 1e3))
+def test_the_longest_response_has_the_time_until_it_is_due(bound, after):
+    """Linear work once an update; its own steps and what comes after within k + 1 of them."""
+    seconds = float(rollout([(FAST, np.array([1000.0]))], Work(np.full(10, 1000.0), 1000), bound, after)[0])
+    linear = FAST.step.row * 1000 + FAST.step.cached * 1000 * 500
+    assert seconds == pytest.approx(linear + (FAST.step.base * 1000 + after) / (bound + 1), rel=1e-6)
 
 
-def test_without_training_beside_it_a_batch_has_two_steps():
-    """The window's equation at its ends: ``T = busy + floor / 2`` with nothing between, and with ``floor`` 0 all of
-    it."""
-    seconds = float(generation([(FAST, np.array([1000.0]))], Work(np.full(10, 1000.0), 1000), Overlap(1))[0])
-    one = FAST.step.row * 1000 + FAST.step.cached * 1000 * 500
-    assert seconds == pytest.approx(one + FAST.step.base * 1000 / 2, rel=1e-6)
+@settings(deadline=None)
+@given(st.floats(1.1, 8), st.floats(0.1, 5))
+def test_drafts_are_fewer_steps_with_more_work_in_each(pace, overhead):
+    """A token's seconds beside 31 others: those of a step, over the tokens that it makes for a request."""
+    plain = ReplicaCost(StepCost(8e-3, 3e-5, 2e-8, draft=1e-5, drafting=1e-3))
+    step = plain.step.seconds(32, 1e5, 32 * (pace - 1) * overhead)
+    assert plain.drafted(pace, overhead).step.seconds(32, 1e5) == pytest.approx(step / pace)
+    assert plain.drafted(1.0, overhead) == plain
 
 
 @settings(deadline=None)
@@ -148,26 +110,8 @@ def test_what_is_left_is_that_of_draws():
 def test_a_replica_of_one_slot_takes_one_after_another(samples):
     """Equal lengths, one slot: the steps are those of all responses, and no more."""
     one = ReplicaCost(StepCost(base=1e-2), slots=1)
-    seconds = generation([(one, np.array([1]))], Work(np.full(3, 100.0), samples), Overlap(0))
+    seconds = rollout([(one, np.array([1]))], Work(np.full(3, 100.0), samples))
     assert float(seconds[0]) == pytest.approx(samples * 100 * 1e-2)
-
-
-@settings(deadline=None)
-@given(st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0, 1e3), st.integers(1, 4))
-def test_where_batches_overlap_a_step_is_the_root_of_its_equation(busy, floor, between, staleness):
-    """A batch's time under way, less what rows take of it, is that of its longest response's steps."""
-    busy_, floor_, between_ = (np.array([value]) for value in (busy, floor, between))
-    [seconds] = _overlapped(busy_, floor_, between_, staleness)
-    assert seconds >= busy * (1 - 1e-9), "rows alone take as long"
-    left = ((staleness + 1) * seconds - between) * (1 - busy / seconds)
-    assert left == pytest.approx(floor, rel=1e-6, abs=1e-6 * (busy + between))
-
-
-def test_where_replicas_drain_one_that_is_late_waits_for_training():
-    """With training that lasts, half of the batch's longest and of training: a replica is late in every other step."""
-    fleet = [(FAST, np.array([8]))]
-    alone = generation(fleet, WORK, Overlap(0))
-    assert generation(fleet, WORK, Overlap(1, drains=True), 1e6) == pytest.approx((alone + 1e6) / 2)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (10, 1.5388), (100, 2.5076)])
@@ -180,16 +124,9 @@ def test_siblings_share_their_prompts_prefill():
     """Of 64 prompts of 8 samples, one replica prefills 64, and each of 512 one."""
     for replicas, prompts in ((1, 64), (512, 1)):
         took = [
-            generation([(ReplicaCost(FAST.step, prefill, 1024), np.array([replicas]))], WORK, Overlap(0))
-            for prefill in (0.0, 1.0)
+            rollout([(ReplicaCost(FAST.step, prefill, 1024), np.array([replicas]))], WORK) for prefill in (0.0, 1.0)
         ]
         assert took[1] - took[0] == pytest.approx(200 * prompts)
-
-
-@pytest.mark.parametrize("overlap", [(-1, False), (0, True), (2, True)])
-def test_what_is_not_reckoned_is_refused(overlap):
-    with pytest.raises(ValueError, match="staleness"):
-        Overlap(*overlap)
 
 
 # ---- plans ----
@@ -214,18 +151,18 @@ def exhaustive(given, objective):
     st.integers(1, 5),
     st.integers(1, 5),
     st.floats(0.2, 5),
-    st.sampled_from([Overlap(0), Overlap(1), Overlap(1, True)]),
+    st.sampled_from([0, 1, 4]),
     st.sampled_from(["time", "cost"]),
     st.floats(1e-4, 1e-2),
 )
-def test_no_split_is_better_by_more_than_it_is_worth(here, there, price, overlap, objective, token):
+def test_no_split_is_better_by_more_than_it_is_worth(here, there, price, bound, objective, token):
     training = Training(token, 2.0, 2, 10e9)
     pools = [pool(gpus=8 * here, training=training), pool("there", "h20", 8 * there, price, SLOW, training)]
-    given = problem(*pools, overlap=overlap, links={frozenset(("here", "there")): 1e9})
+    given = problem(*pools, bound=bound, links={frozenset(("here", "there")): 1e9})
     best = plan(given, objective).best
     assert best.train_gpus + best.rollout_gpus == best.gpus
     least = exhaustive(given, objective)
-    # between the points at which generation is looked at it is taken to be straight
+    # between the points at which rollout is looked at it is taken to be straight
     assert (best.step if objective == "time" else best.cost) <= least * 1.015
     again = split(given, (best.train, best.train_gpus), best.rollout, best.tp, "")
     assert again.step == pytest.approx(best.step, rel=5e-3)
@@ -239,7 +176,7 @@ def test_it_is_no_further_from_the_best_than_a_split_is_worth():
     train = pool("a", gpus=2, cost=None, training=Training(1e-6, 1.0, 2))
     coarse, fine = pool("b", gpus=64, cost=quick, training=None), pool("c", gpus=64, node=4, cost=slower, training=None)
     links = {frozenset(("a", site)): 1e15 for site in "bc"}
-    given = problem(train, coarse, fine, overlap=Overlap(0), work=work, links=links)
+    given = problem(train, coarse, fine, bound=0, work=work, links=links)
     found = plan(given)
     shares = [(each.rollout[0][0].site, each.rollout_gpus) for each in (found.best, found.others[0])]
     assert shares == [("b", 24), ("c", 20)]
@@ -366,7 +303,6 @@ def test_what_a_sample_costs_is_all_gpus_for_a_step():
     made = split(given, (given.pools[0], 16), [(there, 8)], 2, "")
     assert (made.hourly, made.gpus, made.rollout_gpus) == (56, 24, 8)
     assert made.cost == pytest.approx(56 / 3600 * made.step / 512)
-    assert made.rollout_idle == pytest.approx(1 - made.generated / made.step)
     assert made.train_idle == pytest.approx(1 - made.trained / made.step)
     turns = colocated(given, given.pools[0], 32, 2)
     assert turns.cost == pytest.approx(96 / 3600 * turns.step / 512)
@@ -389,8 +325,8 @@ def test_it_is_compared_with_half_each_and_with_turns():
     assert found.best.step <= half.step * 1.01
     turns = colocated(uneven, found.best.train, 32, 2)
     assert turns.gpus == 32
-    assert turns.step == pytest.approx(turns.generated + turns.trained + 1.0)
-    even = plan(problem())
+    assert turns.step == pytest.approx(turns.rolled_out + turns.trained)
+    even = plan(problem(pool(training=Training(token=6e-4, update=2.0, copy_gpus=2, reserve=10e9))))
     assert even.best.train_gpus == even.best.rollout_gpus == 16, "half each is the best: it does not stand there twice"
     assert not [other for other in even.others if other.what.startswith("half")]
 
@@ -416,6 +352,29 @@ def test_4096_gpus_at_two_sites_are_planned_in_seconds():
     assert found.best.gpus > 2048
 
 
+def test_a_larger_bound_is_no_slower_and_the_least_that_is_nearly_the_best_is_profitable():
+    plans = dial(problem(pool(gpus=64)))
+    assert [found.max_staleness for found in plans] == list(BOUNDS)
+    steps = [found.best.step for found in plans]
+    assert all(after <= before * 1.01 for before, after in itertools.pairwise(steps))
+    chosen = profitable(plans)
+    assert chosen.best.step <= 1.1 * min(steps)
+    assert all(found.best.step > 1.1 * min(steps) for found in plans if found.max_staleness < chosen.max_staleness)
+
+
+def test_what_a_step_stands_on():
+    """The longest response at small bounds alone; the trainer, slots, or a link where these are slow."""
+    given = problem(pool(gpus=64))
+    binds = [found.best.binds for found in dial(given)]
+    assert binds[0] == "longest response" != binds[-1]
+    home = given.pools[0]
+    assert split(given, (home, 8), [(home, 48)], 2, "").binds == "trainer"
+    few = ReplicaCost(FAST.step, FAST.prefill, slots=2, gpus=2)
+    assert split(problem(pool(cost=few)), (pool(), 16), [(pool(cost=few), 8)], 2, "").binds == "slots"
+    links = {frozenset(("here", "there")): MODEL.bytes / 300}
+    assert plan(problem(pool(cost=None), pool("there", training=None), links=links)).best.binds == "link"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -428,6 +387,7 @@ def test_4096_gpus_at_two_sites_are_planned_in_seconds():
         lambda: pool(gpus=12),
         lambda: pool(utilization=1.5),
         lambda: pool(price=-1.0),
+        lambda: problem(bound=-1),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(wrong):

@@ -16,15 +16,15 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
-from verl_rhyme.config import SortingConfig
+from verl_rhyme.config import PRESETS, StreamingConfig
 from verl_rhyme.simulation.cluster_file import load
-from verl_rhyme.simulation.cluster_keys import ClusterFile
+from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile
 from verl_rhyme.simulation.profile import PROFILES, StepFile, profile
 from verl_rhyme.simulation.scenario import Streaming
 from verl_rhyme.simulation.typed_yaml import ClusterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
-SMALL = ["workload.prompts=16", "workload.samples=4", "rules.batch_prompts=8"]
+SMALL = ["workload.prompts=16", "workload.samples=4", "batch_prompts=8"]
 
 
 def test_every_profile_can_be_read_and_says_where_it_is_from():
@@ -69,80 +69,63 @@ def test_every_key_stands_in_the_document():
             else:
                 yield from keys(inner, f"{own}.")
 
-    missing = [key for key in keys(ClusterFile, "") if key not in table]
+    missing = [key for key in (*keys(ClusterFile, ""), *(option.name for option in OPTIONS)) if key not in table]
     assert not missing
     assert all(f"`{name}`" in document for name in ("source", "parameters", "step", *get_type_hints(StepFile)))
 
 
-def test_where_replicas_keep_running_each_takes_weights_by_itself():
-    """As the trainer has it (:mod:`verl_rhyme.trainer.pipeline`)."""
-    separate = ["topology=separate", "rules.keep_running=true"]
-    for mode in (["rules.mode=histopipe"], ["rules.mode=partial", "rules.max_staleness=2"]):
-        rules = load(EXAMPLE, [*SMALL, *separate, *mode]).scenario.rules
-        assert rules.one_by_one
-        assert rules.on_interrupt == "keep_running"
-    for mode in ([], ["rules.mode=on_policy"]):
-        with pytest.raises(ClusterError, match=r"rules.keep_running needs"):
-            load(EXAMPLE, [*SMALL, *separate, *mode])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("topology", ["colocated", "separate"])
+def test_every_preset_is_played(preset, topology):
+    """With its rules, placement and parts; those without the pipeline have verl's own schedule."""
+    scenario = load(EXAMPLE, [*SMALL, f"preset={preset}", f"topology={topology}"]).scenario
+    rules, given = scenario.rules, PRESETS[preset]
+    assert scenario.placement == given.get("placement.policy", "least_loaded")
+    assert (rules.separate, scenario.colocated) == (topology == "separate", topology == "colocated")
+    if "max_staleness" not in given:
+        assert (rules.max_staleness, rules.batches) == ((0, 1) if scenario.colocated else (7, 2))
+        assert scenario.streaming is None
+        return
+    assert rules.max_staleness == given["max_staleness"]
+    assert rules.take == given.get("scheduling.take", "finished")
+    assert rules.refill == given.get("scheduling.refill", "always")
+    part = StreamingConfig().part
+    assert part is not None
+    assert scenario.streaming == (None if scenario.colocated else Streaming(int(part * 32)))
 
 
-def test_what_a_mode_has_may_be_said():
-    """And the bound that training has by default is here, too."""
-    assert load(EXAMPLE, ["rules.mode=partial"]).scenario.rules.max_staleness == SortingConfig().max_staleness == 1
-    for said in (
-        ["rules.mode=on_policy", "rules.max_staleness=0", "rules.group_batches=2"],
-        ["rules.mode=sync", "rules.group_batches=1", "rules.load=group"],
-        ["rules.mode=histopipe", "rules.harvest=loaded", "topology=separate", "rules.load=rolling"],
-    ):
-        assert load(EXAMPLE, said).updates
-
-
-def test_stream_is_training_s():
-    """Sync and async, with weights by the relay; histopipe may stream, too."""
-    separate = ["topology=separate", "rules.mode=stream"]
-    ahead = load(EXAMPLE, separate).scenario
+def test_what_a_preset_sets_may_be_set_otherwise():
+    full = ["preset=full", "topology=separate"]
+    rules = load(EXAMPLE, [*full, "max_staleness=4", "scheduling.at_version=finish"]).scenario.rules
+    assert (rules.max_staleness, rules.batches, rules.finishes) == (4, 3, True)
+    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=sticky_group"])
+    assert (stream.scenario.rules.max_staleness, stream.scenario.rules.batches) == (0, 1)
+    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "sticky_group")
+    assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.streaming is None
     batch = 512 * 16
-    assert (ahead.streaming, ahead.rules.max_staleness) == (Streaming(batch // 8, update=True), 1)
-    sync = load(EXAMPLE, [*separate, "rules.max_staleness=0", "streaming.update=false"]).scenario
-    assert (sync.streaming, sync.rules.runs_on, sync.rules.load) == (Streaming(batch // 8, update=False), True, "group")
-    assert (ahead.rules.one_by_one, ahead.rules.on_interrupt, sync.rules.one_by_one) == (True, "continue", True)
-    assert load(EXAMPLE, [*separate, "rules.keep_running=true"]).scenario.rules.runs_on
-    assert load(EXAMPLE, [*separate, "streaming.enable=false"]).scenario.streaming is None
-    histopipe = ["topology=separate", "rules.mode=histopipe"]
-    assert load(EXAMPLE, [*histopipe, "streaming.enable=true"]).scenario.streaming == ahead.streaming
-    assert load(EXAMPLE, histopipe).scenario.streaming is None
-    for part in (0, 1.5):
-        with pytest.raises(ClusterError, match=r"streaming.part must be above 0, and at most 1"):
-            load(EXAMPLE, [*separate, f"streaming.part={part}"])
+    assert load(EXAMPLE, [*full, "training.gradients=false"]).scenario.streaming == Streaming(batch // 8, update=False)
+    one, two = (load(EXAMPLE, [*full, f"drafts.acceptance=[{pace}]"]).scenario.rules.drafts for pace in (1, 2))
+    assert (one, two) == (False, True)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (
-            "rules.mode=on_policy rules.max_staleness=2",
-            "rules.mode=on_policy has its own max_staleness: drop rules.max",
+            "preset=full max_staleness=0 scheduling.at_version=finish",
+            "set max_staleness to at least 1, or leave at_ver",
         ),
-        (
-            "rules.mode=sync rules.max_staleness=3",
-            "rules.mode=sync has its own max_staleness: drop rules.max_staleness",
-        ),
-        ("rules.mode=sync rules.load=rolling", "rules.mode=sync has its own load"),
-        ("rules.mode=partial rules.max_staleness=0", "rules.max_staleness must be at least 1 with rules.mode=partial"),
-        ("rules.mode=partial rules.load=rolling rules.group_batches=2", "rules.group_batches is for rules.load=group"),
-        (
-            "rules.mode=partial rules.draft_ahead=true topology=separate",
-            "rules.draft_ahead=true needs topology=separate",
-        ),
-        ("rules.mode=on_policy rules.draft_ahead=true", "rules.draft_ahead=true needs topology=separate"),
-        ("rules.mode=partial rules.harvest=longest", "rules.harvest must be one of"),
-        ("forecasts=none rules.start_order=longest", "rules.start_order=longest needs forecasts"),
+        ("preset=full scheduling.at_version=finish", "at_version=finish needs replicas that take versions one by one"),
+        ("max_staleness=1 scheduling.put_off=0.2", "put_off=0.2 is for max_staleness=0"),
+        ("scheduling.in_flight=2", "scheduling.* is the pipeline's: set max_staleness, or a preset that has it"),
+        ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
+        ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
         ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
         ("ranker=0.5 forecasts=oracle", "goes with forecasts=history"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):
-    with pytest.raises(ClusterError, match=told):
+    with pytest.raises(ClusterError, match=re.escape(told)):
         load(EXAMPLE, overrides.split())
 
 
@@ -151,7 +134,7 @@ def test_rules_that_contradict_each_other(overrides, told):
     [
         ("replicas.0.count=x", "replicas.0.count must be a whole number, not 'x'"),
         ("training.token=x", "training.token must be a number, not 'x'"),
-        ("rules.probe=perhaps", "rules.probe must be true or false, not 'perhaps'"),
+        ("training.gradients=perhaps", "training.gradients must be true or false, not 'perhaps'"),
         ("workload.percentiles={half: 900}", "workload.percentiles.half: 'half' is no percentile"),
     ],
 )
@@ -186,28 +169,45 @@ def test_simulate_tells_each_update_and_all(tmp_path):
 
 
 def test_simulate_prints_a_table():
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "rules.mode=partial", "rules.max_staleness=2"])
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "preset=sorted", "max_staleness=2"])
     assert told.exit_code == 0, told.output
-    assert "useful tokens/s on 128 GPUs of 32 replicas" in told.stdout
+    assert "trained tokens/s on 128 GPUs of 32 replicas" in told.stdout
     assert "roofline" in told.stdout
+
+
+@pytest.mark.parametrize("preset", ["full", "stream", "sorted", "histopipe"])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_each_preset_keeps_its_bound(preset, staleness):
+    for topology in ("colocated", "separate"):
+        of = [f"preset={preset}", f"max_staleness={staleness}", f"topology={topology}"]
+        told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, *of, "--json"])
+        assert told.exit_code == 0, told.output
+        whole = json.loads(told.stdout.splitlines()[-1])
+        assert 0 <= whole["staleness_mean"] <= whole["staleness_max"] <= staleness
+        assert whole["step_s"] > 0
+        assert whole["tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rules.mod=sync", "unknown key rules.mod: did you mean mode?"),
+        ("rules.mode=sync", "rules has ended: set batch_prompts, preset, max_staleness, and scheduling.* as of"),
+        ("topolgy=separate", "unknown key topolgy: did you mean topology?"),
+        ("max_stalness=1", "unknown key max_stalness: did you mean max_staleness?"),
+        ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
+        ("scheduling.take=late", "scheduling.take must be finished or loaded, not 'late'"),
+        ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
+        ("max_staleness=1.5", "max_staleness must be int or null, not 1.5"),
         ("replicas=[]", "replicas is empty"),
         ("replicas={count: 1}", "a whole list is set by replicas='[{count: 4, profile: NAME}]'"),
         ("replicas=[3]", "replicas.0 must be a mapping of count, profile, slots, room, such as {KEY: VALUE}, not 3"),
         ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
-        ("placement=makespan", "placement must be a mapping of policy, options, such as {KEY: VALUE}, not 'makespan'"),
+        ("placement=makespan", "placement must be a mapping, not 'makespan'"),
         ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
         ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
         ("updates=[1]", "updates must be a single value, not [1]"),
-        ("rules.mode.name=sync", "rules.mode must be a single value, not {'name': 'sync'}"),
-        ("rules=null", "rules must be a mapping"),
         ("updates=[1", "updates=[1 is no YAML: while parsing"),
         ("updates", "'updates' is no KEY=VALUE"),
         ("replicas=[{count: 0, profile: qwen2.5-32b-h800-tp4}]", "replicas.0.count must be at least 1, not 0"),
@@ -219,9 +219,8 @@ def test_simulate_prints_a_table():
         ("updates=0", "updates must be at least 1, not 0"),
         ("limit=0", "limit must be at least 1, not 0"),
         ("limit=-1", "limit must be at least 1, not -1"),
-        ("rules.batch_prompts=0", "rules.batch_prompts must be at least 1, not 0"),
-        ("rules.batch_prompts=-3", "rules.batch_prompts must be at least 1, not -3"),
-        ("rules.group_batches=0", "rules.group_batches must be at least 1, not 0"),
+        ("batch_prompts=0", "batch_prompts must be at least 1, not 0"),
+        ("batch_prompts=-3", "batch_prompts must be at least 1, not -3"),
         ("workload.seed=-1", "workload.seed must be at least 0, not -1"),
         ("workload.samples=0", "workload.samples must be at least 1, not 0"),
         ("workload.growth=.inf", "workload.growth must be finite, not inf"),
@@ -230,22 +229,17 @@ def test_simulate_prints_a_table():
         ("drafts.overhead=.nan", "drafts.overhead must be at least 1, not nan"),
         ("replicas=[{count: 1, profile: qwen2.5-32b-h100}]", "did you mean qwen2.5-32b-h"),
         ("replicas=[{count: 1}]", "missing"),
-        ("rules={batch_prompts: 4, mode: histopipe, load: rolling}", "rules.mode=histopipe has its own load"),
-        ("rules.mode=sorted", "rules.mode must be one of sync, on_policy, histopipe, partial, stream, not 'sorted'"),
-        ("rules.mode=stream", "rules.mode=stream needs engines of their own: set topology=separate"),
-        ("streaming.enable=true", "streaming.enable needs a sorted rollout, and engines of their own: set"),
         ("training.logprobs=2", "training.logprobs must be a share, from 0 to 1, not 2.0"),
-        ("rules.batch_prompts=many", "rules.batch_prompts"),
-        ("rules={batch_prompts: 4, mode: histopipe, keep_running: true}", "rules.keep_running needs engines of their"),
-        ("rules.max_staleness=-1", "rules.max_staleness must be at least 0"),
-        ("rules.start_order=random", "start_order must be one of load, longest, shortest"),
+        ("batch_prompts=many", "batch_prompts must be a whole number"),
+        ("max_staleness=-1", "max_staleness must be null, or at least 0"),
         ("workload.percentiles={50: 900, 90: 100}", "rising tokens"),
         ("workload.response_limit=0", "workload.response_limit must be at least 1"),
-        ("workload.prompts=3", "fewer prompts than rules.batch_prompts=512"),
+        ("workload.prompts=3", "fewer prompts than batch_prompts=512"),
         ("workload.unseen=2", "workload.unseen must be a share"),
         ("topology=apart", "topology must be colocated, separate"),
         ("placement.policy=best", "placement.policy must be null or one of"),
         ("placement.options={factor: 2}", "factor"),
+        ("streaming.part=1.5", "streaming.part must be null, or above 0 and at most 1, not 1.5"),
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
         ("drafts.acceptance=[0.5]", "drafts.acceptance.0 must be at least 1, not 0.5"),
         ("drafts.acceptance=[]", "drafts.acceptance is empty"),

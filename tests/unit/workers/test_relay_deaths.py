@@ -1,5 +1,6 @@
 """Relays that die while the trainer asks them for something, and who does it in their place."""
 
+import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -30,6 +31,8 @@ class Relay:
         return SimpleNamespace(remote=lambda *arguments: self.asked(name, arguments))
 
     def asked(self, name, arguments):
+        if name == self.world.hangs_at:
+            assert self.world.goes_on.wait(10)
         if self.world.dies_at[:1] == [name]:
             self.world.dies_at.pop(0)
             self.lives = False
@@ -44,8 +47,10 @@ class Relay:
 
 
 class Replica:
-    def __init__(self, rank):
-        worker = SimpleNamespace(remote=lambda method, **_: Told({"node": "n"} if method == "prepare" else None))
+    def __init__(self, rank, node="n", error=None):
+        worker = SimpleNamespace(
+            remote=lambda method, **_: Told({"node": node} if method == "prepare" else None, error)
+        )
         self.replica_rank, self.servers = rank, []
         self.workers = [SimpleNamespace(execute_checkpoint_engine=worker)]
 
@@ -55,6 +60,7 @@ class World:
 
     def __init__(self, monkeypatch):
         self.dies_at, self.dead, self.taken, self.relays, self.written = [], [], [], [], []
+        self.hangs_at, self.goes_on = None, threading.Event()
         done = lambda calls, **_: (calls, [])  # noqa: E731
         ray = SimpleNamespace(get=self.get, nodes=lambda: [], wait=done, kill=lambda relay: None)
         monkeypatch.setattr(managers, "ray", ray)
@@ -123,3 +129,50 @@ def test_another_death_is_told(world):
     with pytest.raises(RayActorError):
         world.manager.deliver(world.replicas)
     assert len(world.relays) == 1
+
+
+def test_the_trainer_waits_for_no_relay_but_its_own(world):
+    world.manager.waits = False
+    world.manager.replicas.append(Replica(2, "far"))
+    world.hangs_at = "fetch"  # of the other node's
+    world.manager.update_weights(2)
+    assert world.written == [1, 2]
+    assert world.manager.check() == 3, "the trainer may look meanwhile"
+    assert world.taken == []
+    world.goes_on.set()
+    world.manager.settle()
+    assert set(world.taken) == {(0, 2), (1, 2), (2, 2)}
+
+
+def test_a_relay_that_dies_behind_the_trainers_back_is_replaced_without_the_actor(world):
+    world.manager.waits = False
+    world.dies_at.append("deliver")
+    world.manager.update_weights(2)
+    world.manager.settle()
+    assert world.written == [1, 2]
+    assert set(world.taken[-2:]) == {(0, 2), (1, 2)}
+
+
+def test_weights_that_are_lost_behind_the_trainers_back_are_told_at_its_next_look(world):
+    world.manager.waits = False
+    world.manager.replicas.append(Replica(2, "far"))
+    world.hangs_at = "fetch"
+    world.manager.update_weights(2)
+    world.dies_at += ["fetch", *["revive"] * 100]
+    next(relay for relay in world.relays if relay.lives).lives = False  # the actor's
+    world.goes_on.set()
+    with pytest.raises(managers.WeightsError, match="from the last checkpoint"):
+        world.manager.settle()
+    world.dies_at.clear()
+    world.hangs_at = None
+    world.manager.update_weights(3)
+    world.manager.settle()
+    assert set(world.taken[-3:]) == {(0, 3), (1, 3), (2, 3)}
+
+
+def test_a_replica_that_is_dead_keeps_no_other_from_new_weights(world):
+    world.manager.waits = False
+    world.manager.replicas.append(Replica(2, error=ActorDiedError()))
+    world.manager.update_weights(2)
+    world.manager.settle()
+    assert world.taken == [(0, 2), (1, 2)]

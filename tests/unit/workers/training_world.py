@@ -558,6 +558,8 @@ class Namespace(SimpleNamespace):
 class Weights(RelayManager):
     """The trainer's end of the relay, over make-believe deliveries."""
 
+    _handing = None
+
     def __init__(self, world):
         self._world, self._nodes, self._under_way = world, {}, {}
         self.config, self.replicas = SimpleNamespace(backend="relay"), []

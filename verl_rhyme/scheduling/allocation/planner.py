@@ -1,11 +1,11 @@
-"""Which GPUs generate and which train: Algorithm 1 (StreamRL, arXiv:2504.15930, section 4.2) for sites, kinds and
-prices.
+"""Which GPUs roll out and which train, and which bound of staleness is profitable: Algorithm 1 (StreamRL,
+arXiv:2504.15930, section 4.2) for sites, kinds, prices, and a pipeline.
 
-Published: of all ``x + y <= n`` that with the least ``max(P_gen(x), P_train(y))``, and between two data centres the
-faster stage cut down to the pace of the other (:mod:`~verl_rhyme.scheduling.allocation.published`). Here training has a
-share of one pool of GPUs (it waits for its slowest), generation a share of one pool and further pools as a whole, with
-one tensor parallel size; memory and links bound what may be; and what is least is the time of a step as it overlaps
-(:mod:`~verl_rhyme.scheduling.allocation.times`), or the price of a trained sample.
+Published: of all ``x + y <= n`` that with the least ``max(P_gen(x), P_train(y))``. Here both are the floors of
+:mod:`~verl_rhyme.scheduling.allocation.times`, which have the bound of staleness in them; training has a share of one
+pool of GPUs (it waits for its slowest), rollout a share of one pool and further pools as a whole, with one tensor
+parallel size; memory and links bound what may be; and what is least is the time of a step, or the price of a trained
+sample.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ from typing import Literal
 
 import numpy as np
 
+from verl_rhyme.config import StreamingConfig
 from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Floats, Overlap, Work, generation, step
+from verl_rhyme.scheduling.allocation.times import Floats, Training, Work, rollout, slots, step
 
 Objective = Literal["time", "cost"]
 
 #: A split that is slower (or dearer) than the best by less is as good: of such the one with the fewest GPUs is taken.
 WORTH = 0.01
-#: Points at which generation's seconds are looked at beside training of another length.
+#: A larger bound of staleness is profitable where a step is faster (or a sample cheaper) by more.
+PROFIT = 0.1
+#: Bounds that are compared.
+BOUNDS = (0, 1, 2, 4, 8)
+#: Share of a batch that a streamed part has.
+_PART = StreamingConfig().part or 1.0
+#: Points at which rollout's seconds are looked at with training of another length.
 _BETWEEN = 24
 #: Where it is asked how many GPUs would do.
 _MOST_NODES = 128
@@ -42,7 +49,7 @@ class Problem:
         pools: GPUs.
         model: What is trained.
         work: An update batch.
-        overlap: What goes on at once.
+        max_staleness: Policy versions between a trained token and the policy it trains, at most (k).
         weights: Seconds until new weights are handed out at the site that trains.
         links: Between sites.
     """
@@ -50,9 +57,13 @@ class Problem:
     pools: Sequence[Pool]
     model: Model
     work: Work
-    overlap: Overlap = field(default_factory=Overlap)
+    max_staleness: int = 1
     weights: float = 0.0
     links: Links = field(default_factory=Links)
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0 (versions), not {self.max_staleness}")
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,15 @@ class Split:
     Attributes:
         what: It is, in a table.
         train, train_gpus: Where it trains.
-        rollout: Pools and GPUs that generate; the same as those that train where they take turns.
+        rollout: Pools and GPUs that roll out; the same as those that train where they take turns.
         tp: GPUs of a replica.
         colocated: Both take turns on the same GPUs.
-        generated: Seconds of generation when nothing else holds it up.
-        trained: Of training.
-        transfer: Of weights over a link.
-        step: Of the whole.
+        rolled_out: Seconds of a step that rollout allows: its floor, with the bound of staleness.
+        slots: The same of an unbounded staleness: slots are always full.
+        trained: Seconds of a step that training allows: tokens, update, and weights.
+        transfer: Seconds of weights over a link.
+        step: Seconds of the whole.
+        tokens_per_s: Trained tokens of responses.
         hourly: Price of all its GPUs; ``None``: one is not known.
         cost: Of a trained sample.
     """
@@ -78,13 +91,27 @@ class Split:
     train_gpus: int
     rollout: tuple[tuple[Pool, int], ...]
     tp: int
-    generated: float
+    rolled_out: float
+    slots: float
     trained: float
     transfer: float
     step: float
+    tokens_per_s: float
     hourly: float | None
     cost: float | None
     colocated: bool = False
+
+    @property
+    def binds(self) -> str:
+        """The floor that a step stands on: ``trainer``, ``longest response`` (the time that it has by the bound of
+        staleness), ``slots`` (always full), ``link``, or ``all, in turns``."""
+        if self.colocated:
+            return "all, in turns"
+        if self.transfer >= max(self.rolled_out, self.trained):
+            return "link"
+        if self.trained >= self.rolled_out:
+            return "trainer"
+        return "slots" if self.slots >= self.rolled_out * (1 - 1e-9) else "longest response"
 
     @property
     def arrangement(self) -> tuple[object, ...]:
@@ -102,11 +129,6 @@ class Split:
         return self.train_gpus + (0 if self.colocated else self.rollout_gpus)
 
     @property
-    def rollout_idle(self) -> float:
-        """Share of a step in which generation waits for training or weights."""
-        return max(0.0, 1 - self.generated / self.step)
-
-    @property
     def train_idle(self) -> float:
         """Share of a step in which training waits for samples or weights."""
         return max(0.0, 1 - self.trained / self.step)
@@ -114,20 +136,49 @@ class Split:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer.
+    """The answer for one bound of staleness.
 
     Attributes:
+        max_staleness: The bound.
         best: The split.
         others: What it was compared with, from the best on: the best of each other arrangement, half of the GPUs for
-            each role, and both roles in turns on the same GPUs, which overlaps nothing, where these are possible.
+            each role, and both roles in turns on the same GPUs, where these are possible.
         refused: Why arrangements are not possible.
         looked_at: Splits that were.
     """
 
+    max_staleness: int
     best: Split
     others: list[Split]
     refused: list[str]
     looked_at: int
+
+    @property
+    def turns(self) -> Split | None:
+        """Both roles in turns on the same GPUs."""
+        return next((split for split in self.others if split.colocated), None)
+
+
+def dial(problem: Problem, objective: Objective = "time", slowest: float = np.inf) -> list[Plan]:
+    """The best split at each of :data:`BOUNDS`; those within ``slowest``. Arguments and errors as :func:`plan`."""
+    found, none = [], None
+    for bound in BOUNDS:
+        try:
+            found.append(plan(replace(problem, max_staleness=bound), objective, slowest))
+        except NoSplit as error:
+            none = error
+    if none is not None and not found:
+        raise none
+    return found
+
+
+def profitable(plans: Sequence[Plan], objective: Objective = "time") -> Plan:
+    """The least bound of staleness whose split is within :data:`PROFIT` of the best of all bounds."""
+    least = min(value(plan.best, objective) for plan in plans)
+    return min(
+        (plan for plan in plans if value(plan.best, objective) <= (1 + PROFIT) * least),
+        key=lambda plan: plan.max_staleness,
+    )
 
 
 def plan(problem: Problem, objective: Objective = "time", slowest: float = np.inf) -> Plan:
@@ -148,8 +199,8 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
     found: list[Split] = []
     looked_at, fastest, least = 0, np.inf, np.inf
     for arrangement in _arrangements(problem, refused):
-        best, count, seconds, value = _search(problem, objective, slowest, *arrangement)
-        looked_at, fastest, least = looked_at + count, min(fastest, seconds), min(least, value)
+        best, count, seconds, lowest = _search(problem, objective, slowest, *arrangement)
+        looked_at, fastest, least = looked_at + count, min(fastest, seconds), min(least, lowest)
         found += [] if best is None else [best]
         if not count:
             refused.append(_why_none(problem, *arrangement[:4]))
@@ -160,64 +211,91 @@ def plan(problem: Problem, objective: Objective = "time", slowest: float = np.in
             )
         raise NoSplit("no split is possible:\n" + "\n".join(f"- {why}" for why in dict.fromkeys(refused)))
     enough = (1 + WORTH) * least * (1 + 1e-9)  # rounding
-    best = min(
-        (split for split in found if _value(split, objective) <= enough),
-        key=lambda split: (split.gpus, _value(split, objective)),
-    )
+    good = (split for split in found if value(split, objective) <= enough)
+    best = min(good, key=lambda split: (split.gpus, value(split, objective)))
     others = [split for split in found if split is not best]
     seen = {split.arrangement for split in found}
     others += [split for split in _baselines(problem, best) if split.arrangement not in seen]
-    others.sort(key=lambda split: _value(split, objective))
-    return Plan(best, others, list(dict.fromkeys(refused)), looked_at)
+    others.sort(key=lambda split: value(split, objective))
+    return Plan(problem.max_staleness, best, others, list(dict.fromkeys(refused)), looked_at)
 
 
-def split(problem: Problem, train: tuple[Pool, int], rollout: Sequence[tuple[Pool, int]], tp: int, what: str) -> Split:
-    """What comes of a given split; ``rollout`` and ``train`` on their own GPUs.
+def split(
+    problem: Problem, train: tuple[Pool, int], rollout_on: Sequence[tuple[Pool, int]], tp: int, what: str
+) -> Split:
+    """What comes of a given split, both roles on GPUs of their own.
 
     Raises:
         NoSplit: It does not fit.
     """
     pool, gpus = train
     assert pool.training is not None
-    transfer = problem.links.seconds(pool.site, {each.site for each, _ in rollout}, problem.model.bytes)
-    whys = [each.why_no_replica(problem.model, problem.work, tp) for each, _ in rollout]
+    transfer = problem.links.seconds(pool.site, {each.site for each, _ in rollout_on}, problem.model.bytes)
+    whys = [each.why_no_replica(problem.model, problem.work, tp) for each, _ in rollout_on]
     whys.append(pool.why_no_training(problem.model, gpus))
     whys += ["no link between the sites"] if transfer is None else []
     if why := "; ".join(filter(None, whys)):
         raise NoSplit(why)
-    trained = float(pool.training.seconds(gpus, problem.work.trained_tokens))
-    between = trained + problem.weights + (transfer or 0.0)
-    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout]
-    generated = generation(fleet, problem.work, problem.overlap, between)
-    seconds = step(generated, np.asarray(trained), problem.weights, transfer or 0.0, problem.overlap)
-    return _told(problem, train, rollout, tp, what, float(seconds[0]))
+    after = float(_after(problem, pool.training, np.array(gpus), transfer or 0.0))
+    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout_on]
+    rolled_out = float(rollout(fleet, problem.work, problem.max_staleness, after)[0])
+    return _told(problem, train, rollout_on, tp, what, rolled_out)
+
+
+def _after(problem: Problem, training: Training, gpus: Floats, transfer: float) -> Floats:
+    """Seconds from the collection of a batch to engines with its policy: the last part of it, and what is fixed. On-
+    policy these stand beside rollout (:func:`_step`)."""
+    if not problem.max_staleness:
+        return np.zeros(np.shape(gpus))
+    return training.seconds(gpus, problem.work.trained_tokens, _PART) + problem.weights + transfer
+
+
+def _step(problem: Problem, training: Training, rolled_out: Floats, trained: Floats, transfer: float) -> Floats:
+    """Seconds of a step, of what rollout and an update allow."""
+    on_policy, fixed = not problem.max_staleness, training.update + problem.weights
+    seconds = step(rolled_out, trained - training.update, fixed + transfer * on_policy, on_policy)
+    return np.maximum(seconds, transfer)
 
 
 def _told(
-    problem: Problem, train: tuple[Pool, int], rollout: Sequence[tuple[Pool, int]], tp: int, what: str, seconds: float
+    problem: Problem, train: tuple[Pool, int], rollout_on: Sequence[tuple[Pool, int]], tp: int, what: str, floor: float
 ) -> Split:
+    """A split whose rollout allows a step of so many seconds."""
     pool, gpus = train
     assert pool.training is not None
-    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout]
-    used = [*rollout, train]
-    known = all(each.price is not None for each, _ in used)
-    hourly = sum((each.price or 0.0) * share for each, share in used) if known else None
+    work = problem.work
+    fleet = [(each.replicas[tp], np.array([share / tp])) for each, share in rollout_on]
+    trained = pool.training.seconds(gpus, work.trained_tokens)
+    transfer = problem.links.seconds(pool.site, {each.site for each, _ in rollout_on}, problem.model.bytes) or 0.0
+    seconds = float(_step(problem, pool.training, np.array(floor), trained, transfer))
+    hourly, cost = _price([*rollout_on, train], seconds, work)
     return Split(
         what,
         pool,
         gpus,
-        tuple((each, share) for each, share in rollout if share),
+        tuple((each, share) for each, share in rollout_on if share),
         tp,
-        generated=float(generation(fleet, problem.work, problem.overlap)[0]),
-        trained=float(pool.training.seconds(gpus, problem.work.trained_tokens)),
-        transfer=problem.links.seconds(pool.site, {each.site for each, _ in rollout}, problem.model.bytes) or 0.0,
+        rolled_out=floor,
+        slots=float(slots(fleet, work)[0]),
+        trained=float(trained) + problem.weights,
+        transfer=transfer,
         step=seconds,
+        tokens_per_s=work.tokens / seconds,
         hourly=hourly,
-        cost=None if hourly is None else hourly * seconds / 3600 / problem.work.samples,
+        cost=cost,
     )
 
 
-def _value(split: Split, objective: Objective) -> float:
+def _price(used: Sequence[tuple[Pool, int]], seconds: float, work: Work) -> tuple[float | None, float | None]:
+    """What GPUs cost in an hour, and for a trained sample."""
+    if any(each.price is None for each, _ in used):
+        return None, None
+    hourly = sum((each.price or 0.0) * share for each, share in used)
+    return hourly, hourly * seconds / 3600 / work.samples
+
+
+def value(split: Split, objective: Objective) -> float:
+    """Seconds of a step, or the price of a trained sample."""
     return split.step if objective == "time" else float(split.cost or 0.0)
 
 
@@ -309,18 +387,16 @@ def _search(
     """The best split of an arrangement (within :data:`WORTH` that of the fewest GPUs), how many were looked at;
     the least seconds of these, and the least of ``objective`` within ``slowest``."""
     assert train.training is not None
-    model, work, overlap = problem.model, problem.work, problem.overlap
+    model, work = problem.model, problem.work
     ys = [y for y in train.shares(train.training.copy_gpus) if not train.why_no_training(model, y)]
     xs = [x for x in share.shares(tp) if not whole or x % share.node == 0]
     if not ys or not xs:
         return None, 0, np.inf, np.inf
-    trained = train.training.seconds(ys, work.trained_tokens)
-    between = trained + problem.weights + transfer
-    counts = np.array(xs) / tp
-    fleet = [(share.replicas[tp], counts)]
+    fleet = [(share.replicas[tp], np.array(xs) / tp)]
     fleet += [(pool.replicas[tp], np.full(len(xs), pool.gpus // tp)) for pool in whole]
-    generated = _over_between(fleet, work, overlap, between)
-    seconds = step(generated, trained[:, None], problem.weights, transfer, overlap)  # [ys, xs]
+    rolled_out = _rolled_out(fleet, problem, _after(problem, train.training, np.array(ys), transfer))  # [ys, xs]
+    trained = train.training.seconds(ys, work.trained_tokens)[:, None]
+    seconds = _step(problem, train.training, rolled_out, trained, transfer)
     if share is train:
         seconds = np.where([[train.fits(x, y) for x in xs] for y in ys], seconds, np.inf)
     looked_at, fastest = int(np.isfinite(seconds).sum()), float(seconds.min())
@@ -328,31 +404,33 @@ def _search(
     if not possible.any():
         return None, looked_at, fastest, np.inf
     gpus = np.add.outer(ys, xs) + sum(pool.gpus for pool in whole)
-    value = seconds
+    worth = seconds
     if objective == "cost":
         price = np.add.outer(np.array(ys) * (train.price or 0.0), np.array(xs) * (share.price or 0.0))
         price = price + sum(pool.gpus * (pool.price or 0.0) for pool in whole)
-        value = np.where(possible, seconds, 0.0) * price / 3600 / work.samples
-    value = np.where(possible, value, np.inf)
-    least = float(value.min())
-    good = value <= (1 + WORTH) * least
+        worth = np.where(possible, seconds, 0.0) * price / 3600 / work.samples
+    worth = np.where(possible, worth, np.inf)
+    least = float(worth.min())
+    good = worth <= (1 + WORTH) * least
     fewest = np.where(good, gpus, np.inf)
-    at = np.unravel_index(np.argmin(np.where(fewest == fewest.min(), value, np.inf)), value.shape)
+    at = np.unravel_index(np.argmin(np.where(fewest == fewest.min(), worth, np.inf)), worth.shape)
     y, x = ys[int(at[0])], xs[int(at[1])]
-    rollout = [(share, x), *((pool, pool.gpus) for pool in whole)]
-    what = "one pool" if {train, *(pool for pool, _ in rollout)} == {train} else "pools apart"
+    rollout_on = [(share, x), *((pool, pool.gpus) for pool in whole)]
+    what = "one pool" if {train, *(pool for pool, _ in rollout_on)} == {train} else "two pools"
     what = "pools together" if whole else what
-    return _told(problem, (train, y), rollout, tp, what, float(seconds[at])), looked_at, fastest, least
+    return _told(problem, (train, y), rollout_on, tp, what, float(rolled_out[at])), looked_at, fastest, least
 
 
-def _over_between(fleet: list, work: Work, overlap: Overlap, between: Floats) -> Floats:
-    """float64[len(between), counts]: generation beside training of each length."""
-    if not overlap.staleness:
-        return np.broadcast_to(generation(fleet, work, overlap), (len(between), len(fleet[0][1])))
-    points = np.unique(np.geomspace(max(1e-3, between.min()), max(2e-3, between.max()), _BETWEEN))
-    rows = np.stack([generation(fleet, work, overlap, point) for point in points])
-    at = np.clip(np.searchsorted(points, between) - 1, 0, len(points) - 2)
-    part = ((between - points[at]) / (points[at + 1] - points[at])).clip(0, 1)[:, None]
+def _rolled_out(fleet: list, problem: Problem, after: Floats) -> Floats:
+    """float64[len(after), counts]: rollout's floor with training of each length."""
+    points = np.unique(after)
+    if len(points) > _BETWEEN:
+        points = np.geomspace(points[0], points[-1], _BETWEEN)
+    rows = np.stack([rollout(fleet, problem.work, problem.max_staleness, point) for point in points])
+    if len(points) == 1:
+        return np.broadcast_to(rows, (len(after), rows.shape[1]))
+    at = np.clip(np.searchsorted(points, after) - 1, 0, len(points) - 2)
+    part = ((after - points[at]) / (points[at + 1] - points[at])).clip(0, 1)[:, None]
     return np.where(part > 0, (1 - part) * rows[at] + part * rows[at + 1], rows[at])
 
 
@@ -372,12 +450,26 @@ def _baselines(problem: Problem, best: Split) -> Iterator[Split]:
 
 
 def colocated(problem: Problem, pool: Pool, gpus: int, tp: int) -> Split:
-    """Generation and training in turns on the same GPUs, nothing at once."""
+    """Rollout and training in turns on the same GPUs: responses go on across versions, but nothing runs at once."""
     assert pool.training is not None
-    generated = float(generation([(pool.replicas[tp], np.array([gpus / tp]))], problem.work, Overlap(0))[0])
-    trained = float(pool.training.seconds(gpus, problem.work.trained_tokens))
-    seconds = generated + trained + problem.weights
-    hourly = None if pool.price is None else pool.price * gpus
-    cost = None if hourly is None else hourly * seconds / 3600 / problem.work.samples
-    told = f"in turns on {pool.name}"
-    return Split(told, pool, gpus, ((pool, gpus),), tp, generated, trained, 0.0, seconds, hourly, cost, colocated=True)
+    work, fleet = problem.work, [(pool.replicas[tp], np.array([gpus / tp]))]
+    rolled_out = float(rollout(fleet, work, problem.max_staleness)[0])
+    trained = float(pool.training.seconds(gpus, work.trained_tokens)) + problem.weights
+    seconds = rolled_out + trained
+    hourly, cost = _price([(pool, gpus)], seconds, work)
+    return Split(
+        f"in turns on {pool.name}",
+        pool,
+        gpus,
+        ((pool, gpus),),
+        tp,
+        rolled_out=rolled_out,
+        slots=float(slots(fleet, work)[0]),
+        trained=trained,
+        transfer=0.0,
+        step=seconds,
+        tokens_per_s=work.tokens / seconds,
+        hourly=hourly,
+        cost=cost,
+        colocated=True,
+    )

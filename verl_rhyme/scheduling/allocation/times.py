@@ -1,20 +1,22 @@
-"""How long an update takes on a fleet of replicas and on GPUs that train, in closed form: what a planner reckons with.
+"""How long an update takes on a fleet of replicas and on GPUs that train, in closed form: what the planner goes by.
 
-What the rows and caches of a batch cost a replica does not depend on the order in which its responses end, since steps
-of R rows with C cached tokens take ``base + row R + cached C`` seconds
-(:class:`~verl_rhyme.scheduling.cost.ReplicaCost`). Only the number of steps does: it is looked at by the longest
-response, by the slots, and by what chance makes of both. All replicas are taken to get as much as they can do in equal
-time. ``python -m benchmarks.allocation`` and a test hold it against the simulator.
+Two floors explain a step (docs/planning.md, "How long a step takes"). With ``max_staleness`` k, T seconds a step:
 
-A step of the run then depends on what may overlap (``Work`` is one update batch, T a step's seconds, D those of
-training and of weights on their way):
+- **rollout**: ``T >= W + (L + F) / (k + 1)``. W: seconds of linear work of an update per replica (rows, drafts,
+  caches, prompts), which does not depend on the order in which responses end, since a decode step of R rows with C
+  cached tokens takes ``base + row R + cached C`` seconds (:class:`~verl_rhyme.scheduling.cost.ReplicaCost`). L: steps
+  of the longest response alone. F: from the collection of a batch to engines with its policy. What starts at a version
+  has k + 1 updates less F until it is due, and gets a step for each ``base`` seconds that linear work leaves. And
+  ``T >=`` what brings all tokens through the slots.
+- **trainer**: ``T >= tokens + fixed``.
 
-- nothing (``staleness=0``): generation, then D;
-- batches (``staleness`` versions, engines go on with what they have under new weights): a batch is under way for
-  ``W = (staleness + 1) T - D`` seconds, of which the rows of all batches take ``busy / T``; the rest has to be
-  enough for the steps of the longest response: :func:`_overlapped`;
-- training (a staleness of 1, ``drains``: a replica takes new weights when it has come to the end of its share): each
-  replica works off its share, then begins the next, and may be late by one step.
+On-policy the two overlap only as far as parts of a batch are finished before its end: between the larger and the sum,
+``T = sqrt((W + L)^2 + tokens^2) + fixed``. Between versions the larger of the two floors it is.
+
+Colocated engines stop while the actor trains, so that F is outside: ``T = W + L / (k + 1) + F``.
+
+All replicas are taken to get as much as they can do in equal time. ``python -m benchmarks.allocation`` and
+``tests/unit/simulation/test_allocation_times.py`` hold it against the simulator.
 """
 
 from __future__ import annotations
@@ -31,9 +33,6 @@ from verl_rhyme.scheduling.cost import ReplicaCost
 
 Floats = npt.NDArray[np.float64]
 
-#: Of two bounds that a step is held to now by one, now by the other: the power of their mean, which lies above both. By
-#: simulated runs of 2 to 16 replicas.
-_SOFT = 6
 #: Halvings of the interval in which a mixed fleet's time is looked for, and points of its kinds' curves.
 _HALVINGS, _POINTS = 40, 256
 
@@ -114,7 +113,7 @@ class Work:
 
 
 class _Kind:
-    """Seconds of one kind of replica, by the samples of a batch that each one gets (float64[...], above 0)."""
+    """Seconds of one kind of replica, by the samples of a batch that each gets (float64[...], above 0)."""
 
     def __init__(self, cost: ReplicaCost, work: Work) -> None:
         self._cost, self._work = cost, work
@@ -129,21 +128,13 @@ class _Kind:
         return self._each * samples + cost.prefill * work.prompt_tokens * prompts
 
     def streamed(self, samples: Floats) -> Floats:
-        """As many as bring all tokens through its slots."""
-        return self._cost.step.base * self._filled(samples) + self.busy(samples)
-
-    def alone(self, samples: Floats) -> Floats:
-        """Until all are done that are begun together, on an average replica."""
+        """As many as bring all tokens through its slots; what runs at a new policy is prefilled again under it."""
         work = self._work
-        queued = self._filled(samples) + np.where(samples > self.rows, work.longest_left(self.rows), 0.0)
-        return self._cost.step.base * np.maximum(work.longest(samples), queued) + self.busy(samples)
+        again = self._cost.prefill * np.minimum(samples, self.rows) * work.held / work.mean
+        return self._cost.step.base * self._filled(samples) + self.busy(samples) + again
 
-    def last(self, samples: Floats) -> Floats:
-        """The same, on the replica that is the last to be done."""
-        return self.floor(samples) + self.busy(samples)
-
-    def floor(self, samples: Floats) -> Floats:
-        """Of the steps alone, on the replica that is the last to be done."""
+    def longest(self, samples: Floats) -> Floats:
+        """Of the steps alone, on the replica that is the last to be done with a batch."""
         work, filled = self._work, self._filled(samples)
         replicas = np.maximum(1.0, work.samples / samples)
         uneven = _highest(replicas) * filled * work.variation / np.sqrt(np.maximum(1.0, samples))
@@ -162,62 +153,25 @@ def _highest(count: Floats) -> Floats:
     return ndtri((count - 0.375) / (count + 0.25))
 
 
-def _overlapped(busy: Floats, floor: Floats, between: Floats, staleness: int) -> Floats:
-    """T of ``((staleness + 1) T - between) (1 - busy / T) = floor``: see the module."""
-    batches = staleness + 1
-    b = between + batches * busy + floor
-    return (b + np.sqrt(np.maximum(0.0, b * b - 4 * batches * between * busy))) / (2 * batches)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What of generation and training goes on at once.
-
-    Attributes:
-        staleness: Policy versions between a trained token and the policy it trains, at most.
-        drains: A replica takes new weights when nothing runs there that began under older ones
-            (``sorting.keep_running``); else all go on under the new ones with what they have.
-
-    Raises:
-        ValueError: Not reckoned.
-    """
-
-    staleness: int = 1
-    drains: bool = False
-
-    def __post_init__(self) -> None:
-        if self.staleness < 0 or (self.drains and self.staleness != 1):
-            raise ValueError(
-                f"staleness {self.staleness} with drains={self.drains}: staleness must be at least 0, and 1 where "
-                "replicas drain"
-            )
-
-
-def generation(
-    fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work, overlap: Overlap, between: float = 0.0
+def rollout(
+    fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work, max_staleness: int = 0, after: float = 0.0
 ) -> Floats:
-    """Seconds that a step takes at least because of generation: ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930,
-    section 4.2), for the overlap there is.
+    """Seconds that a step takes at least because of rollout: ``P_gen`` of Algorithm 1 (StreamRL, arXiv:2504.15930,
+    section 4.2), with the bound of staleness in it.
 
     Args:
         fleet: Kinds of replica, and how many there are of each: float64[...], all of one shape.
-        work: The batch.
-        overlap: See the module.
-        between: Seconds of training and of weights on their way, after generation or beside it.
+        work: An update batch.
+        max_staleness: Bound k, in policy versions.
+        after: Seconds from the collection of a batch to engines with its policy (F).
 
     Returns:
-        float64, of the counts' shape; infinite where there is no replica. Where nothing overlaps, generation alone.
+        float64, of the counts' shape; infinite where there is no replica.
     """
 
     def seconds(kind: _Kind, samples: Floats) -> Floats:
-        if not overlap.staleness:
-            return kind.last(samples)
-        if overlap.drains:
-            late = (kind.last(samples) + between) / 2
-            return (kind.alone(samples) ** _SOFT + late**_SOFT) ** (1 / _SOFT)
-        busy, floor = kind.busy(samples), kind.floor(samples)
-        root = _overlapped(busy, floor, np.asarray(between), overlap.staleness)
-        return np.maximum(kind.streamed(samples), root)
+        due = kind.busy(samples) + (kind.longest(samples) + after) / (max_staleness + 1)
+        return np.maximum(kind.streamed(samples), due) if max_staleness else due
 
     counts = [np.asarray(count, dtype=float) for _, count in fleet]
     total = np.sum(counts, axis=0)
@@ -227,6 +181,25 @@ def generation(
     else:
         found = _level(kinds, counts, work.samples, seconds)
     return np.where(total > 0, found, np.inf)
+
+
+def step(rolled_out: Floats, tokens: Floats, fixed: float, on_policy: bool) -> Floats:
+    """Seconds of a step on separate engines, of which an update's parts are trained while the rest is generated.
+
+    Args:
+        rolled_out: What :func:`rollout` allows; on-policy without ``after``.
+        tokens: Seconds of training an update's tokens.
+        fixed: Seconds of an update and its weights beside that.
+        on_policy: ``max_staleness`` is 0.
+    """
+    if on_policy:
+        return np.asarray(np.hypot(rolled_out, tokens) + fixed)
+    return np.maximum(rolled_out, tokens + fixed)
+
+
+def slots(fleet: Sequence[tuple[ReplicaCost, npt.ArrayLike]], work: Work) -> Floats:
+    """The same of an unbounded staleness: all tokens through slots that are always full."""
+    return rollout(fleet, work, 1 << 30)
 
 
 def _level(kinds: Sequence[_Kind], counts: Sequence[Floats], samples: int, seconds: object) -> Floats:
@@ -245,7 +218,7 @@ def _level(kinds: Sequence[_Kind], counts: Sequence[Floats], samples: int, secon
 
 @dataclass(frozen=True)
 class Training:
-    """An update on GPUs of one kind: ``P_train`` of Algorithm 1.
+    """An update on GPUs of one kind: ``P_train`` of Algorithm 1 (StreamRL).
 
     Attributes:
         token: Seconds of one GPU for each token of prompts and responses, log-probs and update together.
@@ -266,21 +239,7 @@ class Training:
         if not (0 < self.token < np.inf and 0 <= self.update < np.inf and self.copy_gpus >= 1 and self.reserve >= 0):
             raise ValueError(f"training needs seconds above 0 a token, and sizes of at least 1: {self}")
 
-    def seconds(self, gpus: npt.ArrayLike, tokens: float) -> Floats:
-        """Of an update of so many tokens on so many GPUs, float64[...]."""
-        return self.update + self.token * tokens / np.asarray(gpus, dtype=float)
-
-
-def step(generated: Floats, trained: Floats, weights: float, transfer: float, overlap: Overlap) -> Floats:
-    """Seconds of a step of the run.
-
-    Args:
-        generated: :func:`generation`, with ``trained + weights + transfer`` between.
-        trained: Of training.
-        weights: Until the actor has handed out its weights.
-        transfer: On their way over a slow link, which carries each version once.
-        overlap: See the module.
-    """
-    if not overlap.staleness:
-        return generated + trained + weights + transfer
-    return np.maximum(np.maximum(generated, trained + weights), transfer)
+    def seconds(self, gpus: npt.ArrayLike, tokens: float, share: float = 1.0) -> Floats:
+        """Of an update of so many tokens on so many GPUs, float64[...]; of a share of its tokens, with all that it
+        takes beside them."""
+        return self.update + share * self.token * tokens / np.asarray(gpus, dtype=float)

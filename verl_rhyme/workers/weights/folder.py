@@ -18,8 +18,9 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 256 << 20
 
 #: Parts that are written at a time.
-_WRITERS = 2
+_WRITERS = 8
 
 #: Seconds that a process takes to end after Ray says that it has.
 _DYING_S = 5.0
@@ -223,13 +224,17 @@ class Folder:
 
 
 class Writer:
-    """Tensors into parts, which are written while further tensors come; ``close`` makes the version whole."""
+    """Tensors into parts, which are written while further tensors come; ``close`` makes the version whole.
+
+    A tensor is copied once, into memory that parts share one after another, and from there to its file. Those of an
+    element size go together: safetensors leaves no gaps to align them.
+    """
 
     def __init__(self, folder: Folder, version: int, part_bytes: int, chunk_bytes: int) -> None:
         self._folder, self._version = folder, version
         self._part_bytes, self._chunk_bytes = part_bytes, chunk_bytes
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._bytes = 0
+        self._open: dict[int, _Open] = {}  # by element size
+        self._buffers: list[torch.Tensor] = []  # that nothing is in
         self._parts: list[Future[Part]] = []
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="weights")
 
@@ -239,39 +244,89 @@ class Writer:
         Raises:
             WeightsError: There is no room.
         """
-        self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._bytes += tensor.nbytes
-        if self._bytes >= self._part_bytes:
-            self._write()
+        size = tensor.element_size()
+        part = self._open.get(size)
+        if part is not None and part.bytes + tensor.nbytes > len(part.buffer):
+            self._write(self._open.pop(size))
+            part = None
+        if part is None:
+            part = self._open[size] = _Open(self._buffer(tensor))
+        part.add(name, tensor)
+        if part.bytes >= self._part_bytes:
+            self._write(self._open.pop(size))
 
     def close(self) -> None:
-        if self._tensors:
-            self._write()
+        for size in list(self._open):
+            self._write(self._open.pop(size))
         parts = [part.result() for part in self._parts]
         self._threads.shutdown()
         self._folder.complete(self._version, parts)
 
-    def _write(self) -> None:
-        for part in self._parts[:-_WRITERS]:  # those in memory are few, and what failed is told early
-            part.result()
-        number, tensors = len(self._parts), self._tensors
-        self._parts.append(self._threads.submit(self._written, number, tensors))
-        self._tensors, self._bytes = {}, 0
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """uint8[N], N at least a part's bytes and the tensor's; pinned where that is a GPU's."""
+        import torch
 
-    def _written(self, number: int, tensors: dict[str, torch.Tensor]) -> Part:
-        from safetensors.torch import save_file
+        if self._buffers and tensor.nbytes <= self._part_bytes:
+            return self._buffers.pop()
+        size = max(self._part_bytes, tensor.nbytes)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.device.type == "cuda")
 
-        folder, file = self._folder, self._folder._file(self._version, number)
+    def _write(self, part: _Open) -> None:
+        for written in self._parts[:-_WRITERS]:  # those in memory are few, and what failed is told early
+            written.result()
+        self._parts.append(self._threads.submit(self._written, len(self._parts), part))
+
+    def _written(self, number: int, part: _Open) -> Part:
+        folder, header, data = self._folder, part.header(), part.buffer.numpy()[: part.bytes].data
         try:
             folder._make(self._version)
-            save_file(tensors, file)
+            with folder._file(self._version, number).open("wb", buffering=0) as file:
+                for piece in (memoryview(header), data):
+                    while piece:
+                        piece = piece[file.write(piece) :]
         except OSError as error:
             raise folder._no_room(self._version, error) from error
-        except Exception as error:  # safetensors has an error of its own for what the system says
-            raise folder._no_room(self._version, OSError(0, str(error))) from error
-        with file.open("rb") as written:
-            digests = tuple(digest(data) for data in iter(lambda: written.read(self._chunk_bytes), b""))
-        return Part(file.stat().st_size, self._chunk_bytes, digests)
+        size, chunk = len(header) + part.bytes, self._chunk_bytes
+        first = -len(header) % chunk  # with so many bytes the header fills whole chunks
+        head = header + data[:first]
+        digests = [digest(head[at : at + chunk]) for at in range(0, len(head), chunk)]
+        digests += [digest(data[at : at + chunk]) for at in range(first, part.bytes, chunk)]
+        if len(part.buffer) == self._part_bytes:
+            self._buffers.append(part.buffer)
+        return Part(size, chunk, tuple(digests))
+
+
+class _Open:
+    """A part that tensors are added to, in safetensors' format.
+
+    Args:
+        buffer: uint8[N], for their bytes.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.bytes = buffer, 0
+        self._tensors: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        end = self.bytes + tensor.nbytes
+        self.buffer[self.bytes : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        about = {"dtype": _format_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [self.bytes, end]}
+        self._tensors[name], self.bytes = about, end
+
+    def header(self) -> bytes:
+        told = json.dumps(self._tensors, separators=(",", ":")).encode()
+        told += b" " * (-len(told) % 8)
+        return len(told).to_bytes(8, "little") + told
+
+
+@cache
+def _format_name(dtype: torch.dtype) -> str:
+    """safetensors' name of a type."""
+    import torch
+    from safetensors.torch import save
+
+    saved = save({"tensor": torch.empty(0, dtype=dtype)})
+    return str(json.loads(saved[8 : 8 + int.from_bytes(saved[:8], "little")])["tensor"]["dtype"])
 
 
 def _parts(manifest: str) -> list[Part]:

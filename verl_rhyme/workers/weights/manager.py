@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import last_line
+from verl_rhyme.workers import background
 from verl_rhyme.workers.weights import BACKEND, relay
 from verl_rhyme.workers.weights.delivery import Target
 from verl_rhyme.workers.weights.folder import UnsentError, WeightsError
@@ -39,7 +41,8 @@ logger = logging.getLogger(__name__)
 class RelayManager(CheckpointEngineManager):
     """As verl's, but that the actor takes part in no replica's transfer: it writes a version once, to its own node's
     relay (:meth:`publish`). From there each replica gets it for itself (:meth:`deliver`): while others generate, and
-    the actor trains.
+    the actor trains. Unless the trainer :attr:`waits`, all that comes after the actor's writing is done in the
+    background; what goes wrong there is raised at the next look.
 
     Args:
         config: verl's, of the checkpoint engine.
@@ -64,7 +67,11 @@ class RelayManager(CheckpointEngineManager):
         self._folders: dict[str, str] = {}  # theirs, also of those that died
         self._sites: dict[str, str | None] = {}
         self._nodes: dict[Any, list[str]] = {}  # of each replica's workers
+        self._node: str | None = None  # the actor's
+        self._told_actor: dict[str, Any] = {}  # where it writes, and how
         self._published: tuple[str, int, str] | None = None  # the actor's node; the newest version; its identity
+        self._handing: Future[dict[Any, Any]] | None = None  # the newest version out, in the background
+        self._tallied: dict[str, float] = {}
         self._under_way: dict[Any, Any] = {}  # deliveries that nobody waits for, by replica
         #: The trainer waits until all replicas have a version, rather than to go on while they take it.
         self.waits = True
@@ -84,12 +91,15 @@ class RelayManager(CheckpointEngineManager):
             RayError, WeightsError: One could not, now or before.
         """
         behind = self.check()
+        self._join()
         self.publish(global_steps)
         if self.waits:
+            self._over_deaths(True, lambda: self._offer(self.replicas))
             self.deliver(self.replicas)
             return self._told()
-        self._under_way |= {replica: self._deliver(replica, self.patient) for replica in self.replicas}
-        return {names.REPLICAS_BEHIND: float(behind), **self._told()}
+        told, self._tallied = self._tallied, {}
+        self._handing = background.begin(self._hand_out, list(self.replicas))
+        return {names.REPLICAS_BEHIND: float(behind), **told}
 
     def check(self) -> int:
         """How many replicas have not taken the newest version yet; one that failed tries again, or dies. Does not wait.
@@ -97,6 +107,9 @@ class RelayManager(CheckpointEngineManager):
         Raises:
             WeightsError: The version did not get to one of them.
         """
+        if self._handing is not None and not self._handing.done():
+            return len(self.replicas)
+        self._join()
         done: list[Any] = []
         if self._under_way:
             done, _ = ray.wait(list(self._under_way.values()), num_returns=len(self._under_way), timeout=0)
@@ -121,6 +134,7 @@ class RelayManager(CheckpointEngineManager):
 
     def settle(self) -> None:
         """Have all replicas take the newest version now."""
+        self._join()
         self.check()
         if behind := [replica for replica in self._under_way if replica in self.replicas]:
             self.deliver(behind)
@@ -128,33 +142,65 @@ class RelayManager(CheckpointEngineManager):
 
     def close(self) -> None:
         """The run ends: no node keeps weights."""
-        if closed := [each.close.remote() for each in self._relays.values()]:
+        if closed := [each.close.remote() for each in list(self._relays.values())]:
             ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
 
     def publish(self, version: int) -> None:
-        """The actor's weights are that version from now on; they are on their way to all nodes. Where a relay dies
-        meanwhile, they are written once more.
+        """Have the actor write that version to its own node's relay, which is all that the actor has to do with it.
+        Where the relay dies meanwhile, it is written once more.
 
         Raises:
-            WeightsError: There is no room for them.
+            WeightsError: There is no room for it.
         """
-        self._over_deaths(False, lambda: self._publish(version))
+        self._over_deaths(False, lambda: self._write(version), only=self._node)
 
-    def _publish(self, version: int) -> None:
+    def _write(self, version: int) -> None:
         ranks = self.actor_wg.world_size
-        node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
-        self._part_with_dead(needed=False)
+        if self._node is None:
+            self._node = ray.get(self.actor_wg.execute_checkpoint_engine(["prepare"] * ranks))[0]["node"]
+        node = self._node
+        self._part_with_dead(needed=False, only=node)
         source = self._relay(node)
         self._folders[node] = self._answer(source.folder.remote(), node)
-        asked = {each: relay.expect.remote(version) for each, relay in self._relays.items()}
-        self._answer(asked.pop(node), node)
-        self._answers(asked, "makes no room for new weights yet")  # it does when it fetches them
+        self._answer(source.expect.remote(version), node)
         told = {"path": [self._folders[node]] * ranks, "dtype": [self._dtype] * ranks}
-        ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **told))
+        if told != self._told_actor:
+            ray.get(self.actor_wg.execute_checkpoint_engine(method=["init_process_group"] * ranks, **told))
+            self._told_actor = told
         ray.get(self.actor_wg.update_weights(global_steps=version, mode=BACKEND))
         self._published = node, version, self._answer(source.written.remote(version), node)
-        self._meet(self.replicas)
+
+    def _hand_out(self, replicas: list[Any]) -> dict[Any, Any]:
+        """In the background: the newest version to all nodes; deliveries, by replica."""
+        try:
+            self._over_deaths(True, lambda: self._offer(replicas))
+        except RayActorError:  # of a replica, as the next look finds: others get it
+            for replica in replicas:
+                with suppress(RayActorError):
+                    self._meet([replica])
+            self._over_deaths(True, self._spread)
+        self._tallied = self._told()
+        return {replica: self._deliver(replica, self.patient) for replica in replicas if replica in self._nodes}
+
+    def _offer(self, replicas: list[Any]) -> None:
+        """The newest version is on its way to the nodes of these replicas."""
+        assert self._published is not None
+        self._part_with_dead(needed=True)
+        source, version, _ = self._published
+        asked = {node: each.expect.remote(version) for node, each in self._relays.items() if node != source}
+        self._answers(asked, "makes no room for new weights yet")  # it does when it fetches them
+        self._meet(replicas)
         self._spread()
+
+    def _join(self) -> None:
+        """Wait until the newest version is handed out.
+
+        Raises:
+            RayError, WeightsError: It could not be.
+        """
+        handing, self._handing = self._handing, None
+        if handing is not None:
+            self._under_way |= handing.result()
 
     def deliver(self, replicas: Iterable[Any]) -> None:
         """Have these replicas take the newest version, and wait until they have.
@@ -165,6 +211,7 @@ class RelayManager(CheckpointEngineManager):
             RayError, WeightsError: One could not.
         """
         assert self._published is not None, "nothing was published yet"
+        self._join()
         replicas = list(replicas)
         self._over_deaths(True, lambda: self._ready(replicas))
         waiting = {self._deliver(replica): replica for replica in replicas}
@@ -200,6 +247,7 @@ class RelayManager(CheckpointEngineManager):
         Raises:
             RayError, WeightsError: It could not be.
         """
+        self._join()
         if self._under_way.pop(replica, None) is not None:
             self.deliver([replica])
         if replica in self._nodes:
@@ -207,13 +255,13 @@ class RelayManager(CheckpointEngineManager):
 
     # ---- within ----
 
-    def _over_deaths(self, needed: bool, work: Callable[[], None]) -> None:
-        """Again, with others in their place, where relays have died; ``needed`` as :meth:`_part_with_dead`."""
+    def _over_deaths(self, needed: bool, work: Callable[[], None], only: str | None = None) -> None:
+        """Again, with others in their place, where relays have died; arguments as of :meth:`_part_with_dead`."""
         for _ in range(_DEATHS):
             try:
                 return work()
             except RayActorError:
-                if not self._part_with_dead(needed):
+                if not self._part_with_dead(needed, only):
                     raise  # another's death
         work()
 
@@ -293,11 +341,12 @@ class RelayManager(CheckpointEngineManager):
                 logger.warning("node %s %s: %s", node, else_, last_line(error))
         return failed
 
-    def _part_with_dead(self, needed: bool) -> set[str]:
+    def _part_with_dead(self, needed: bool, only: str | None = None) -> set[str]:
         """Relays that died, or hang, and who read from them; others start in their place.
 
         Args:
             needed: The newest version is yet to be fetched.
+            only: Node whose relay is asked; ``None``: all.
 
         Returns:
             Their nodes.
@@ -305,7 +354,7 @@ class RelayManager(CheckpointEngineManager):
         Raises:
             WeightsError: It cannot be, for it was the relay of the actor's node.
         """
-        asked = {node: each.folder.remote() for node, each in self._relays.items()}
+        asked = {node: each.folder.remote() for node, each in self._relays.items() if only in (None, node)}
         died = set[str]()
         for node, error in self._answers(asked, "has a relay that does not answer").items():
             if isinstance(error, ActorUnavailableError):  # the network between: it may come back
