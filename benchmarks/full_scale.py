@@ -1,32 +1,33 @@
-"""``full`` on 128 and 1,024 GPUs, simulated: beside verl's modes, and beside what Laminar published.
+"""``full`` on 128 and 1,024 GPUs, simulated, beside the published schedules and verl's own modes.
 
-    python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--whole] [--seeds 2]
+    python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--seeds 2]
 
-Laminar (arXiv:2510.12633) trains up to 5.48 times verl's tokens a second on up to 1,024 H800s: Qwen2.5 of 7B, 32B and
-72B on DAPO-Math-17k. As told in third-party notes, 2.56 times on average over verl, 1.98 over one-step staleness, 1.93
-over stream generation, 1.39 over AReaL; generation takes up to 83.1% of verl's time; no staleness is configured, and
-that of a trajectory, from its first version to its end, is typically below 3; the actor stands still 0.64 s for weights
-of 32B. Not known here: which model and how many GPUs the 5.48 is of, batch, lengths, tensor parallel sizes, splits.
+Setting: ``examples/simulate/dapo32b.yaml``: 32B, updates of 512 prompts x 16 (verl's DAPO recipe), responses of up to
+20,480 tokens, costs of H800s reckoned from data sheets. The batch is the same on 1,024 GPUs. Where engines are separate
+the planner of ``verl-rhyme plan`` splits the GPUs, by each arm's bound of staleness.
 
-What stands in for these is ``examples/simulate/dapo32b.yaml``, made for another comparison: 32B, updates of 512 prompts
-x 16 (verl's DAPO recipe), responses of up to 20,480 tokens, costs reckoned from data sheets. The batch is the same on
-1,024 GPUs. Where engines have GPUs of their own the planner of ``verl-rhyme plan`` tells how many, by each arm's
-overlap: of drafts it knows nothing, and is given what a token costs with them for what a step costs.
+Drafts: tokens a decoding step, and draft tokens verified for each that was gained, are those of the least of six
+recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
 
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
-each replica has the same to do, and an update takes as long. ``--whole`` simulates all of them, ten times as long.
+each replica has the same to do, and an update takes as long.
 
-Figures are of four updates (five where five batches are under way), whose prompts were seen before, in the middle of a
-run that goes on: no arm runs empty.
+Figures are of eight updates (two epochs), after eight: no arm runs empty, and all arms count the same prompts.
+
+Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
+made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
+does a table in ``docs/streaming_figures.md`` that is not ``--table`` of these rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,225 +35,253 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.machine import commit, describe
+from benchmarks.machine import commit
+from verl_rhyme.config import SchedulingConfig, StreamingConfig
+from verl_rhyme.config.presets import PRESETS
+from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.scheduling.allocation.planner import plan
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 from verl_rhyme.scheduling.ledger import Harvest
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.rules import Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Scenario, Step
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
+from verl_rhyme.simulation.workload import Prompt
+
+#: A run's figures, and which run it was.
+Row = dict[str, Any]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-PROFILE, TP = "qwen2.5-32b-h800-tp4", 4
-#: And of how many like parts one is simulated.
-GPUS = {1024: 8, 128: 4}
-#: Updates of an epoch, and of a load of ``sorting.group_batches``.
-EPOCH = 4
-#: Tokens a decoding step when a prompt comes first and later, and draft tokens verified for each that was gained: the
-#: least of six recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_quality.jsonl).
-ACCEPTANCE, OVERHEAD = (1.61, 2.25), 2.77
-#: verl's bound: a prompt spans 8 versions at most (``max_off_policy_threshold``).
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "full_scale.jsonl"
+#: GPUs, and of how many equal slices one is simulated.
+GPUS, QUICK = {1024: 8, 128: 4}, {64: 1}
+#: Tokens of a prompt.
+PROMPT = 300
+#: Updates of an epoch, those before the ones that are counted, and those that are.
+EPOCH, WARM, COUNTED = 4, 8, 8
+DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
+#: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
 
 
 @dataclass(frozen=True)
-class VerlsRules(Rules):
-    """Of verl's ``separate_async``: a batch that is awaited and one ahead (``num_warmup_batches=1``), whatever the
-    bound of staleness."""
-
-    def load_batches(self, batches_left: int | None) -> int:
-        return 2 if batches_left is None else min(2, batches_left)
-
-
-@dataclass(frozen=True)
 class Arm:
-    """A system.
+    """A schedule.
 
     Attributes:
-        name: Of it.
-        changes: To the cluster file.
-        plan: The planner's changes, of what overlaps; ``None``: engines on the GPUs that train.
-        warm: Updates before those that count: more where it takes more of them until as many prompts end as begin.
-        counted: Those that count: as many as their times come back after.
-        oversubscribed: Engines are given twice as many samples as they have slots and room for, and no more.
-        drafts: It drafts.
+        name: Name in the tables.
+        preset: Preset whose options it has; ``None``: verl's own mode.
+        staleness: Bound, in policy versions.
+        separate: Engines have GPUs of their own.
+        options: Options beside the preset's.
+        early: Prompts start between the collection of a batch and its policy.
+        drafts: Responses are drafted.
+        unit: What stays together in an update batch.
     """
 
     name: str
-    changes: tuple[str, ...] = ()
-    plan: tuple[str, ...] | None = None
-    warm: int = EPOCH
-    counted: int = EPOCH
-    oversubscribed: bool = False
+    preset: str | None
+    staleness: int
+    separate: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    early: bool = False
     drafts: bool = False
+    unit: Unit = "group"
 
-    def drafted(self) -> Arm:
-        """With drafts."""
-        given = f"drafts.acceptance={list(ACCEPTANCE)}", f"drafts.overhead={OVERHEAD}"
-        return replace(self, name=f"{self.name}, drafts", changes=(*self.changes, *given), drafts=True)
+    @property
+    def label(self) -> str:
+        where = "separate" if self.separate else "colocated"
+        return f"{self.name}, k={self.staleness}, {where}{', drafts' * self.drafts}"
+
+    def all_options(self) -> dict[str, Any]:
+        """Options of the preset and its own, by path."""
+        return {**(PRESETS[self.preset] if self.preset else {}), **self.options}
+
+    def rules(self, batch_prompts: int, samples: int) -> Rules:
+        """Rules of updates of so many prompts, each with so many samples."""
+        section = "scheduling."
+        told = {name.removeprefix(section): v for name, v in self.all_options().items() if name.startswith(section)}
+        sizes = {"batch_prompts": batch_prompts, "samples": samples}
+        given = {"separate": self.separate, "relayed": self.separate, "drafts": self.drafts, "unit": self.unit}
+        rules = of_options(SchedulingConfig(**told), self.staleness, **sizes, **given)
+        return replace(rules, start_early=self.early)
 
 
-_APART, _MAKESPAN = "topology=separate", ("rules.start_order=longest", "placement.policy=makespan")
-#: As ``conf/rhyme/full.yaml`` has it.
-_FULL = (_APART, "rules.mode=partial", "rules.keep_running=true", *_MAKESPAN, "streaming.enable=true")
-_ONE, _DRAINS = ("rules.max_staleness=1",), ("rules.max_staleness=1", "rules.keep_running=true")
-_FOUR = ("rules.max_staleness=4",)
+def _verls(name: str, staleness: int, separate: bool, in_flight: float, early: bool = False) -> Arm:
+    return Arm(name, None, staleness, separate, {"scheduling.in_flight": in_flight}, early)
 
-SYNC = Arm("verl, sync")
-SEPARATE_ASYNC = Arm(
-    "verl, separate_async",
-    (_APART, "rules.mode=partial", "rules.load=rolling", f"rules.max_staleness={VERLS_STALENESS}"),
-    _ONE,
-    warm=2 * EPOCH,
-)
-SORTED = Arm("sorted, partial", ("rules.mode=partial",), oversubscribed=True)
-STREAM = Arm("stream, async", (_APART, "rules.mode=stream", "rules.max_staleness=1", *_MAKESPAN), _ONE)
-FULL = Arm("full", (*_FULL, "rules.max_staleness=1"), _DRAINS, oversubscribed=True)
-ROLLING = Arm("full, rolling", (*FULL.changes, "rules.load=rolling"), _DRAINS, oversubscribed=True)
-#: Every sample under one version, trained in the order of ends, whole batches, five batches under way. Without what
-#: Laminar has beside that: trajectories moved together (repack).
+
+#: verl's modes: ``sync``, and two batches in flight that start at once, whatever their staleness comes to.
+SYNC = _verls("verl, sync", 0, separate=False, in_flight=1)
+SEPARATE_ASYNC = _verls("verl, separate_async", VERLS_STALENESS, separate=True, in_flight=2, early=True)
+#: Responses under one version each, five batches in flight, as in Laminar (arXiv:2510.12633; without its repacking).
 LAMINAR = Arm(
-    "like Laminar, staleness 4",
-    (_APART, "rules.mode=partial", "rules.load=rolling", "rules.max_staleness=4", "rules.keep_running=true"),
-    _FOUR,
-    warm=10,
-    counted=5,
+    "like Laminar",
+    None,
+    4,
+    options={"scheduling.in_flight": 5, "scheduling.at_version": "finish"},
 )
-#: The same, but what runs goes on under each new version where it stood.
-STREAM_FOUR = Arm(
-    "stream, async, staleness 4",
-    (_APART, "rules.mode=stream", "rules.max_staleness=4", *_MAKESPAN),
-    _FOUR,
-    warm=10,
-    counted=5,
-)
-ROLLING_FOUR = Arm(
-    "full, rolling, staleness 4", (*_FULL, "rules.load=rolling", "rules.max_staleness=4"), _FOUR, 10, 5, True
-)
-ARMS = [SYNC, SEPARATE_ASYNC, SORTED, STREAM, FULL, ROLLING, LAMINAR, STREAM_FOUR]
-ARMS += [arm.drafted() for arm in (SYNC, STREAM, FULL, ROLLING, ROLLING_FOUR)]
+ARMS = [
+    SYNC,
+    *(Arm("full", "full", k, separate=False) for k in (0, 1, 2, 4)),
+    *(Arm("sorted", "sorted", k, separate=False) for k in (0, 1)),
+    Arm("histopipe", "histopipe", 0, separate=False),
+    SEPARATE_ASYNC,
+    *(Arm("full", "full", k) for k in (0, 1, 2, 4)),
+    *(Arm("stream", "stream", k) for k in (0, 1, 2, 4)),
+    Arm("histopipe", "histopipe", 1),
+    LAMINAR,
+]
+ARMS += [replace(arm, drafts=True) for arm in ARMS]
 
-_FULL_DRAFTED = FULL.drafted()
-#: Loads of eight update batches, and of no more than a version of age lets run at once.
-EIGHT, TWO = (
-    replace(_FULL_DRAFTED, name=f"full, loads of {n}", changes=(*_FULL_DRAFTED.changes, f"rules.group_batches={n}"))
-    for n in (8, 2)
-)
-EIGHT = replace(EIGHT, warm=8, counted=8)
-#: What is varied on 1,024 GPUs: changes, the arms, and the share of the GPUs that roll out where that is it.
-VARIED: dict[str, tuple[tuple[str, ...], list[Arm], float | None]] = {
-    "loads of 2 and 8 batches": ((), [TWO, EIGHT], None),
-    "half roll out": ((), [_FULL_DRAFTED, ROLLING.drafted()], 1 / 2),
-    "a quarter rolls out": ((), [_FULL_DRAFTED], 1 / 4),
-    "cut short at a new version": (("rules.keep_running=false",), [_FULL_DRAFTED, ROLLING.drafted()], None),
-    "weights in 0.64 s": (("training.sync=0.64",), [_FULL_DRAFTED, STREAM_FOUR], None),
-    "acceptance length 1.33": (("drafts.acceptance=[1.33]",), [_FULL_DRAFTED], None),
-    "acceptance length 4.25": (("drafts.acceptance=[2.94,4.25]",), [_FULL_DRAFTED], None),
-    "whole batches": (("streaming.enable=false",), [_FULL_DRAFTED], None),
-    "least loaded": (("placement.policy=least_loaded",), [_FULL_DRAFTED], None),
-    "lengths at 50, 90, 99%: 1800, 9000, 18000": (
-        ("workload.percentiles={50: 1800, 90: 9000, 99: 18000}",),
-        [SYNC, _FULL_DRAFTED, STREAM_FOUR],
-        None,
-    ),
+#: Other models and recipes, for the dial: cluster file, GPUs that roll out beside the planner's profile, and the unit.
+MODELS: dict[str, tuple[str, str, Unit]] = {
+    "32B, DAPO": ("dapo32b", "qwen2.5-32b-h800-tp4", "group"),
+    "32B, REINFORCE++": ("dapo32b", "qwen2.5-32b-h800-tp4", "trajectory"),
+    "72B, PPO": ("streamrl72b", "qwen2.5-72b-h800-tp8", "trajectory"),
+    "14B, GRPO": ("rhymerl14b", "qwen2.5-14b-h800-tp2", "group"),
 }
+MAIN = "32B, DAPO"
+MODEL_ARMS = [
+    replace(arm, drafts=True)
+    for arm in (SYNC, *(Arm("full", "full", k) for k in (0, 1, 2, 4)), Arm("stream", "stream", 1))
+]
 
 
-def load(changes: Sequence[str], parts: int = 1, quick: bool = False) -> cluster_file.Loaded:
-    """The cluster file with changes, and prompts for more updates than are looked at; one of so many parts."""
-    batch, samples = (16, 4) if quick else (512 // parts, 16)
-    sizes = [f"rules.batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
-    given = [*sizes, "workload.epochs=8", "drafts.acceptance=[1]", *changes]
-    return cluster_file.load(EXAMPLES / "simulate" / "dapo32b.yaml", given)
+@dataclass(frozen=True)
+class Setting:
+    """A model, its recipe, and a slice of so many GPUs.
+
+    Attributes:
+        gpus: All of them.
+        parts: Equal slices, one of which is simulated.
+        model: Key of :data:`MODELS`.
+        seed: Seed of the lengths.
+        quick: A small batch.
+    """
+
+    gpus: int
+    parts: int
+    model: str = MAIN
+    seed: int = 0
+    quick: bool = False
+
+    @property
+    def tp(self) -> int:
+        return int(MODELS[self.model][1].rpartition("tp")[2])
+
+    def load(self, replicas: int = 1, token: float | None = None) -> cluster_file.Loaded:
+        """Costs and prompts of a slice with so many replicas, which trains a token in so many seconds."""
+        file, profile, _ = MODELS[self.model]
+        path = ROOT / "examples" / "simulate" / f"{file}.yaml"
+        batch, samples = _batch(path)
+        batch, samples = (16, 4) if self.quick else (batch // self.parts, samples)
+        sizes = [f"rules.batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
+        given = [*sizes, "workload.epochs=8", f"workload.seed={self.seed}", "forecasts=history"]
+        given.append(f"replicas=[{{count: {replicas}, profile: {profile}}}]")
+        return cluster_file.load(path, [*given, *([f"training.token={token}"] if token is not None else [])])
 
 
 @cache
-def planned(arm: Arm, gpus: int) -> tuple[int, int]:
+def _batch(path: Path) -> tuple[int, int]:
+    """Prompts of an update, and samples of each, in a cluster file."""
+    loaded = cluster_file.load(path)
+    rules = loaded.scenario.rules
+    return rules.batch_prompts, rules.batch_samples // rules.batch_prompts
+
+
+@cache
+def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
     """GPUs that roll out and that train, of so many."""
-    if arm.plan is None:
+    if not arm.separate:
         return gpus, gpus
-    changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{PROFILE}]", *arm.plan]
-    problem = plan_file.load(EXAMPLES / "plan" / "one_site.yaml", changes).problem
+    _, profile, _ = MODELS[model]
+    changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"rules.max_staleness={arm.staleness}"]
+    problem = plan_file.load(ROOT / "examples" / "plan" / "one_site.yaml", changes).problem
     if arm.drafts:
         [pool] = problem.pools
-        replicas = {tp: _of_a_token(cost) for tp, cost in pool.replicas.items()}
-        problem = replace(problem, pools=[replace(pool, replicas=replicas)])
+        problem = replace(
+            problem, pools=[replace(pool, replicas={tp: drafted(cost) for tp, cost in pool.replicas.items()})]
+        )
     best = plan(problem).best
     return best.rollout_gpus, best.train_gpus
 
 
-def _of_a_token(cost: ReplicaCost) -> ReplicaCost:
-    """With drafts, what each request's share of a step costs for each token that the step makes for it."""
-    step, pace = cost.step, ACCEPTANCE[-1]
-    row = step.row + step.draft * (pace - 1) * OVERHEAD
+def drafted(cost: ReplicaCost) -> ReplicaCost:
+    """A replica that drafts: what a token costs, for what a decoding step costs."""
+    step, pace = cost.step, DRAFTS.acceptance[-1]
+    row = step.row + step.draft * (pace - 1) * DRAFTS.overhead
     return replace(cost, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
 
 class _EnoughError(Exception):
-    """All updates that are looked at have ended."""
+    """All updates that are counted have ended."""
 
 
 @cache
-def simulate(
-    arm: Arm,
-    gpus: int,
-    changes: tuple[str, ...] = (),
-    share: float | None = None,
-    seed: int = 0,
-    parts: int = 1,
-    quick: bool = False,
-) -> dict[str, Any]:
+def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any]:
     """One run of an arm.
 
     Args:
-        arm: Of :data:`ARMS`.
-        gpus: All of them.
-        changes: Further ones to the cluster file.
-        share: Of the GPUs that roll out; ``None``: the planner's.
-        seed: Of the lengths.
-        parts: Of so many like parts one is simulated.
-        quick: A small workload.
+        arm: Schedule.
+        at: Model and slice.
+        share: Share of the GPUs that roll out; ``None``: the planner's.
     """
-    rollout, training = planned(arm, gpus)
+    rollout, training = planned(arm, at.gpus, at.model)
     if share is not None:
-        rollout = round(share * gpus / 8) * 8
-        training = gpus - rollout
-    token = load(changes).scenario.training.token * 128 / training * parts  # the file's is of 128 GPUs
-    count = max(1, round(rollout / TP / parts))
-    given = [f"replicas=[{{count: {count}, profile: {PROFILE}}}]", f"training.token={token}"]
-    loaded = load([*arm.changes, *changes, *given, f"workload.seed={seed}"], parts, quick)
-    scenario = loaded.scenario
-    if arm.oversubscribed:
-        fitting = _fitting(scenario, load(changes, parts, quick))
-        scenario = replace(scenario, limit=2 * fitting, lot=max(1, fitting // 2))
-    if arm is SEPARATE_ASYNC:
-        scenario = replace(scenario, rules=VerlsRules(**vars(scenario.rules)))
-    steps, harvests = _run(scenario, loaded, arm.warm + arm.counted)
-    about = {
+        rollout = round(share * at.gpus / 8) * 8
+        training = at.gpus - rollout
+    token = at.load().scenario.training.token * 128 / training * at.parts  # the files are of 128 GPUs
+    loaded = at.load(max(1, round(rollout / at.tp / at.parts)), token)
+    prompts = list(loaded.prompts)
+    scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
+    steps, harvests = _run(scenario, prompts, WARM + COUNTED)
+    found = _figures(steps[-COUNTED:], harvests[-COUNTED:], at.parts)
+    return {
         "rollout_gpus": rollout,
         "train_gpus": training,
-        "training_s": round(token * _tokens(steps[-arm.counted :], loaded), 1),
+        **found,
+        **_floors(scenario, at, training, steps[-COUNTED:]),
     }
-    return {"parts": parts, **about, **_figures(steps[-arm.counted :], harvests[-arm.counted :], parts)}
 
 
-def _lengths(loaded: cluster_file.Loaded) -> np.ndarray:
-    """Of an epoch's responses; they are gone then."""
-    return np.concatenate([prompt.lengths for prompt in loaded.prompts if prompt.epoch == 0])
+def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
+    """What runs on a slice's costs."""
+    told = arm.all_options()
+    rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
+    streaming, limit, lot = None, None, 1
+    if arm.preset:  # as the pipeline has it in training
+        fitting = _fitting(like, lengths)
+        limit, lot = int(OVERSUBSCRIPTION * fitting), max(1, fitting // 2)
+        part = StreamingConfig().part
+        streaming = Streaming(max(1, int((part or 1) * rules.batch_samples))) if arm.separate else None
+    return replace(
+        like,
+        rules=rules,
+        streaming=streaming,
+        colocated=not arm.separate,
+        placement=told.get("placement.policy") or "least_loaded",
+        drafts=DRAFTS if arm.drafts else Drafts(),
+        limit=limit,
+        lot=lot,
+    )
 
 
-def _fitting(scenario: Scenario, like: cluster_file.Loaded) -> int:
+def _lengths(prompts: Iterable[Prompt]) -> np.ndarray:
+    """Tokens of an epoch's responses."""
+    return np.concatenate([prompt.lengths for prompt in prompts if prompt.epoch == 0])
+
+
+def _fitting(scenario: Scenario, lengths: np.ndarray) -> int:
     """Samples that engines have slots and room for, as ``scheduling.capacity`` reckons in training."""
-    lengths = _lengths(like)
-    held = float(np.sum(lengths * (300 + lengths / 2)) / np.sum(lengths))
+    held = float(np.sum(lengths * (PROMPT + lengths / 2)) / np.sum(lengths))
     return sum(min(cost.slots, int(cost.room / held)) for cost in scenario.replicas)
 
 
-def _run(scenario: Scenario, loaded: cluster_file.Loaded, updates: int) -> tuple[list[Step], list[Harvest]]:
-    simulation, harvests = Simulation(scenario, loaded.prompts), list[Harvest]()
+def _run(scenario: Scenario, prompts: Sequence[Prompt], updates: int) -> tuple[list[Step], list[Harvest]]:
+    simulation, harvests = Simulation(scenario, prompts), list[Harvest]()
     take = simulation.rollout.take
 
     def noted() -> Any:
@@ -272,102 +301,211 @@ def _run(scenario: Scenario, loaded: cluster_file.Loaded, updates: int) -> tuple
     return simulation.steps, harvests[:updates]
 
 
-def _tokens(steps: list[Step], loaded: cluster_file.Loaded) -> float:
-    return statistics.mean(step.tokens + 300 * step.samples for step in steps)
-
-
 def _figures(steps: list[Step], harvests: list[Harvest], parts: int) -> dict[str, Any]:
-    """Of updates one after another."""
+    """Figures of updates one after another."""
     seconds = steps[-1].ended - steps[0].began
-    ages = np.concatenate([harvest.staleness for harvest in harvests])
-    logs = [np.log(harvest.lengths) for harvest in harvests]
-    spread = float(np.var(np.concatenate(logs)))
-    within = sum(len(log) * float(np.var(log)) for log in logs) / sum(map(len, logs))
+    staleness = np.concatenate([harvest.staleness for harvest in harvests])
+    tokens = sum(step.tokens for step in steps)
     return {
         "step_s": round(seconds / len(steps), 1),
         "samples_per_s": round(parts * sum(step.samples for step in steps) / seconds, 2),
-        "tokens_per_s": round(parts * sum(step.tokens for step in steps) / seconds),
+        "tokens_per_s": round(parts * tokens / seconds),
+        "staleness_mean": round(float(staleness.mean()), 2),
+        "staleness_max": int(staleness.max()),
+        "wasted": round(sum(step.wasted for step in steps) / tokens, 3),
         "bubble_ratio": round(statistics.mean(step.bubble for step in steps), 3),
         "trainer_waits": round(sum(step.waited for step in steps) / seconds, 3),
         "early": round(statistics.mean(step.early for step in steps), 3),
-        "staleness": [round(float(np.mean(ages == age)), 3) for age in range(int(ages.max()) + 1)],
         "step_s_by_update": [round(step.seconds, 1) for step in steps],
         "mean_length_by_update": [round(step.tokens / step.samples) for step in steps],
-        "variance_between_updates": round(1 - within / spread, 3),
     }
 
 
+def _floors(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -> dict[str, Any]:
+    """What no schedule passes, in seconds of an update with these tokens, from the loosest bound on.
+
+    ``bound_s``: nobody ever waits, at any staleness and the best split. ``split_s``: the same at this split.
+    ``longest_s``: and the longest response has the time from its start until its bound of staleness,
+    ``k + 1`` updates less the seconds from a batch's collection to its policy; of separate engines.
+    """
+    cost = scenario.replicas[0]
+    cost = drafted(cost) if scenario.drafts.acceptance[-1] > 1 else cost
+    samples = sum(step.samples for step in steps) / len(steps)
+    tokens = sum(step.tokens for step in steps) / len(steps)
+    # a response of n tokens holds n / 2 of them on average while it runs, beside its prompt; lengths as trained
+    held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
+    work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
+    per_token = scenario.training.token * training / at.gpus
+    trained, fixed = per_token * (tokens + PROMPT * samples), scenario.training.update + scenario.training.sync
+    shares = np.linspace(0.01, 0.99, 981)
+    bound = float(np.maximum(work / shares, trained / (1 - shares) + fixed).min())
+    found = {"bound_s": round(bound, 1), "bound_tokens_per_s": round(at.parts * tokens / bound)}
+    if scenario.colocated:
+        return found
+    rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
+    trainer = scenario.training.token * (tokens + PROMPT * samples) + fixed
+    alone = float(cost.alone(PROMPT, scenario.response_limit))
+    between = statistics.mean(step.ended - step.harvested for step in steps)
+    longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
+    split = max(rollout, trainer)
+    return {**found, "split_s": round(split, 1), "longest_s": round(max(split, longest), 1)}
+
+
+@cache
+def _second_moment(at: Setting) -> float:
+    return float(np.mean(_lengths(at.load().prompts).astype(float) ** 2))
+
+
 def compare(
-    sizes: dict[int, int], named: str = "", seeds: Sequence[int] = (0,), quick: bool = False
-) -> Iterator[dict[str, Any]]:
-    """All arms; ``speedup``: tokens a second over those of ``verl, sync`` on as many GPUs."""
+    sizes: Mapping[int, int], named: str = "", seeds: Sequence[int] = (0,), quick: bool = False
+) -> Iterator[Row]:
+    """All arms whose label has ``named`` in it."""
     for gpus, parts in sizes.items():
         for seed in seeds:
-            base = simulate(SYNC, gpus, seed=seed, parts=parts, quick=quick)["tokens_per_s"]
             for arm in ARMS:
-                if named in arm.name:
-                    found = simulate(arm, gpus, seed=seed, parts=parts, quick=quick)
-                    yield {"gpus": gpus, "arm": arm.name, "seed": seed, "speedup": _gain(found, base), **found}
+                if named in arm.label:
+                    yield _row(arm, Setting(gpus, parts, seed=seed, quick=quick))
 
 
-def vary(gpus: int, parts: int = 1, named: str = "", quick: bool = False) -> Iterator[dict[str, Any]]:
-    """Each variation; ``speedup``: over ``verl, sync`` with the same lengths."""
-    for name, (changes, arms, share) in list(VARIED.items())[: 1 if quick else None]:
-        if named not in name:
-            continue
-        lengths = tuple(change for change in changes if change.startswith("workload."))
-        base = simulate(SYNC, gpus, lengths, parts=parts, quick=quick)["tokens_per_s"]
-        for arm in arms:
-            found = simulate(arm, gpus, changes, share, parts=parts, quick=quick)
-            yield {"varied": name, "gpus": gpus, "arm": arm.name, "speedup": _gain(found, base), **found}
+def _row(arm: Arm, at: Setting) -> Row:
+    about = {"model": at.model, "gpus": at.gpus, "seed": at.seed, "arm": arm.name, "max_staleness": arm.staleness}
+    return {**about, "separate": arm.separate, "drafts": arm.drafts, **simulate(arm, at)}
 
 
-def _gain(found: dict[str, Any], base: float) -> float:
-    return round(found["tokens_per_s"] / base, 3)
+def models(seeds: Sequence[int] = (0,)) -> Iterator[Row]:
+    """The dial for other models and recipes, on 128 GPUs with drafts."""
+    for model, (_, _, unit) in MODELS.items():
+        for seed in seeds:
+            for arm in MODEL_ARMS:
+                yield _row(replace(arm, unit=unit), Setting(128, GPUS[128], model, seed))
 
 
-def bounds(sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """What no schedule can be faster than, in seconds, without drafts and with: the longest response alone on its
-    replica; all tokens through slots that are always full, on all GPUs; a step where nobody ever waits, at any
-    staleness and the best split; and training on all GPUs."""
-    for gpus in sizes:
-        loaded, shares = load([]), np.linspace(0.01, 0.99, 981)
-        [plain], training = set(loaded.scenario.replicas), loaded.scenario.training
-        lengths = _lengths(loaded)
-        tokens, held = 8192 * float(lengths.mean()), 8192 * float(np.mean(lengths * (300 + lengths / 2)))
-        trained = training.token * 128 / gpus * (tokens + 8192 * 300)
-        row: dict[str, Any] = {"gpus": gpus, "mean_length": round(tokens / 8192), "training_on_all": round(trained, 1)}
-        row["p99_over_median"] = round(float(np.quantile(lengths, 0.99) / np.median(lengths)), 2)
-        for name, cost in (("", plain), ("_drafted", _of_a_token(plain))):
-            made = float(cost.together(0, tokens, held)) / (gpus // TP)
-            steps = np.maximum(made / shares, trained / (1 - shares) + training.update + training.sync)
-            row |= {f"longest{name}": round(cost.alone(300, int(lengths.max())), 1)}
-            row |= {f"generation_on_all{name}": round(made, 1), f"step_at_best{name}": round(float(steps.min()), 1)}
-        yield row
+def aims(rows: Iterable[Row]) -> Iterator[Row]:
+    """What was hoped for, of mean tokens a second over the seeds."""
+    found = _means(row for row in rows if row["model"] == MAIN)
+    for (gpus, separate, drafts), arms in found.items():
+        where = {"gpus": gpus, "separate": separate, "drafts": drafts}
+        for (name, k), row in arms.items():
+            others = {
+                other: each["tokens_per_s"] for (other, bound), each in arms.items() if bound == k and other != "full"
+            }
+            if name != "full" or not others:
+                continue
+            best = max(others, key=lambda other: others[other])
+            value = row["tokens_per_s"] / others[best]
+            yield _aim(f"full, k={k}, over the best other of this bound", value, 0.97, best=best, **where)
+        if (gpus, separate, drafts) == (1024, True, True):
+            stream, dial, four = (arms.get(each) for each in (("stream", 1), ("full", 2), ("full", 4)))
+            if stream and dial:
+                ages = {"staleness": [dial["staleness_mean"], stream["staleness_mean"]]}
+                value = dial["tokens_per_s"] / stream["tokens_per_s"]
+                yield _aim("full, k=2, over stream, k=1, at equal mean staleness", value, 1.2, **where, **ages)
+            if four:
+                value = four["tokens_per_s"] / four["bound_tokens_per_s"]
+                yield _aim("full, k=4, over the bound where nobody waits", value, 0.85, **where)
+
+
+def _aim(aim: str, value: float, least: float, **about: Any) -> Row:
+    return {"aim": aim, "value": round(value, 3), "least": least, "holds": round(value, 3) >= least, **about}
+
+
+#: By GPUs, topology and drafts: by name and bound, the means of an arm's rows over its seeds.
+_Means = dict[tuple[int, bool, bool], dict[tuple[str, int], dict[str, float]]]
+
+
+def _means(rows: Iterable[Row]) -> _Means:
+    groups: dict[tuple[int, bool, bool], dict[tuple[str, int], list[Row]]] = {}
+    for row in rows:
+        arms = groups.setdefault((row["gpus"], row["separate"], row["drafts"]), {})
+        arms.setdefault((row["arm"], row["max_staleness"]), []).append(row)
+    means: _Means = {}
+    for key, arms in groups.items():
+        means[key] = {
+            arm: {
+                name: statistics.mean(row[name] for row in own)
+                for name in own[0]
+                if all(isinstance(row[name], int | float) for row in own)
+            }
+            for arm, own in arms.items()
+        }
+    return means
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown of the arms, by GPUs and drafts; figures are means over the seeds."""
+    means, lines = _means(row for row in rows if row["model"] == MAIN), list[str]()
+    for gpus, drafts in sorted({(gpus, drafts) for gpus, _, drafts in means}, key=lambda each: (-each[0], each[1])):
+        base = means[gpus, False, drafts]["verl, sync", 0]["tokens_per_s"]
+        title = f"{gpus:,} GPUs, {'drafts' if drafts else 'no drafts'}"
+        names = "k", "GPUs that roll out", "s a step", "thousand tokens/s", "over `verl, sync`", "staleness, mean; most"
+        lines += [f"| {' | '.join((title, *names, 'wasted', 'bound, longest, rest, s'))} |", "|---" * 9 + "|"]
+        for separate in (False, True):
+            for (name, k), row in means.get((gpus, separate, drafts), {}).items():
+                speed, bold = row["tokens_per_s"], "**" * (name == "full")
+                cells = [f"{bold}`{name}`{bold}", f"{k}", f"{row['rollout_gpus']:.0f}" if separate else "all"]
+                cells += [f"{row['step_s']:.0f}", f"{speed / 1000:.0f}", f"{speed / base:.2f}"]
+                cells += [f"{row['staleness_mean']:.1f}; {row['staleness_max']:.0f}", f"{row['wasted']:.0%}"]
+                cells.append(_decomposed(row) if separate else f"{row['bound_s']:.0f}")
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _decomposed(row: Mapping[str, float]) -> str:
+    """Seconds of an update: of the bound, and added by the split, by the longest response's deadline, by the rest."""
+    splits = [row["bound_s"], row["split_s"], row["longest_s"], row["step_s"]]
+    first, *more = [splits[0], *(b - a for a, b in itertools.pairwise(splits))]
+    return f"{first:.0f} " + " ".join(f"{each:+.0f}" for each in more)
+
+
+@cache
+def fingerprint() -> str:
+    """A hash of what the quick run of all arms gives: rows with another one are of other code."""
+    rows = [
+        [row["tokens_per_s"], row["wasted"], row["staleness_mean"]] for row in compare(QUICK, ", drafts", quick=True)
+    ]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]
+
+
+def recorded() -> list[Row]:
+    """Rows of the arms in :data:`RESULTS`."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return [row for row in rows if row["part"] in ("arms", "models")]
 
 
 @app.command()
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="64 GPUs, few prompts, one variation")] = False,
-    only: Annotated[str, typer.Option(help="bounds, arms or varied")] = "",
+    quick: Annotated[bool, typer.Option(help="64 GPUs, few prompts (ten seconds)")] = False,
+    only: Annotated[str, typer.Option(help="arms, models or aims")] = "",
     gpus: Annotated[int, typer.Option(help="128 or 1024; 0: both")] = 0,
-    arm: Annotated[str, typer.Option(help="arms or variations whose name has this in it")] = "",
-    whole: Annotated[bool, typer.Option(help="all replicas, not a slice of them")] = False,
+    arm: Annotated[str, typer.Option(help="arms whose label has this in it")] = "",
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
+    as_table: Annotated[bool, typer.Option("--table", help="of the recorded rows, in Markdown; runs nothing")] = False,
 ) -> None:
-    """Bounds, all arms, and what they depend on."""
-    sizes = {64: 1} if quick else {size: 1 if whole else parts for size, parts in GPUS.items() if gpus in (0, size)}
-    rows: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "bounds": lambda: bounds(sizes),
-        "arms": lambda: compare(sizes, arm, range(1 if quick else seeds), quick),
-        "varied": lambda: vary(*next(iter(sizes.items())), arm, quick),
+    """Run all arms, then the dial for other models, and hold the aims against what came."""
+    if as_table:
+        print(table(recorded()))
+        return
+    sizes = QUICK if quick else {size: parts for size, parts in GPUS.items() if gpus in (0, size)}
+    drawn = range(1 if quick else seeds)
+    made = list[Row]()
+
+    def arms() -> Iterator[Row]:
+        for row in compare(sizes, arm, drawn, quick):
+            made.append(row)
+            yield row
+
+    runs: dict[str, Callable[[], Iterator[Row]]] = {
+        "arms": arms,
+        "models": lambda: models([] if quick else drawn),
+        "aims": lambda: aims(made or recorded()),
     }
-    for part in [only] if only else list(rows):
-        for row in rows[part]():
+    for part in [only] if only else list(runs):
+        for row in runs[part]():
+            about = {"benchmark": "full_scale", "part": part}
             if as_json:
-                about = {"machine": describe(), "commit": commit()}
-                print(json.dumps({"benchmark": "full_scale", "part": part, **row, **about}), flush=True)
+                print(json.dumps({**about, **row, "fingerprint": fingerprint(), "commit": commit()}), flush=True)
             else:
                 print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 

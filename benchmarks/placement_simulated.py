@@ -151,7 +151,7 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
         "rollout_s": statistics.mean(step.rollout for step in steps),
         "bubble_ratio": statistics.mean(step.bubble for step in steps),
         "useful_tokens_per_s": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
-        "staleness_max": max(step.staleness for step in steps),
+        "staleness_max": max(step.staleness_max for step in steps),
         "moved": simulation.dispatch.moved,
         "preempted": sum(engine.preempted for engine in simulation.cluster.engines.values()),
     }

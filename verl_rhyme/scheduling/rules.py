@@ -1,4 +1,4 @@
-"""The rules of the pipeline: how many batches are in flight, how stale a trained token may be, and the papers' variants.
+"""The pipeline's rules: how many batches are in flight, how stale a trained token may be, and the papers' variants.
 
 Every schedule is a value of :class:`Rules`; presets are settings of it (:mod:`verl_rhyme.config.presets`). Scheduler,
 coordinator and workers ask the rules and know no preset.

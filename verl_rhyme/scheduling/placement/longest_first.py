@@ -12,7 +12,7 @@ from verl_rhyme.scheduling.placement.policy import Load, PlacementPolicy, Reques
 
 class LongestFirst(PlacementPolicy):
     """Graham's LPT (SIAM J. Appl. Math. 1969), for requests that come in the order of falling length
-    (:mod:`~verl_rhyme.scheduling.admission`); NeMo-RL's length-first scheduling does the same by history, a probe or an oracle.
+    (:mod:`~verl_rhyme.scheduling.admission`); NeMo-RL's length-first scheduling does the same by history or an oracle.
 
     Args:
         fleet: Where the loads stand.
