@@ -14,9 +14,9 @@ each replica has the same to do, and an update takes as long.
 
 Figures are of eight updates (two epochs), after eight: no arm runs empty, and all arms count the same prompts.
 
-Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that made
-the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as does a
-table in ``docs/streaming_figures.md`` that is not ``--table`` of these rows.
+Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
+made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
+does a table in ``docs/streaming_figures.md`` that is not ``--table`` of these rows.
 """
 
 from __future__ import annotations

@@ -368,11 +368,11 @@ def test_what_is_wrong_with_a_response_is_found():
 
 def test_the_planner_is_near_the_best_simulated_split():
     rows = list(allocation.splits(quick=True))
-    assert [row["overlap"] for row in rows] == list(allocation.OVERLAPS)
+    assert [row["max_staleness"] for row in rows] == list(allocation.BOUNDS)
     for row in rows:
         assert 0.97 <= row["near"] <= 1.05
         assert row["near"] <= row["half"] + 0.02
-        assert abs(row["estimate"]) < 0.15
+        assert abs(row["estimate"]) < 0.25, "of 16 prompts"
 
 
 def test_generation_on_cheaper_gpus_is_worth_something():

@@ -89,7 +89,7 @@ class ElasticFleet:
         """A step did."""
         self.units.append(self._elastic.units)
         self._training = step.ended - step.harvested
-        advice = self._elastic.observe(step.seconds - step.ahead, self._training)
+        advice = self._elastic.observe(step.seconds - min(step.ahead, step.seconds), self._training)
         self.advice.append(advice)
         units = self._elastic.units
         if advice.change > 0:

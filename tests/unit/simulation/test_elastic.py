@@ -10,7 +10,7 @@ import pytest
 
 from verl_rhyme.scheduling.allocation.elastic import Limits
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.elastic import ElasticFleet, add, remove
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario, Step
@@ -22,8 +22,7 @@ PROMPTS, SAMPLES = 8, 8
 
 
 def simulation(prompts, replicas=(FAST,) * 3, update=15.0, **other):
-    sizes = {"batch_prompts": PROMPTS, "batch_samples": PROMPTS * SAMPLES}
-    rules = named("histopipe", **sizes, through_training=True)
+    rules = Rules(PROMPTS, PROMPTS * SAMPLES, take="loaded", separate=True, relayed=True)
     training = TrainingCost(update=update)
     scenario = Scenario(replicas, rules, training, colocated=False, forecasts="none", response_limit=8192, **other)
     return Simulation(scenario, prompts)
@@ -42,7 +41,7 @@ def test_replicas_come_as_responses_grow_and_go_as_they_shrink(spares):
     """Also replicas whose steps have a higher floor."""
     means = [1000.0] * 10 + list(np.linspace(1000, 2400, 25)) + [2400.0] * 10
     means += list(np.linspace(2400, 1000, 25)) + [1000.0] * 30
-    run = simulation(list(world(means, np.random.default_rng(0))))
+    run = simulation(list(world(means, np.random.default_rng(0))), update=20.0)
     fleet = ElasticFleet(run, spares, Limits(rest=1))
     steps = run.run(fleet.ended)
     assert len(steps) == len(means)
@@ -50,7 +49,7 @@ def test_replicas_come_as_responses_grow_and_go_as_they_shrink(spares):
     peak = max(fleet.units)
     assert peak >= fleet.units[8] + 2
     assert fleet.units[-1] < peak
-    fixed = simulation(list(world(means, np.random.default_rng(0)))).run()
+    fixed = simulation(list(world(means, np.random.default_rng(0))), update=20.0).run()
     long = slice(35, 45)
     assert np.mean([s.seconds for s in steps[long]]) < 0.9 * np.mean([s.seconds for s in fixed[long]])
 
@@ -74,7 +73,7 @@ def test_whatever_comes_and_goes_each_sample_is_trained_once_and_whole(seed):
     assert len(steps) == 12
     assert len(set(seen)) > 1
     assert sum(moved)
-    assert max(step.staleness for step in steps) <= 1
+    assert max(step.staleness_max for step in steps) <= 1
     assert trained == Counter(int(n) for prompt in prompts for n in prompt.lengths)
     made = sum(step.tokens for step in steps)
     assert sum(step.wasted for step in steps) < made
