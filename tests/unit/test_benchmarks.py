@@ -322,7 +322,7 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
     ran = []
     numbers = ("step_s", "tokens_per_s", "staleness_mean", "wasted_tokens", "staleness_max")
     lists = ("reward", "response_length", "bubble_ratio", "acceptance_length")
-    figures = dict.fromkeys(numbers, 2) | dict.fromkeys(lists, [0.4]) | {"faults": []}
+    figures = dict.fromkeys(numbers, 2) | {name: [0.4] for name in lists} | {"faults": []}
     monkeypatch.setattr(systems, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(systems, "measure", lambda cell, folder: {**dataclasses.asdict(cell), **figures})
 
