@@ -198,7 +198,7 @@ def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
     for arm in published_stream.ARMS:
         row, rules = arms[arm.name], " ".join(arm.changes)
         assert row["staleness_max"] == ("max_staleness=1" in rules)
-        assert (row["early"] > 0) == ("mode=stream" in rules and "enable=false" not in rules)
+        assert (row["early"] > 0) == ("preset=stream" in rules and "part=null" not in rules)
     *ratios, oracle = (row for row in rows if "ratio" in row)
     for row, (arm, _, published_ratio) in zip(ratios, published_stream.ABLATION, strict=True):
         assert (row["simulated"], row["published"]) == (arms[arm.name]["simulated"], published_ratio)
