@@ -3,11 +3,11 @@
     python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT] [--arm TEXT]
 
 The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made up) without drafts. ``within a step``:
-verl's synchronous order on the GPUs that train. ``across steps``: ``preset=histopipe`` on separate engines, the actor on
-as many further GPUs; responses continue at a new version, or (``finishing``, as published) each replica takes it when
-its share of a step is done. Arms are policies, with forecasts from history, where nothing is seen twice from a length
-ranker of measured quality, and, as what no policy can know, with the lengths themselves. Figures are means over the updates from the second epoch
-on, and over seeds.
+verl's synchronous order on the GPUs that train. ``across steps``: ``preset=histopipe``, whole batches, on engines of
+their own, the actor on as many further GPUs; running responses go on under new weights, or (``finishing``, as
+published) a replica takes these when its share of a step is done. Arms are policies, with forecasts from history, where
+nothing is seen twice from a length ranker of measured quality, and, as what no policy can know, with the lengths
+themselves. Figures are means over the updates from the second epoch on, and over seeds.
 
 The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
 step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
@@ -38,7 +38,7 @@ CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "dapo32b.yaml"
 _ACROSS = ["preset=histopipe", "topology=separate", "streaming.part=null"]
 SETTINGS = {
     "within a step": ["topology=colocated"],
-    "across steps": [*_ACROSS],
+    "across steps": _ACROSS,
     "across steps, finishing": [*_ACROSS, "scheduling.at_version=finish"],
 }
 #: Policy, forecasts and options.
@@ -115,13 +115,10 @@ TOGETHER = {
 
 def simulate(changes: list[str], policy: str, forecasts: str, seed: int) -> dict[str, Any]:
     """Figures of one run."""
-    named = [f"placement.policy={policy}"]
     kind, _, quality = forecasts.partition(" ")
-    named += {
-        "ranker": ["forecasts=history", f"ranker={quality}"],
-    }.get(kind, [f"forecasts={kind}"])
+    known = ["forecasts=history", f"ranker={quality}"] if kind == "ranker" else [f"forecasts={kind}"]
     others = ["drafts.acceptance=[1]", "workload.epochs=3", f"workload.seed={seed}"]
-    return figures(*run(cluster_file.load(CLUSTER, [*named, *others, *changes])))
+    return figures(*run(cluster_file.load(CLUSTER, [f"placement.policy={policy}", *known, *others, *changes])))
 
 
 def run(
@@ -133,7 +130,7 @@ def run(
         RuntimeError: Its placement failed.
     """
     simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
-    first = loaded.epoch_prompts // loaded.scenario.batch_prompts
+    first = loaded.epoch_prompts // loaded.scenario.rules.batch_prompts
     steps = simulation.run()[first:]
     if simulation.placement.errors:
         raise RuntimeError(f"{loaded.scenario.placement} failed: {simulation.placement.last_error}")
@@ -196,9 +193,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     only: Annotated[str, typer.Option(help="a setting, or those whose name has this in it")] = "",
-    arm: Annotated[
-        str, typer.Option(help="arms with this in policy, forecasts, options: makespan history, or late")
-    ] = "",
+    arm: Annotated[str, typer.Option(help="arms with this in policy, forecasts, options: makespan, or late")] = "",
 ) -> None:
     """Simulate every arm in every setting."""
     found = False

@@ -99,9 +99,13 @@ class Arm:
         return "forecasts=history" in self.changes
 
 
+#: As published: updates are trained whole, by replicas of their own.
+_PRESET = "preset=histopipe", "streaming.part=null"
+
+
 def _placed(policy: str, *options: str) -> tuple[str, ...]:
-    rules = "preset=histopipe", "streaming.part=null", "forecasts=history"
-    return *rules, f"placement.policy={policy}", *(f"placement.options.{option}" for option in options)
+    placed = f"placement.policy={policy}", *(f"placement.options.{option}" for option in options)
+    return *_PRESET, "forecasts=history", *placed
 
 
 BASELINE = Arm("verl 0.4, sync", PARTS)
@@ -113,12 +117,8 @@ ARMS = [
     BASELINE,
     Arm("verl 0.9, sync", ()),
     DRAFTS,
-    Arm("verl, separate_async", ("max_staleness=1", "streaming.part=null"), separate=True),
-    Arm(
-        "HistoPipe's rules, least loaded",
-        ("preset=histopipe", "streaming.part=null", "placement.policy=least_loaded"),
-        separate=True,
-    ),
+    Arm("verl, separate_async", (), separate=True),
+    Arm("HistoPipe's rules, least loaded", (*_PRESET, "placement.policy=least_loaded"), separate=True),
     ONE_TIER,
     TWO_TIERS,
     BOTH,
@@ -173,8 +173,8 @@ def _simulated(model: str, changes: tuple[str, ...], quick: bool) -> dict[str, f
 def _concerns(change: str, arm: Arm) -> bool:
     if change.startswith("drafts."):
         return arm.drafts
-    if change.startswith("scheduling.at_version="):
-        return arm.separate
+    if change.startswith("scheduling."):
+        return "preset=histopipe" in arm.changes
     return arm.planned or not change.startswith(("forecasts=", "placement."))
 
 

@@ -92,7 +92,7 @@ def _placed(forecasts: str = "history") -> tuple[str, ...]:
 
 
 def _stream(staleness: int) -> tuple[str, ...]:
-    return "topology=separate", "preset=stream", f"max_staleness={staleness}", "placement.policy=least_loaded"
+    return "topology=separate", "preset=stream", f"max_staleness={staleness}"
 
 
 COLOCATED = Arm("colocated, sync", PARTS, separate=False)
@@ -179,10 +179,10 @@ def _simulated(model: str, limit: str, changes: tuple[str, ...], quick: bool) ->
 
 
 def _concerns(change: str, arm: Arm) -> bool:
-    if change.startswith(("streaming.", "scheduling.at_version", "training.part", "training.gradients")):
-        return "preset=stream" in arm.changes and (
-            not change.startswith("scheduling.at_version") or "max_staleness=1" in arm.changes
-        )
+    if change.startswith("scheduling."):  # on-policy nothing runs across versions
+        return "max_staleness=1" in arm.changes
+    if change.startswith(("streaming.", "training.gradients", "training.part")):
+        return "preset=stream" in arm.changes
     if change.startswith("forecasts="):
         return "forecasts=history" in arm.changes
     return True
