@@ -161,7 +161,7 @@ def test_simulated_placements_have_figures_of_every_arm():
     rows = list(placement_simulated.evaluate(seeds=1, quick=True))
     assert len(rows) == len(placement_simulated.SETTINGS) * len(placement_simulated.ARMS)
     assert {row["staleness_max"] for row in rows if row["setting"] == "within a step"} == {0}
-    assert {row["staleness_max"] for row in rows if row["setting"] == "across steps"} == {1}
+    assert {row["staleness_max"] for row in rows if row["setting"] != "within a step"} == {1}
     within = {row["arm"]: row["rollout_s"] for row in rows if row["setting"] == "within a step"}
     assert within["makespan"] < within["least_loaded"], "with lengths known beforehand, which come last"
 
@@ -177,7 +177,9 @@ def test_published_ratios_are_those_of_their_arms(monkeypatch):
     rows = list(published.compare(["32b"], seeds=1, quick=True))
     arms = {row["arm"]: row for row in rows if "arm" in row}
     assert len(arms) == len(published.ARMS)
-    assert {arms[arm.name]["staleness_max"] for arm in published.ARMS} == {0, 1}
+    stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
+    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
+    assert set(stale.values()) == {0, 1}
     assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
     one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
     assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
@@ -196,9 +198,9 @@ def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
     arms = {row["arm"]: row for row in rows if "arm" in row}
     assert set(arms) == {arm.name for arm in published_stream.ARMS}
     for arm in published_stream.ARMS:
-        row, rules = arms[arm.name], " ".join(arm.changes)
-        assert row["staleness_max"] == ("max_staleness=1" in rules)
-        assert (row["early"] > 0) == ("mode=stream" in rules and "enable=false" not in rules)
+        row = arms[arm.name]
+        assert row["staleness_max"] == ("max_staleness=1" in arm.changes)
+        assert (row["early"] > 0) == ("preset=stream" in arm.changes and "streaming.part=null" not in arm.changes)
     *ratios, oracle = (row for row in rows if "ratio" in row)
     for row, (arm, _, published_ratio) in zip(ratios, published_stream.ABLATION, strict=True):
         assert (row["simulated"], row["published"]) == (arms[arm.name]["simulated"], published_ratio)
@@ -289,7 +291,6 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
         "response_length": [90.0, 80.0],
         "reward": [0.2, None],
         "faults": [],
-        "bubble_least": None,
     }
     monkeypatch.setattr(placement_real, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(
@@ -312,7 +313,6 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
     assert {row["runs"] for row in medians} == {2}
     assert medians[0]["step_s_range"] == [5.0, 5.0]
     assert (medians[0]["moved"], medians[0]["staleness_max"]) == (2, 1), "a sum and a greatest"
-    assert medians[0]["bubble_least"] is None
     assert medians[0]["reward"] == [0.2, None]
     with pytest.raises(typer.BadParameter, match="there are: 2 replicas"):
         placement_real.main(["4 replicas"], out=tmp_path)
@@ -320,10 +320,9 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
 
 def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
-    lists = {"response_length": [90.0], "reward": [0.4], "faults": [], "staleness": [30, 6]}
-    numbers = ("step_s", "samples_per_s", "tokens_per_s", "bubble_ratio", "early_share", "wasted_tokens")
-    lists["idle"] = {"tail": 0.1, "starved": 0.2}
-    figures = dict.fromkeys(numbers, 2.0) | lists | {"seconds_to_reward": {str(r): 9.0 for r in systems.REWARDS}}
+    numbers = ("step_s", "tokens_per_s", "staleness_mean", "wasted_tokens", "staleness_max")
+    lists = ("reward", "response_length", "bubble_ratio", "acceptance_length")
+    figures = dict.fromkeys(numbers, 2) | {name: [0.4] for name in lists} | {"faults": []}
     monkeypatch.setattr(systems, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(systems, "measure", lambda cell, folder: {**dataclasses.asdict(cell), **figures})
 
@@ -337,8 +336,8 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
     assert slice_of(0) == rows
     medians = [row for row in rows if row.get("median")]
     assert [row["arm"] for row in medians] == [*systems.ARMS]
-    assert (medians[0]["staleness_max"], medians[0]["seconds_to_reward"]["0.4"]) == (1, [9.0, 9.0])
-    with pytest.raises(typer.BadParameter, match="there are: sync; separate_async"):
+    assert (medians[0]["staleness_max"], medians[0]["tokens_per_s_range"], medians[0]["reward"]) == (2, [2, 2], [0.4])
+    with pytest.raises(typer.BadParameter, match="there are: sync, drafts; full, staleness 0"):
         systems.main(["steady"], arm=["sink"], out=tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def test_what_a_run_says_of_its_bubble_is_what_its_log_tells(limit: int) -> None
     overrides = [*SMALL, "preset=sorted", "max_staleness=1", "topology=separate"]
     loaded = cluster_file.load(EXAMPLE, [*overrides, f"limit={limit}"])
     segments: list = []
-    simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+    at_once = replace(loaded.scenario, rules=replace(loaded.scenario.rules, relayed=False))
+    simulation = Simulation(at_once, loaded.prompts, loaded.updates, segments)
     heard: list[tuple[float, str, Any]] = []
     fill = simulation.dispatch.fill
 
