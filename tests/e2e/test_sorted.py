@@ -56,7 +56,8 @@ class TestOnPolicy:
             assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"
             assert epoch["discarded_tokens"] > 0
         assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
-        assert summary["epochs"][1]["history_hit_rate"] >= whole_run.MOSTLY
+        # A prompt or two were put off over the end of the first epoch, and have their first turn in the second.
+        assert summary["epochs"][1]["history_hit_rate"] >= 0.75
 
     def test_trains_nothing_but_the_current_policys_tokens(self, coupled):
         requests = requests_of(coupled)
