@@ -16,7 +16,7 @@ Figures are of eight updates (two epochs), after eight: no arm runs empty, and a
 
 Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
 made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
-does a table in ``docs/streaming_figures.md`` that is not ``--table`` of these rows.
+does a table in ``docs/pipeline.md`` that is not ``--table`` of these rows.
 """
 
 from __future__ import annotations
