@@ -165,8 +165,8 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
 
 @pytest.mark.xdist_group("sorted-separate")
 def test_on_policy_on_separate_engines(tmp_path):
-    """With a bound above 0 ``test_kills`` and ``test_stream`` run them."""
-    whole_run.finish(start(tmp_path, epochs=1, MODE="separate_async"), tmp_path)
+    """SortedRL's load; with a bound above 0 ``test_kills`` and ``test_stream`` run them."""
+    whole_run.finish(start(tmp_path, epochs=1, RHYME="sorted", MODE="separate_async"), tmp_path)
     check_each_prompt_once(tmp_path, epochs=1)
     requests = requests_of(tmp_path)
     trained = requests["trained"]
