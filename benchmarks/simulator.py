@@ -58,7 +58,7 @@ class Case:
     placement: str = "least_loaded"
     bare: bool = False
     slots: int = SLOTS
-    forecast: bool = False  # requests tell lengths, which verl's do not
+    as_loaded: bool = False  # prompts start as they were loaded: verl's own schedule, and logs kept of earlier rules
 
     def made(self) -> Rules:
         separate = not self.colocated
@@ -74,9 +74,9 @@ _LOADS: dict[str, Any] = {"in_flight": 2, "refill": "when_empty"}
 _SORTED: dict[str, Any] = {"max_staleness": 0, **_LOADS}
 _UNDRAFTED = f"{RHYME}.drafting.enable=false"
 CASES = {
-    "fit": Case(_SORTED, seed=1),
+    "fit": Case(_SORTED, seed=1, as_loaded=True),
     "another seed": Case(_SORTED, seed=2),
-    "no drafts": Case(_SORTED, seed=3, overrides=(_UNDRAFTED,)),
+    "no drafts": Case(_SORTED, seed=3, overrides=(_UNDRAFTED,), as_loaded=True),
     "tail batching": Case({"max_staleness": 0, "put_off": TAIL_SHARE}, seed=4, env={"RHYME": "full"}),
     "partial, sticky_group": Case(
         {"max_staleness": 2, **_LOADS},
@@ -84,8 +84,9 @@ CASES = {
         env={"STALENESS": "2"},
         overrides=(f"{RHYME}.placement.policy=sticky_group",),
         placement="sticky_group",
+        as_loaded=True,
     ),
-    "sync": Case({"max_staleness": 0}, seed=6, env={"RHYME": "histospec", "STALENESS": ""}),
+    "sync": Case({"max_staleness": 0}, seed=6, env={"RHYME": "histospec", "STALENESS": ""}, as_loaded=True),
     "three replicas": Case(_SORTED, seed=7, replicas=3, batch=9),
     "separate engines": Case(
         {"max_staleness": 2},
@@ -176,7 +177,7 @@ def predicted(
             drafts=drafts,
             limit=case.limit,
             lot=1 if case.limit is None else max(1, (case.limit - case.replicas * case.slots) // 2),
-            forecasts="history" if case.forecast or case.placement == "least_loaded" else "none",
+            forecasts="none" if case.as_loaded else "history",
             response_limit=LIMIT,
         )
         shuffled = [prompt._replace(key=f"{draw}/{prompt.key}") for prompt in prompts]
