@@ -44,7 +44,7 @@ from benchmarks.simulated_fleet import (
     latencies,
     size,
 )
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers import coordinator
@@ -56,10 +56,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 GROUP_BATCHES = 4
 ARMS = {
-    "on_policy": ("on_policy", Colocated),
-    "partial": ("partial", Colocated),
-    "separate": ("partial", Separate),
-    "echo": ("on_policy", Colocated),
+    "on-policy": (0, Colocated),
+    "colocated": (GROUP_BATCHES - 1, Colocated),
+    "separate": (GROUP_BATCHES - 1, Separate),
+    "echo": (0, Colocated),
 }
 
 
@@ -103,7 +103,7 @@ class Trainer:
     """What the pipeline trainer asks of the driver, in its order; it trains by sleeping."""
 
     def __init__(self, arm: str, workers: list[Any], batch: int, slots: int, train_s: float) -> None:
-        mode, topology = ARMS[arm]
+        bound, topology = ARMS[arm]
         self.workers, self.batch, self.train_s, self.version = workers, batch, train_s, 0
         manager = SimpleNamespace(
             abort_replicas=lambda reject_request: self.tell("stop"),
@@ -112,13 +112,13 @@ class Trainer:
         )
         self.topology = topology(SimpleNamespace(checkpoint_manager=manager, standalone_checkpoint_manager=manager))
         self.topology.mend = lambda version: 0
-        rules = named(
-            mode,
-            batch_prompts=batch,
-            batch_samples=batch * SAMPLES,
-            group_batches=GROUP_BATCHES,
-            max_staleness=GROUP_BATCHES - 1 if mode == "partial" else 0,
-            through_training=self.topology.through_training,
+        rules = Rules(
+            batch,
+            batch * SAMPLES,
+            max_staleness=bound,
+            in_flight=GROUP_BATCHES,
+            refill="when_empty",
+            separate=self.topology.separate,
         )
         setting = Setting(rules=rules, filters=None, limit=slots, lot=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
@@ -153,15 +153,15 @@ class Trainer:
         for _ in range(steps):
             began = time.time()
             reply = self.driver.next_batch(self.topology)
-            if not self.topology.through_training:
+            if not self.topology.separate:
                 self.windows.append((began, time.time() - self.driver.seconds["take"][-1]))
             self.trained.append(len(reply.keys))
-            if self.topology.through_training:
+            if self.topology.separate:
                 self.driver.supply()
             self.topology.give_way()
             time.sleep(self.train_s)
             self.driver.pause()
-            if self.topology.through_training:
+            if self.topology.separate:
                 self.windows.append((began, time.time()))
                 self.tell("stop")
             self.version += 1

@@ -1,15 +1,13 @@
-"""What selection by length does to the lengths that are trained: a simulation with the real scheduler.
+"""What the choice of what is trained does to the lengths that are trained: a simulation with the real scheduler.
 
     python -m benchmarks.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
 The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
-token a step for each running request; the sorted scheduler loads, stops and harvests as in training. ``fresh`` draws a
-new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
-same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``rolling``, of
-:mod:`benchmarks.sorted_slots`, is ``partial`` with prompts loaded as others leave. ``arrivals`` is
-``sorting.mode=stream`` with ``harvest=shortest``: as many update batches are under way as are loaded together in the
-others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be.
-With an unbiased pipeline the mean length that is trained is the mean length there is.
+token a step for each running request; the scheduler loads, stops and collects as in training, until all prompts of a
+trace are trained: an epoch. ``full`` and ``sorted`` (SortedRL, loads of 4 batches) at staleness 0 regenerate what is
+interrupted, ``coupled`` with the same length, as the same noise makes under the same policy, ``fresh`` with a new one;
+above 0 it continues. ``shift`` is how much longer the trained responses are than those there are: 0 without bias. Over
+updates: how far the mean lengths of single updates are from that, and the longest that a prompt waited.
 """
 
 from __future__ import annotations
@@ -17,21 +15,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial", "arrivals": "stream"}
-#: Of :mod:`benchmarks.sorted_slots`: ``max_staleness``; ``None``: so that as many updates are here as in a load.
-ROLLING = {"rolling": None, "rolling, one version": 1}
+_LOADS: dict[str, Any] = {"in_flight": 4, "refill": "when_empty"}
+ARMS: dict[str, dict[str, Any]] = {
+    "full, staleness 0, coupled": {"max_staleness": 0, "put_off": TAIL_SHARE},
+    "full, staleness 0, fresh": {"max_staleness": 0, "put_off": TAIL_SHARE},
+    "full, staleness 1": {"max_staleness": 1},
+    "full, staleness 2": {"max_staleness": 2},
+    "full, staleness 4": {"max_staleness": 4},
+    "sorted, staleness 0, coupled": {"max_staleness": 0, **_LOADS},
+    "sorted, staleness 0, fresh": {"max_staleness": 0, **_LOADS},
+    "sorted, staleness 1": {"max_staleness": 1, **_LOADS},
+    "stream, staleness 1": {"max_staleness": 1, "take": "loaded"},
+}
 SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
 
 
@@ -65,70 +72,39 @@ class Engine:
 
 
 def trained_lengths(
-    lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator, slots: int = SLOTS
-) -> tuple[np.ndarray, np.ndarray, Engine]:
-    """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
-    sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES}
-    if arm == "arrivals":
-        return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
-    sizes["group_batches"] = group_batches
-    if arm in ROLLING:
-        rules = named("partial", **sizes, unit=unit, load="rolling", max_staleness=ROLLING[arm] or group_batches - 1)
-    else:
-        rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
-    scheduler, engine = Scheduler(rules), Engine(slots)
+    lengths: list[np.ndarray], arm: str, unit: Unit, rng: np.random.Generator, slots: int = SLOTS
+) -> tuple[list[np.ndarray], np.ndarray, Engine]:
+    """Lengths of each update, how many updates each trained response's prompt had waited, and the engine afterwards."""
+    scheduler, engine = Scheduler(Rules(BATCH, BATCH * SAMPLES, unit=unit, **ARMS[arm])), Engine(slots)
+    continues, updates = scheduler.rules.continues, len(lengths) // BATCH
     wanted: dict[tuple[str, int], int] = {}
     kept: dict[tuple[str, int], int] = {}
-    trained: list[int] = []
+    oldest: dict[tuple[str, int], int] = {}  # version of the oldest token
+    trained: list[np.ndarray] = []
     waited: list[int] = []
-    for version in range(len(lengths) // BATCH):
-        scheduler.begin(version)
-        for _ in range(scheduler.loadable(len(lengths) // BATCH - version)):
-            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
-        for sample in scheduler.dispatch():
-            if sample not in wanted or arm == "fresh":
-                wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
-            engine.queue.append((sample, kept.get(sample, 0) if rules.continues else 0, wanted[sample]))
+    for version in range(updates):
+        scheduler.begin(version, updates - version)
         while not scheduler.enough():
+            for _ in range(scheduler.loadable()):
+                uid = str(scheduler.ledger.loaded)
+                scheduler.load(uid, SAMPLES)
+                scheduler.expect(uid, float(lengths[int(uid)].mean()))
+            for sample in scheduler.dispatch():
+                if sample not in wanted or arm.endswith("fresh"):
+                    wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
+                had = kept.get(sample, 0) if continues else 0
+                oldest[sample] = oldest[sample] if had else version
+                engine.queue.append((sample, had, wanted[sample]))
             (uid, number), length = engine.run()
-            scheduler.generate(uid, number, length, version)
+            scheduler.generate(uid, number, length, oldest[uid, number])
             scheduler.finish(uid, number)
         for (uid, number), tokens in engine.stop():
             kept[uid, number] = tokens
-            scheduler.interrupt(uid, number, tokens, version if tokens else None)
+            scheduler.interrupt(uid, number, tokens, oldest[uid, number] if tokens else None)
         harvest = scheduler.harvest()
-        trained += harvest.lengths
+        trained.append(np.array(harvest.lengths))
         waited += harvest.waited
-    return np.array(trained), np.array(waited), engine
-
-
-_APART: dict[str, Any] = {"harvest": "shortest", "through_training": True}
-
-
-def _arriving(
-    lengths: list[np.ndarray], rules: Rules, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, Engine]:
-    """As :func:`trained_lengths`, of what is finished first, and instead of the waiting of prompts its staleness."""
-    scheduler, engine = Scheduler(rules), Engine(SLOTS)
-    began: dict[tuple[str, int], int] = {}
-    trained: list[int] = []
-    stale: list[int] = []
-    updates = len(lengths) // BATCH
-    for version in range(updates):
-        scheduler.begin(version)
-        for _ in range(scheduler.loadable(updates - version)):
-            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
-        while not scheduler.enough():
-            for sample in scheduler.dispatch():
-                engine.queue.append((sample, 0, int(rng.choice(lengths[int(sample[0])]))))
-                began[sample] = version
-            (uid, number), length = engine.run()
-            scheduler.generate(uid, number, length, began[uid, number])
-            scheduler.finish(uid, number)
-        harvest = scheduler.harvest()
-        trained += harvest.lengths
-        stale += harvest.staleness
-    return np.array(trained), np.array(stale), engine
+    return trained, np.array(waited), engine
 
 
 def recorded(path: Path) -> list[np.ndarray]:
@@ -140,29 +116,28 @@ def recorded(path: Path) -> list[np.ndarray]:
     return [np.array(pool) for pool in pools.values()]
 
 
-def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
+def measure(path: Path, arm: str, unit: Unit, rounds: int) -> dict[str, Any]:
     there = recorded(path)
-    count = len(there) // (BATCH * group_batches) * BATCH * group_batches
-    shifts, firsts, lasts, shares = [], [], [], []
+    count = len(there) // BATCH * BATCH
+    shifts, spreads, shares, waits = [], [], [], []
     for seed in range(rounds):
         rng = np.random.default_rng(seed)
         chosen = [there[i] for i in rng.permutation(len(there))[:count]]
-        trained, waited, engine = trained_lengths(chosen, arm, unit, group_batches, rng)
-        mean = np.mean([pool.mean() for pool in chosen])
-        shifts.append(trained.mean() / mean - 1)
-        firsts.append(trained[waited == 0].mean() / mean - 1)
-        lasts.append(trained[waited == group_batches - 1].mean() / mean - 1)
-        shares.append(1 - trained.sum() / max(engine.made, trained.sum()))
+        trained, waited, engine = trained_lengths(chosen, arm, unit, rng)
+        mean, tokens = np.mean([pool.mean() for pool in chosen]), sum(update.sum() for update in trained)
+        shifts.append(np.concatenate(trained).mean() / mean - 1)
+        spreads.append(np.std([update.mean() / mean for update in trained]))
+        shares.append(1 - tokens / max(engine.made, tokens))
+        waits.append(waited.max())
     return {
         "benchmark": "length_bias",
         "trace": path.stem,
         "arm": arm,
         "unit": unit,
-        "group_batches": group_batches,
         "shift": round(float(np.mean(shifts)), 4),
         "shift_standard_error": round(float(np.std(shifts, ddof=1) / np.sqrt(rounds)), 4),
-        "shift_of_first_update": round(float(np.mean(firsts)), 4),
-        "shift_of_last_update": round(float(np.mean(lasts)), 4),
+        "spread_over_updates": round(float(np.mean(spreads)), 4),
+        "waited_most": int(max(waits)),
         "wasted_share": round(float(np.mean(shares)), 4),
     }
 
@@ -179,12 +154,11 @@ def main(
         raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
-        for unit in ("group", "trajectory"):
-            for group_batches in (2, 4, 8):
-                for each in arm or ARMS:
-                    row = measure(path, each, unit, group_batches, 3 if quick else ROUNDS)
-                    shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
-                    print(json.dumps(shown) if as_json else row, flush=True)
+        for unit in get_args(Unit):
+            for each in arm or ARMS:
+                row = measure(path, each, unit, 3 if quick else ROUNDS)
+                shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
+                print(json.dumps(shown) if as_json else row, flush=True)
 
 
 if __name__ == "__main__":

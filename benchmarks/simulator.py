@@ -29,9 +29,10 @@ import typer
 from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
 from benchmarks.tiny_run import RHYME, ROLLOUT
+from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.observability import events, metrics, steps
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
 from verl_rhyme.simulation import fitted, recorded
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
@@ -57,46 +58,41 @@ class Case:
     placement: str = "least_loaded"
     bare: bool = False
     slots: int = SLOTS
-    forecast: bool = False  # requests tell lengths, which verl's do not
+    as_loaded: bool = False  # prompts start as they were loaded: verl's own schedule, and logs kept of earlier rules
 
     def made(self) -> Rules:
-        sizes = {"batch_prompts": self.batch, "batch_samples": self.batch * SAMPLES}
-        given = {**sizes, "through_training": not self.colocated, **self.rules}
-        mode = given.pop("mode", None)
-        return Rules(**given) if mode is None else named(mode, **given)
+        separate = not self.colocated
+        return Rules(self.batch, self.batch * SAMPLES, separate=separate, relayed=separate, **self.rules)
 
     @property
     def limit(self) -> int | None:
-        """Of samples that the engines are given: ``sorting.oversubscription`` is 2."""
-        return 2 * self.replicas * self.slots if "mode" in self.rules else None
+        """Samples that the engines are given."""
+        return None if self.env.get("RHYME") == "histospec" else int(OVERSUBSCRIPTION * self.replicas * self.slots)
 
 
-_SORTED: dict[str, Any] = {"mode": "on_policy", "group_batches": 2}
+_LOADS: dict[str, Any] = {"in_flight": 2, "refill": "when_empty"}
+_SORTED: dict[str, Any] = {"max_staleness": 0, **_LOADS}
 _UNDRAFTED = f"{RHYME}.drafting.enable=false"
 CASES = {
-    "fit": Case(_SORTED, seed=1),
+    "fit": Case(_SORTED, seed=1, as_loaded=True),
     "another seed": Case(_SORTED, seed=2),
-    "no drafts": Case(_SORTED, seed=3, overrides=(_UNDRAFTED,)),
-    "longest first": Case(
-        {**_SORTED, "start_order": "longest"}, seed=4, overrides=(f"{RHYME}.sorting.start_order=longest",)
-    ),
+    "no drafts": Case(_SORTED, seed=3, overrides=(_UNDRAFTED,), as_loaded=True),
+    "tail batching": Case({"max_staleness": 0, "put_off": TAIL_SHARE}, seed=4, env={"RHYME": "full"}),
     "partial, sticky_group": Case(
-        {"mode": "partial", "group_batches": 2, "max_staleness": 2},
+        {"max_staleness": 2, **_LOADS},
         seed=5,
-        env={"SORTED_MODE": "partial"},
-        overrides=(f"{RHYME}.sorting.max_staleness=2", f"{RHYME}.placement.policy=sticky_group"),
+        env={"STALENESS": "2"},
+        overrides=(f"{RHYME}.placement.policy=sticky_group",),
         placement="sticky_group",
+        as_loaded=True,
     ),
-    "sync": Case({"group_batches": 1}, seed=6, env={"RHYME": "histospec"}),
+    "sync": Case({"max_staleness": 0}, seed=6, env={"RHYME": "histospec", "STALENESS": ""}, as_loaded=True),
     "three replicas": Case(_SORTED, seed=7, replicas=3, batch=9),
-    "rolling, engines apart": Case(
-        {"mode": "partial", "group_batches": 2, "load": "rolling", "max_staleness": 1},
+    "separate engines": Case(
+        {"max_staleness": 2},
         seed=8,
-        env={"SORTED_MODE": "partial", "MODE": "separate_async"},
-        overrides=(
-            f"{RHYME}.sorting.load=rolling",
-            *("trainer.n_gpus_per_node=1", f"{ROLLOUT}.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"),
-        ),
+        env={"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"},
+        overrides=(*("trainer.n_gpus_per_node=1", f"{ROLLOUT}.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"),),
         colocated=False,
     ),
     "bare fit": Case(_SORTED, seed=1, bare=True),
@@ -109,11 +105,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 def train(case: Case, folder: Path) -> None:
     """Make a run."""
-    settings = {"RHYME": "sorted", "EPOCHS": str(EPOCHS), "PROMPTS": str(4 * case.batch), "SEED": str(case.seed)}
+    settings = {
+        "RHYME": "sorted",
+        "STALENESS": "0",
+        "EPOCHS": str(EPOCHS),
+        "PROMPTS": str(4 * case.batch),
+        "SEED": str(case.seed),
+    }
     overrides = [
         *tiny_run.sizes(case.batch, SAMPLES, SLOTS, case.replicas),
         *(f"trainer.n_gpus_per_node={case.replicas}", "trainer.save_freq=1000"),
-        *([f"{RHYME}.sorting.group_batches={case.rules['group_batches']}"] if "mode" in case.rules else []),
+        *([f"{RHYME}.scheduling.in_flight={case.rules['in_flight']}"] if "in_flight" in case.rules else []),
         *case.overrides,
     ]
     steady = () if case.bare else (STEADY_MS, UPDATE_S)
@@ -175,7 +177,7 @@ def predicted(
             drafts=drafts,
             limit=case.limit,
             lot=1 if case.limit is None else max(1, (case.limit - case.replicas * case.slots) // 2),
-            forecasts="history" if case.forecast or case.placement == "least_loaded" else "none",
+            forecasts="none" if case.as_loaded else "history",
             response_limit=LIMIT,
         )
         shuffled = [prompt._replace(key=f"{draw}/{prompt.key}") for prompt in prompts]
@@ -236,7 +238,7 @@ def speed(replicas: int, prompts: int, samples: int, batches: int) -> dict[str, 
     """Processor time of a synchronous run, prompts and forecasts included."""
     lengths = Lengths({50: 2000, 90: 8000, 99: 18000}, 20480)
     cost = ReplicaCost(StepCost(base=0.012, row=2e-5, cached=1e-8), prefill=5e-5, slots=256, room=800_000)
-    rules = Rules(batch_prompts=prompts, batch_samples=prompts * samples, group_batches=1)
+    rules = Rules(prompts, prompts * samples, max_staleness=0)
     scenario = Scenario((cost,) * replicas, rules, TrainingCost(token=2e-6, sync=5.0), response_limit=20480)
     began = time.process_time()
     simulation = Simulation(scenario, lengths.epochs(prompts * batches, samples, 1, 500))

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,10 +34,11 @@ from benchmarks.real_sizes import budget, planning
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
-from verl_rhyme.config import CONFIG_PATH, DraftingConfig
+from verl_rhyme import config_tree
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.config.presets import PRESETS
 from verl_rhyme.lengths.ranker import LOSSES
-from verl_rhyme.scheduling.rules import named
-from verl_rhyme.simulation.scenario import Streaming
+from verl_rhyme.scheduling.rules import of_config
 
 
 @pytest.fixture(scope="module")
@@ -232,33 +232,35 @@ def test_who_reads_a_map_sees_its_roads():
     assert length_pairs.seen_in_a_map(way) == [5, 4, 2, 1, 2, 6 / 5, 2, 10 / 5, 4, 2]
 
 
-def test_what_is_simulated_as_full_is_what_the_preset_says():
-    conf = Path(__file__).parents[2] / "verl_rhyme" / "conf" / "rhyme"
-    told = OmegaConf.merge(*(OmegaConf.load(conf / f"{name}.yaml") for name in ("histospec", "sorted", "full")))
-    preset = OmegaConf.select(told, CONFIG_PATH)
-    scenario = full_scale.load(full_scale.FULL.changes).scenario
-    sorting = preset.sorting
-    given = {name: sorting[name] for name in ("group_batches", "load", "harvest", "start_order", "max_staleness")}
-    rules = named(sorting.mode, batch_prompts=512, batch_samples=8192, through_training=True, **given)
-    assert scenario.rules == dataclasses.replace(rules, one_by_one=True, on_interrupt="keep_running")
-    assert sorting.keep_running
-    assert (scenario.placement, scenario.colocated) == (preset.placement.policy, False)
-    assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming["update"])
-    assert sorting.oversubscription == 2
-    drafted = full_scale.load(full_scale.FULL.drafted().changes).scenario
-    assert drafted.drafts.of(1) == (2.25, pytest.approx(1.25 * 2.77), 0, 0)
+def test_what_is_simulated_of_a_preset_is_what_a_run_of_it_does():
+    for arm in full_scale.ARMS:
+        if arm.preset is None:
+            continue
+        tree: dict = {"max_staleness": arm.staleness}
+        for path, value in PRESETS[arm.preset].items():
+            section, _, name = path.rpartition(".")
+            if section:
+                tree.setdefault(section, {})[name] = value
+        rhyme = config_tree.parse(tree)
+        mode = "separate_async" if arm.separate else "sync"
+        config = OmegaConf.create(
+            {
+                "trainer": {"v1": {"trainer_mode": mode}},
+                "data": {"train_batch_size": 512},
+                "algorithm": {"adv_estimator": "grpo"},
+                "actor_rollout_ref": {"rollout": {"n": 16, "checkpoint_engine": {"backend": "relay"}}},
+            }
+        )
+        rules = of_config(config, rhyme)
+        assert arm.rules(512, 16) == dataclasses.replace(rules, drafts=arm.drafts)
 
 
 def test_arms_on_many_gpus_keep_their_bounds_of_staleness(monkeypatch):
-    bounds = {full_scale.SEPARATE_ASYNC: 7, full_scale.FULL: 1, full_scale.LAMINAR: 4}
-    monkeypatch.setattr(full_scale, "ARMS", list(bounds))
-    rows = {row["arm"]: row for row in full_scale.compare({64: 1}, quick=True)}
-    for arm, bound in bounds.items():
-        assert len(rows[arm.name]["staleness"]) - 1 <= bound
-        assert rows[arm.name]["speedup"] > 1, "what runs on hides the tail"
-        assert (rows[arm.name]["early"] > 0) == (arm is full_scale.FULL)
-    two = full_scale.VerlsRules(**vars(full_scale.load(full_scale.SEPARATE_ASYNC.changes).scenario.rules))
-    assert (two.load_batches(None), two.load_batches(1), two.max_staleness) == (2, 1, 7)
+    arms = [arm for arm in full_scale.ARMS if arm.drafts]
+    monkeypatch.setattr(full_scale, "ARMS", arms)
+    for arm, row in zip(arms, full_scale.compare(full_scale.QUICK, quick=True), strict=True):
+        assert row["staleness_max"] <= arm.staleness
+        assert (row["early"] > 0) <= (arm.separate and arm.preset is not None)
 
 
 def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
