@@ -5,7 +5,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, Stopping, World
 
@@ -94,6 +94,7 @@ def wanted(world):
 
 
 @checked
+@example(rules(3, refill="when_empty", unit="trajectory"), 1, 0.0, 0.3, 8)  # a batch's end within a prompt
 @given(colocated, seeds, st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05, 0.3]), st.integers(1, UPDATES))
 def test_stopped_engines_each_sample_is_trained_once_within_the_bound(rules, seed, mishaps, losses, updates):
     world = Stopping(rules, seed, mishaps, losses)
@@ -274,7 +275,7 @@ def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses
         Failing(rules, seed, mishaps=1.0, losses=losses).step()
 
 
-@checked
+@settings(checked, max_examples=50)
 @given(st.sampled_from([1, 2, 3, 4, 6]), seeds)
 def test_the_mean_staleness_is_that_of_the_batches_in_flight(bound, seed):
     """By Little's law: n - 1 versions, with lengths that do not differ too much (here: by a fortieth of an update)."""
