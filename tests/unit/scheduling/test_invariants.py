@@ -20,7 +20,7 @@ batches = st.integers(1, 4)
 
 
 def rules(batch, **given):
-    if given["max_staleness"] and given.get("refill") != "when_empty" and given.get("in_flight"):
+    if given.get("max_staleness") and given.get("refill") != "when_empty" and given.get("in_flight"):
         given["in_flight"] = min(given["in_flight"], given["max_staleness"] + 1)
     return Rules(batch, batch * SAMPLES, **given)
 
