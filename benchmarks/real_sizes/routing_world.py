@@ -25,7 +25,7 @@ from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.cost import ReplicaCost
 from verl_rhyme.scheduling.placement import PLANNED, Move
-from verl_rhyme.scheduling.rules import named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
 from verl_rhyme.workers import coordinator, crew, stored_attempts
 from verl_rhyme.workers.coordinator import Coordinator
@@ -295,12 +295,7 @@ class World:
     async def _train(self, steps: int) -> None:
         told, count = self.coordinator, len(self.replicas)
         planned = self.policy in PLANNED
-        rules = named(
-            "histopipe",
-            batch_prompts=self.batch,
-            batch_samples=self.batch * self.samples,
-            start_order="longest" if planned else "load",
-        )
+        rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
         slots = count * self.cost.slots
         finite = math.isfinite(self.cost.room)
         room = int(count * self.cost.room) if finite else None

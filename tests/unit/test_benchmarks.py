@@ -148,7 +148,7 @@ def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     kinds = {"begin", "start", "generate", "finish", "harvest"} | ({"interrupt"} if run.rules.stops else set())
     assert set(run.microseconds) == kinds
     assert len(run.microseconds["harvest"]) == 5
-    assert run.scheduler.ledger.loaded == 32, "four updates consume what was loaded first"
+    assert run.scheduler.ledger.loaded == 32, "four updates train as many prompts as were loaded first"
 
 
 def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
@@ -271,8 +271,11 @@ def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
 
 
 def test_the_simulator_predicts_a_recorded_run(monkeypatch):
-    """Fitted on a drafted run, it predicts one of another seed without drafts."""
+    """Fitted on a drafted run, it predicts one of another seed without drafts; both are of the time when prompts
+    started in the order of loading."""
     monkeypatch.setattr(simulator, "DRAWS", 4)
+    case = dataclasses.replace(simulator.CASES["no drafts"], forecast=False)
+    monkeypatch.setitem(simulator.CASES, "no drafts", case)
     fit = simulator.fitted.fit(simulator.recorded.read(simulator.LOGS / "fit"))
     assert fit.steps.step.seconds(1) == pytest.approx(0.075, rel=0.03), "its steps took 75 ms at least"
     row = simulator.compare("no drafts", simulator.LOGS / "no_drafts", fit, own=True)
