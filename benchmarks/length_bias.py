@@ -2,14 +2,12 @@
 
     python -m benchmarks.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
-The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
-token a step for each running request; the sorted scheduler loads, stops and harvests as in training. ``fresh`` draws a
-new length whenever a response is generated anew, as plain on-policy regeneration does; ``coupled`` keeps it, as the
-same noise does under the same policy; ``partial`` keeps it and goes on where it stood. ``rolling``, of
-:mod:`benchmarks.sorted_slots`, is ``partial`` with prompts loaded as others leave. ``arrivals`` is
-``sorting.mode=stream`` with ``harvest=shortest``: as many update batches are under way as are loaded together in the
-others, engines run on over updates, and "first" and "last" are what is no version old, and what is as old as may be.
-With an unbiased pipeline the mean length that is trained is the mean length there is.
+The policy is constant, and there is one epoch: each prompt has the lengths that a recorded run sampled for it, and is
+expected to have the mean of as many others. An engine makes a token a step for each running request; the scheduler
+loads, stops and collects as in a colocated run. What is regenerated keeps its length, as the same noise does under the
+same policy (coupled sampling, the default); "fresh" draws another. ``shift`` is the mean length that is trained against
+that of the responses as they were first drawn: 0 where no length is preferred. ``first_half`` is the same of the
+epoch's first half, ``spread`` the standard deviation of updates' mean lengths, against the mean.
 """
 
 from __future__ import annotations
@@ -24,15 +22,22 @@ import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-ARMS = {"fresh": "on_policy", "coupled": "on_policy", "partial": "partial", "arrivals": "stream"}
-#: Of :mod:`benchmarks.sorted_slots`: ``max_staleness``; ``None``: so that as many updates are here as in a load.
-ROLLING = {"rolling": None, "rolling, one version": 1}
-SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
+SAMPLES, BATCH, SLOTS, ROUNDS, LOAD = 8, 8, 64, 8, 4
+_SORTED: dict[str, Any] = {"in_flight": LOAD, "refill": "when_empty"}
+ARMS: dict[str, dict[str, Any]] = {
+    "full, k = 0": {"max_staleness": 0, "put_off": TAIL_SHARE},
+    "full, k = 1": {"max_staleness": 1},
+    "full, k = 2": {"max_staleness": 2},
+    "sorted, k = 0": {"max_staleness": 0, **_SORTED},
+    "sorted, k = 3": {"max_staleness": 3, **_SORTED},
+    "stream, k = 1": {"max_staleness": 1, "take": "loaded"},
+}
+ARMS |= {f"{name}, fresh": ARMS[name] for name in ("full, k = 0", "sorted, k = 0")}
 
 
 class Engine:
@@ -65,70 +70,38 @@ class Engine:
 
 
 def trained_lengths(
-    lengths: list[np.ndarray], arm: str, unit: str, group_batches: int, rng: np.random.Generator, slots: int = SLOTS
-) -> tuple[np.ndarray, np.ndarray, Engine]:
-    """Lengths in the order of training, how many updates each one's prompt had waited, and the engine afterwards."""
-    sizes = {"batch_prompts": BATCH, "batch_samples": BATCH * SAMPLES}
-    if arm == "arrivals":
-        return _arriving(lengths, named("stream", **sizes, unit=unit, max_staleness=group_batches - 1, **_APART), rng)
-    sizes["group_batches"] = group_batches
-    if arm in ROLLING:
-        rules = named("partial", **sizes, unit=unit, load="rolling", max_staleness=ROLLING[arm] or group_batches - 1)
-    else:
-        rules = named(ARMS[arm], **sizes, unit=unit, max_staleness=group_batches)
-    scheduler, engine = Scheduler(rules), Engine(slots)
-    wanted: dict[tuple[str, int], int] = {}
-    kept: dict[tuple[str, int], int] = {}
-    trained: list[int] = []
-    waited: list[int] = []
-    for version in range(len(lengths) // BATCH):
-        scheduler.begin(version)
-        for _ in range(scheduler.loadable(len(lengths) // BATCH - version)):
-            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
+    pools: list[np.ndarray], arm: str, unit: Any, rng: np.random.Generator
+) -> tuple[list[list[int]], np.ndarray, Engine]:
+    """Lengths of each update, those of all responses as they were first drawn, and the engine afterwards."""
+    scheduler = Scheduler(Rules(BATCH, BATCH * SAMPLES, unit=unit, **ARMS[arm]))
+    engine, updates, again = Engine(SLOTS), list[list[int]](), set[tuple[str, int]]()
+    drawn = np.array([rng.choice(pool, SAMPLES) for pool in pools])
+    expected = [rng.choice(pool, SAMPLES).mean() for pool in pools]
+    kept: dict[tuple[str, int], tuple[int, int]] = {}  # tokens, and the version of the first
+    for version in range(len(pools) // BATCH):
+        scheduler.begin(version, len(pools) // BATCH - version)
+        while count := scheduler.loadable():
+            loaded = range(scheduler.ledger.loaded, scheduler.ledger.loaded + count)
+            for uid in loaded:
+                scheduler.load(str(uid), SAMPLES)
+            for uid in loaded:
+                scheduler.expect(str(uid), expected[uid])
         for sample in scheduler.dispatch():
-            if sample not in wanted or arm == "fresh":
-                wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
-            engine.queue.append((sample, kept.get(sample, 0) if rules.continues else 0, wanted[sample]))
+            row, number = int(sample[0]), sample[1]
+            had, _ = kept.setdefault(sample, (0, version))
+            fresh = arm.endswith("fresh") and sample in again
+            engine.queue.append((sample, had, int(rng.choice(pools[row]) if fresh else drawn[row, number])))
+            again.add(sample)
         while not scheduler.enough():
-            (uid, number), length = engine.run()
-            scheduler.generate(uid, number, length, version)
-            scheduler.finish(uid, number)
-        for (uid, number), tokens in engine.stop():
-            kept[uid, number] = tokens
-            scheduler.interrupt(uid, number, tokens, version if tokens else None)
-        harvest = scheduler.harvest()
-        trained += harvest.lengths
-        waited += harvest.waited
-    return np.array(trained), np.array(waited), engine
-
-
-_APART: dict[str, Any] = {"harvest": "shortest", "through_training": True}
-
-
-def _arriving(
-    lengths: list[np.ndarray], rules: Rules, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, Engine]:
-    """As :func:`trained_lengths`, of what is finished first, and instead of the waiting of prompts its staleness."""
-    scheduler, engine = Scheduler(rules), Engine(SLOTS)
-    began: dict[tuple[str, int], int] = {}
-    trained: list[int] = []
-    stale: list[int] = []
-    updates = len(lengths) // BATCH
-    for version in range(updates):
-        scheduler.begin(version)
-        for _ in range(scheduler.loadable(updates - version)):
-            scheduler.load(str(scheduler.ledger.loaded), SAMPLES)
-        while not scheduler.enough():
-            for sample in scheduler.dispatch():
-                engine.queue.append((sample, 0, int(rng.choice(lengths[int(sample[0])]))))
-                began[sample] = version
-            (uid, number), length = engine.run()
-            scheduler.generate(uid, number, length, began[uid, number])
-            scheduler.finish(uid, number)
-        harvest = scheduler.harvest()
-        trained += harvest.lengths
-        stale += harvest.staleness
-    return np.array(trained), np.array(stale), engine
+            sample, length = engine.run()
+            if scheduler.generate(*sample, length, kept.pop(sample)[1]):
+                scheduler.finish(*sample)
+        for sample, tokens in engine.stop():
+            _, first = kept.pop(sample)
+            if scheduler.interrupt(*sample, tokens, first if tokens else None) and tokens:
+                kept[sample] = tokens, first
+        updates.append(scheduler.harvest().lengths)
+    return updates, drawn, engine
 
 
 def recorded(path: Path) -> list[np.ndarray]:
@@ -140,30 +113,29 @@ def recorded(path: Path) -> list[np.ndarray]:
     return [np.array(pool) for pool in pools.values()]
 
 
-def measure(path: Path, arm: str, unit: str, group_batches: int, rounds: int) -> dict[str, Any]:
+def measure(path: Path, arm: str, unit: str, rounds: int) -> dict[str, Any]:
     there = recorded(path)
-    count = len(there) // (BATCH * group_batches) * BATCH * group_batches
-    shifts, firsts, lasts, shares = [], [], [], []
+    count = len(there) // (BATCH * LOAD) * BATCH * LOAD
+    rows = []
     for seed in range(rounds):
         rng = np.random.default_rng(seed)
-        chosen = [there[i] for i in rng.permutation(len(there))[:count]]
-        trained, waited, engine = trained_lengths(chosen, arm, unit, group_batches, rng)
-        mean = np.mean([pool.mean() for pool in chosen])
-        shifts.append(trained.mean() / mean - 1)
-        firsts.append(trained[waited == 0].mean() / mean - 1)
-        lasts.append(trained[waited == group_batches - 1].mean() / mean - 1)
-        shares.append(1 - trained.sum() / max(engine.made, trained.sum()))
+        updates, drawn, engine = trained_lengths(
+            [there[i] for i in rng.permutation(len(there))[:count]], arm, unit, rng
+        )
+        means = np.array([np.mean(lengths) for lengths in updates]) / drawn.mean()
+        wasted = 1 - sum(map(sum, updates)) / engine.made
+        rows.append((means.mean() - 1, means[: len(means) // 2].mean() - 1, means.std(), wasted))
+    shift, first_half, spread, wasted = (np.mean(rows, axis=0).round(4) + 0.0).tolist()  # no -0.0
     return {
         "benchmark": "length_bias",
         "trace": path.stem,
         "arm": arm,
         "unit": unit,
-        "group_batches": group_batches,
-        "shift": round(float(np.mean(shifts)), 4),
-        "shift_standard_error": round(float(np.std(shifts, ddof=1) / np.sqrt(rounds)), 4),
-        "shift_of_first_update": round(float(np.mean(firsts)), 4),
-        "shift_of_last_update": round(float(np.mean(lasts)), 4),
-        "wasted_share": round(float(np.mean(shares)), 4),
+        "shift": shift,
+        "shift_standard_error": round(float(np.std([row[0] for row in rows], ddof=1) / np.sqrt(rounds)), 4),
+        "first_half": first_half,
+        "spread": spread,
+        "wasted_share": wasted,
     }
 
 
@@ -180,11 +152,10 @@ def main(
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
         for unit in ("group", "trajectory"):
-            for group_batches in (2, 4, 8):
-                for each in arm or ARMS:
-                    row = measure(path, each, unit, group_batches, 3 if quick else ROUNDS)
-                    shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
-                    print(json.dumps(shown) if as_json else row, flush=True)
+            for each in arm or ARMS:
+                row = measure(path, each, unit, 3 if quick else ROUNDS)
+                shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}
+                print(json.dumps(shown) if as_json else row, flush=True)
 
 
 if __name__ == "__main__":

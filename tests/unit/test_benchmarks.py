@@ -14,6 +14,7 @@ from benchmarks import (
     allocation,
     eviction,
     full_scale,
+    length_bias,
     length_pairs,
     lengths,
     placement,
@@ -149,6 +150,21 @@ def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     assert set(run.microseconds) == kinds
     assert len(run.microseconds["harvest"]) == 5
     assert run.scheduler.ledger.loaded == 32, "four updates train as many prompts as were loaded first"
+
+
+@pytest.mark.parametrize("unit", ["group", "trajectory"])
+def test_over_an_epoch_lengths_are_what_was_drawn_and_shorter_where_it_is_drawn_again(unit):
+    spread = np.random.default_rng(0).lognormal(5, 0.6, (64, 1)) * np.random.default_rng(1).lognormal(0, 0.6, (64, 32))
+    pools = list(spread.astype(int) + 1)
+    for arm in length_bias.ARMS:
+        updates, drawn, engine = length_bias.trained_lengths(pools, arm, unit, np.random.default_rng(2))
+        assert [len(lengths) for lengths in updates] == [64] * 8, "each prompt is trained once"
+        trained = np.concatenate(updates)
+        if arm.endswith("fresh"):
+            assert trained.mean() < drawn.mean()
+        else:
+            assert sorted(trained) == sorted(drawn.ravel())
+        assert (engine.made == trained.sum()) == (not arm.startswith(("full, k = 0", "sorted, k = 0")))
 
 
 def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
