@@ -56,7 +56,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 IN_FLIGHT = 2  # update batches, at most
 #: k, and where the engines are.
-ARMS = {"on-policy": (0, Colocated), "colocated": (2, Colocated), "separate": (2, Separate), "echo": (2, Colocated)}
+ARMS: dict[str, tuple[int, Any]] = {
+    "on-policy": (0, Colocated),
+    "colocated": (2, Colocated),
+    "separate": (2, Separate),
+    "echo": (2, Colocated),
+}
 
 
 class CountedDriver(Driver):
@@ -81,7 +86,8 @@ class Share:
     """A process's share of one core, looked at each half second."""
 
     def __init__(self, pid: int) -> None:
-        self._process, self._stop, self.shares = psutil.Process(pid), threading.Event(), []
+        self._process, self._stop = psutil.Process(pid), threading.Event()
+        self.shares: list[float] = []
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
