@@ -2,12 +2,12 @@
 
     python -m benchmarks.faults [--json] [--quick] [--runs N] [--repeats N] [--again] [--out DIR] [KIND ...]
 
-Real verl, vLLM and GRPO on the tiny world: engines apart from training, three replicas, weights by the relay, training
-in parts (``stream``), and all together (``full``). Beside a run its processes are killed, stopped and slowed
-(:mod:`benchmarks.fault_injection`: ``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several
-at once; a run that ends is started again. What is found afterwards in its event log and metrics is in its row: whether
-each sample was trained once, under a version that is young enough, with the tokens that the engines made; what its log
-told of each fault; and what requests kept whose replica died. ``cut``: a version of weights that crosses a link between
+Real verl, vLLM and GRPO on the tiny world: separate engines, three replicas, weights by the relay, the presets
+``stream`` and ``full``. Beside a run its processes are killed, stopped and slowed (:mod:`benchmarks.fault_injection`:
+``kill``, ``hang``, ``slow``, ``relay``, ``trainer``), at random times and several at once; a run that ends is started
+again. What is found afterwards in its event log and metrics is in its row: whether each sample was trained once, under
+a version that is young enough, with the tokens that the engines made; what its log told of each fault; and what
+requests kept whose replica died. ``cut``: a version of weights that crosses a link between
 two network namespaces (root), which is cut at a random moment for a random time.
 
 Rows are kept in ``--out``: started again, what is there is not run again, so that ``--runs 1`` goes on by one run; one
@@ -74,7 +74,7 @@ def train(cell: Cell, out: Path, wanted: dict[str, int], epochs: int) -> dict[st
     settings |= {"EPOCHS": str(epochs), "PROMPTS": str(PROMPTS), "SEED": str(cell.seed)}
     overrides = [
         *tiny_run.sizes(BATCH, SAMPLES, SLOTS, 1),
-        *(f"trainer.save_freq={SAVED}", f"{RHYME}.sorting.lost_after={HUNG_S}"),
+        *(f"trainer.save_freq={SAVED}", f"{RHYME}.scheduling.lost_after={HUNG_S}"),
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={SAMPLES}",
     ]

@@ -14,9 +14,9 @@ each replica has the same to do, and an update takes as long.
 
 Figures are of eight updates (two epochs), after eight: no arm runs empty, and all arms count the same prompts.
 
-Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that made
-the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as does a
-table in ``docs/streaming_figures.md`` that is not ``--table`` of these rows.
+Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
+made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
+does a table in ``docs/pipeline.md`` that is not ``--table`` of these rows.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Setting:
         path = ROOT / "examples" / "simulate" / f"{file}.yaml"
         batch, samples = _batch(path)
         batch, samples = (16, 4) if self.quick else (batch // self.parts, samples)
-        sizes = [f"rules.batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
+        sizes = [f"batch_prompts={batch}", f"workload.samples={samples}", f"workload.prompts={EPOCH * batch}"]
         given = [*sizes, "workload.epochs=8", f"workload.seed={self.seed}", "forecasts=history"]
         given.append(f"replicas=[{{count: {replicas}, profile: {profile}}}]")
         return cluster_file.load(path, [*given, *([f"training.token={token}"] if token is not None else [])])
@@ -198,7 +198,7 @@ def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
     if not arm.separate:
         return gpus, gpus
     _, profile, _ = MODELS[model]
-    changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"rules.max_staleness={arm.staleness}"]
+    changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"max_staleness={arm.staleness}"]
     problem = plan_file.load(ROOT / "examples" / "plan" / "one_site.yaml", changes).problem
     if arm.drafts:
         [pool] = problem.pools

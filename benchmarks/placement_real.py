@@ -1,13 +1,12 @@
 """Placement by forecasts through the real stack: stock verl, the router's policies, HistoPipe and ours, side by side.
 
-    python -m benchmarks.placement_real [--json] [--quick] [--predict] [--arm ARM] [--runs N] [--repeats N]
-        [--out DIR] [SETTING ...]
+    python -m benchmarks.placement_real [--json] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR]
+        [SETTING ...]
 
 Real verl, vLLM and GRPO on the tiny world, two or three replicas of four slots, updates of three or four times as many
 samples. Arms take turns; each run is one seed's, a few minutes long, and its row is kept in ``--out``: started again,
 what is there is not run again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it
-shows what there is: every run's row, and for each arm the medians over its runs. ``--predict`` adds what the simulator
-says of each, and of each arm with the lengths of one run.
+shows what there is: every run's row, and for each arm the medians over its runs.
 
 Steady settings: a decoding step takes at least 60 ms and an update of the actor 3 s (:mod:`benchmarks.steady_step`),
 as on GPUs of their own; bare ones leave the replicas to share this machine's cores. All arms but ``stock`` draft; that
@@ -29,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import simulator, tiny_run
+from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
 from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import RHYME, ROLLOUT
@@ -65,6 +64,7 @@ class Arm:
     def settings(self, setting: Setting) -> dict[str, str]:
         told = {"RHYME": self.system, "REPLICAS": str(setting.replicas)}
         told |= {"MODE": "separate_async"} if self.across else {}
+        told |= {"STALENESS": str(int(self.across))} if self.system == "histopipe" else {}
         return told | ({"VERL_USE_EXTERNAL_MODULES": "eager_moves"} if self.eager else {})
 
     def changes(self, profile: Path | None) -> list[str]:
@@ -115,11 +115,12 @@ def train(cell: Cell, out: Path) -> None:
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
         *arm.changes(profile(cell, out)),
     ]
-    steady = () if setting.bare else (STEADY_MS, UPDATE_S)
+    step_ms, update_s = (None, None) if setting.bare else (STEADY_MS, UPDATE_S)
     modules = [EAGER] if arm.eager else []
     folder = cell.folder(out)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-    tiny_run.train(folder, settings | arm.settings(setting), overrides, *steady, modules=modules, timeout=590)
+    settings |= arm.settings(setting)
+    tiny_run.train(folder, settings, overrides, step_ms, update_s, modules, timeout=590)
 
 
 def profile(cell: Cell, out: Path) -> Path | None:
@@ -160,7 +161,6 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "tokens_per_s": tokens.sum() / seconds.sum(),
         "tokens_per_rollout_s": tokens.sum() / span,
         "bubble_ratio": sum(sum(window.idle) for window in windows) / (slots * span),
-        "bubble_least": None if arm.across else least_bubble(run, slots),
         "acceptance_length": 1 + accepted / verified if verified > 0 else 1.0,
         "length_correlation": float(column(metrics.LENGTH_CORRELATION).mean()),
         "moved": int(np.nansum(column(metrics.PLACEMENT_MOVED, whole))),
@@ -168,7 +168,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "pearson_least": float(column("training/rollout_actor_probs_pearson_corr", whole).min()),
         "probability_difference_max": float(column("training/rollout_probs_diff_max", whole).max()),
     }
-    shown = {name: short(value) for name, value in figures.items()}
+    shown: dict[str, Any] = {name: short(value) for name, value in figures.items()}
     shown["steps_s"] = [short(value) for value in seconds]
     shown["response_length"] = [short(column(metrics.RESPONSE_LENGTH_MEAN, rows).mean()) for rows in epochs]
     shown["reward"] = [short(column(metrics.REWARD_MEAN, rows).mean()) for rows in epochs]
@@ -179,47 +179,6 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         **shown,
         **faults(run, dict(by_step), samples, LIMIT, staleness=int(arm.across)),
     }
-
-
-def least_bubble(run: recorded.Run, slots: int) -> float:
-    """Bubble ratio that the same requests, as long in their slots as they were, would leave in the best of orders, or
-    less: nobody ends before the longest sample, nor before the slots have had them all."""
-    request = run.requests
-    rows = np.flatnonzero(request["trained"] & (request["step"] > STEPS_AN_EPOCH))
-    busy: dict[int, dict[tuple[str, int], float]] = {}
-    for row in rows.tolist():
-        of_step = busy.setdefault(int(request["step"][row]), {})
-        sample = str(request["uid"][row]), int(request["sample"][row])
-        of_step[sample] = of_step.get(sample, 0.0) + float(request["finished_at"][row] - request["started_at"][row])
-    spent = np.array([sum(of_step.values()) for of_step in busy.values()])
-    longest = np.array([max(of_step.values()) for of_step in busy.values()])
-    return float(1 - spent.sum() / (slots * np.maximum(longest, spent / slots).sum()))
-
-
-def simulated(cell: Cell, out: Path) -> dict[str, Any]:
-    """What the simulator says of a run in a steady setting, fitted on the setting's first run with drafts: means over
-    what chance decides, of the run's own lengths and acceptance lengths, and of that run's, which are the same for all
-    arms that draft."""
-    setting, arm = SETTINGS[cell.setting], ARMS[cell.arm]
-    if setting.bare or arm.eager:
-        return {}
-    case = simulator.Case(
-        rules={"group_batches": 1} if arm.system == "histospec" else {"mode": "histopipe", "start_order": "longest"},
-        seed=cell.seed,
-        replicas=setting.replicas,
-        batch=setting.batch,
-        colocated=not arm.across,
-        placement=arm.policy or "least_loaded",
-        slots=SLOTS,
-        forecast=arm.system == "histopipe",
-    )
-    first = recorded.read(Cell(cell.setting, DRAFTED, 1).folder(out))
-    found = {}
-    lengths = {"predicted": recorded.read(cell.folder(out))} | ({} if cell.arm == "stock" else {"same_lengths": first})
-    for name, run in lengths.items():
-        told = simulator.predicted(case, fitted.fit(first), run, own=True, first=STEPS_AN_EPOCH)
-        found |= {f"{what}_{name}": short(told[what][0]) for what in ("step_s", "bubble_ratio")}
-    return found
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -273,7 +232,6 @@ def main(
     settings: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
     quick: Annotated[bool, typer.Option(help="two arms, one seed (six minutes)")] = False,
-    predict: Annotated[bool, typer.Option(help="show what the simulator says, too")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="may be given again; default: all")] = None,
     runs: Annotated[int | None, typer.Option(help="to make at most; 0: only show what there is")] = None,
     repeats: Annotated[int | None, typer.Option(help="of each arm")] = None,
@@ -298,8 +256,6 @@ def main(
     shown = kept.complete(wanted, runs, make, lambda row: as_json or print(_told(row), flush=True))
     if shown is None:
         return
-    if predict:
-        shown = [row | simulated(Cell(row["setting"], row["arm"], row["seed"]), out) for row in shown]
     for row in [*(shown if as_json else []), *({**about, "median": True, **row} for row in medians(shown))]:
         print(json.dumps(row) if as_json else _told(row), flush=True)
 

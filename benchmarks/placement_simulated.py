@@ -3,12 +3,11 @@
     python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT] [--arm TEXT]
 
 The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made up) without drafts. ``within a step``:
-verl's synchronous order on the GPUs that train. ``across steps``: ``rules.mode=histopipe`` on engines of their own, the
-actor on as many further GPUs; all take new weights at once, or (``keep running``, as published) each when its share of
-a step is done. Arms are policies, with forecasts from history, from a sample of each prompt that runs before its
-siblings (``probe``; both are modes of NeMo-RL's), where nothing is seen twice from a length ranker of measured quality,
-and, as what no policy can know, with the lengths themselves. Figures are means over the updates from the second epoch
-on, and over seeds.
+verl's synchronous order on the GPUs that train. ``across steps``: ``preset=histopipe``, whole batches, on engines of
+their own, the actor on as many further GPUs; running responses go on under new weights, or (``finishing``, as
+published) a replica takes these when its share of a step is done. Arms are policies, with forecasts from history, where
+nothing is seen twice from a length ranker of measured quality, and, as what no policy can know, with the lengths
+themselves. Figures are means over the updates from the second epoch on, and over seeds.
 
 The workloads of ``VARIED`` change one thing each, on a quarter of that cluster with a quarter of its prompts, within a
 step, and end after the second epoch. ``of_oracle`` is the rollout of ``makespan`` with lengths known beforehand over an
@@ -36,10 +35,11 @@ from verl_rhyme.simulation.scenario import Step
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "dapo32b.yaml"
+_ACROSS = ["preset=histopipe", "topology=separate", "streaming.part=null"]
 SETTINGS = {
-    "within a step": ["rules.mode=sync", "topology=colocated"],
-    "across steps": ["rules.mode=histopipe", "topology=separate"],
-    "across steps, keep running": ["rules.mode=histopipe", "topology=separate", "rules.keep_running=true"],
+    "within a step": ["topology=colocated"],
+    "across steps": _ACROSS,
+    "across steps, finishing": [*_ACROSS, "scheduling.at_version=finish"],
 }
 #: Policy, forecasts and options.
 Arm = tuple[str, str, dict[str, Any]]
@@ -53,8 +53,6 @@ POOLS: list[dict[str, Any]] = [
 ]
 ARMS: list[Arm] = [
     ("least_loaded", "none", {}),
-    ("longest_first", "probe", {}),
-    ("makespan", "probe", {}),
     *(
         (policy, known, options)
         for policy, variants in (
@@ -88,7 +86,7 @@ def _replicas(count: int, slots: int = 256) -> str:
 
 _QUARTER = [
     *SETTINGS["within a step"],
-    *(_replicas(8), "workload.prompts=256", "rules.batch_prompts=128", "workload.epochs=2"),
+    *(_replicas(8), "workload.prompts=256", "batch_prompts=128", "workload.epochs=2"),
 ]
 #: What is changed, by what that shows.
 VARIED: dict[str, list[str]] = {
@@ -98,8 +96,8 @@ VARIED: dict[str, list[str]] = {
     "history is old (wander 0.8)": ["workload.wander=0.8"],
     "half are never seen": ["workload.unseen=0.5"],
     "none is seen twice": ["workload.unseen=1"],
-    "groups of 4": ["workload.samples=4", "workload.prompts=1024", "rules.batch_prompts=512"],
-    "groups of 64": ["workload.samples=64", "workload.prompts=64", "rules.batch_prompts=32"],
+    "groups of 4": ["workload.samples=4", "workload.prompts=1024", "batch_prompts=512"],
+    "groups of 64": ["workload.samples=64", "workload.prompts=64", "batch_prompts=32"],
     "short tail": ["workload.percentiles={50: 2500, 90: 5000, 99: 8000}"],
     "hardly a tail": ["workload.percentiles={50: 4000, 90: 5000, 99: 6000}"],
     "heavy tail": ["workload.percentiles={50: 1000, 90: 6000, 99: 19000}"],
@@ -117,15 +115,10 @@ TOGETHER = {
 
 def simulate(changes: list[str], policy: str, forecasts: str, seed: int) -> dict[str, Any]:
     """Figures of one run."""
-    order = "load" if forecasts == "none" else "longest"
-    named = [f"placement.policy={policy}", f"rules.start_order={order}"]
     kind, _, quality = forecasts.partition(" ")
-    named += {
-        "probe": ["forecasts=history", "rules.probe=true"],
-        "ranker": ["forecasts=history", f"ranker={quality}"],
-    }.get(kind, [f"forecasts={kind}"])
+    known = ["forecasts=history", f"ranker={quality}"] if kind == "ranker" else [f"forecasts={kind}"]
     others = ["drafts.acceptance=[1]", "workload.epochs=3", f"workload.seed={seed}"]
-    return figures(*run(cluster_file.load(CLUSTER, [*named, *others, *changes])))
+    return figures(*run(cluster_file.load(CLUSTER, [f"placement.policy={policy}", *known, *others, *changes])))
 
 
 def run(
@@ -151,7 +144,7 @@ def figures(simulation: Simulation, steps: list[Step]) -> dict[str, float]:
         "rollout_s": statistics.mean(step.rollout for step in steps),
         "bubble_ratio": statistics.mean(step.bubble for step in steps),
         "useful_tokens_per_s": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
-        "staleness_max": max(step.staleness for step in steps),
+        "staleness_max": max(step.staleness_max for step in steps),
         "moved": simulation.dispatch.moved,
         "preempted": sum(engine.preempted for engine in simulation.cluster.engines.values()),
     }
@@ -165,7 +158,7 @@ def _options(row: dict[str, Any]) -> str:
 
 def evaluate(seeds: int, quick: bool, only: str = "", arm: str = "") -> Iterator[dict[str, Any]]:
     """Rows; of each setting ours with lengths known comes last, if it is wanted."""
-    small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=8"] if quick else []
+    small = ["workload.prompts=64", "batch_prompts=32", "workload.samples=8"] if quick else []
     settings = [(name, [*changes, *small], ARMS) for name, changes in SETTINGS.items()]
     if not quick:
         for name, changes in VARIED.items():
@@ -200,9 +193,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="few prompts, one seed")] = False,
     seeds: Annotated[int, typer.Option(help="runs of each arm", min=1)] = 2,
     only: Annotated[str, typer.Option(help="a setting, or those whose name has this in it")] = "",
-    arm: Annotated[
-        str, typer.Option(help="arms with this in policy, forecasts, options: makespan probe, or late")
-    ] = "",
+    arm: Annotated[str, typer.Option(help="arms with this in policy, forecasts, options: makespan, or late")] = "",
 ) -> None:
     """Simulate every arm in every setting."""
     found = False

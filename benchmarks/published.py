@@ -70,7 +70,7 @@ H800, A100 = 3.35, 2.039
 
 def load(model: str, changes: Sequence[str], quick: bool = False) -> cluster_file.Loaded:
     """A cluster with changes."""
-    small = ["workload.prompts=64", "rules.batch_prompts=32", "workload.samples=4"] if quick else []
+    small = ["workload.prompts=64", "batch_prompts=32", "workload.samples=4"] if quick else []
     return cluster_file.load(CLUSTERS / f"rhymerl{model}.yaml", [*changes, *small])
 
 
@@ -99,9 +99,13 @@ class Arm:
         return "forecasts=history" in self.changes
 
 
+#: As published: updates are trained whole, by replicas of their own.
+_PRESET = "preset=histopipe", "streaming.part=null"
+
+
 def _placed(policy: str, *options: str) -> tuple[str, ...]:
-    rules = "rules.mode=histopipe", "rules.start_order=longest", "forecasts=history"
-    return *rules, f"placement.policy={policy}", *(f"placement.options.{option}" for option in options)
+    placed = f"placement.policy={policy}", *(f"placement.options.{option}" for option in options)
+    return *_PRESET, "forecasts=history", *placed
 
 
 BASELINE = Arm("verl 0.4, sync", PARTS)
@@ -113,8 +117,8 @@ ARMS = [
     BASELINE,
     Arm("verl 0.9, sync", ()),
     DRAFTS,
-    Arm("verl, separate_async", ("rules.mode=partial", "rules.load=rolling", "rules.max_staleness=1"), separate=True),
-    Arm("HistoPipe's rules, least loaded", ("rules.mode=histopipe",), separate=True),
+    Arm("verl, separate_async", (), separate=True),
+    Arm("HistoPipe's rules, least loaded", (*_PRESET, "placement.policy=least_loaded"), separate=True),
     ONE_TIER,
     TWO_TIERS,
     BOTH,
@@ -169,8 +173,8 @@ def _simulated(model: str, changes: tuple[str, ...], quick: bool) -> dict[str, f
 def _concerns(change: str, arm: Arm) -> bool:
     if change.startswith("drafts."):
         return arm.drafts
-    if change.startswith("rules.keep_running="):
-        return arm.separate
+    if change.startswith("scheduling."):
+        return "preset=histopipe" in arm.changes
     return arm.planned or not change.startswith(("forecasts=", "placement."))
 
 
@@ -267,7 +271,7 @@ VARIED: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "acceptance length 1.5": ("drafts.acceptance=[1,1.5]",),
     "acceptance length 2": ("drafts.acceptance=[1,2]",),
-    "replicas begin the next step's share as theirs ends": ("gated=1", "rules.keep_running=true"),
+    "replicas begin the next step's share as theirs ends": ("gated=1", "scheduling.at_version=finish"),
     "training four times as long": ("training.token=10.68e-6",),
     "lengths at 50, 90, 99%: 2600, 4900, 8300": ("workload.percentiles={50: 2600, 90: 4900, 99: 8300}",),
     "lengths at 50, 90, 99%: 2500, 9000, 15000": ("workload.percentiles={50: 2500, 90: 9000, 99: 15000}",),

@@ -88,11 +88,11 @@ class Arm:
 
 
 def _placed(forecasts: str = "history") -> tuple[str, ...]:
-    return *SKEWNESS_AWARE, "rules.start_order=longest", f"forecasts={forecasts}"
+    return *SKEWNESS_AWARE, f"forecasts={forecasts}"
 
 
 def _stream(staleness: int) -> tuple[str, ...]:
-    return "topology=separate", "rules.mode=stream", f"rules.max_staleness={staleness}"
+    return "topology=separate", "preset=stream", f"max_staleness={staleness}"
 
 
 COLOCATED = Arm("colocated, sync", PARTS, separate=False)
@@ -104,7 +104,7 @@ ASYNC_SKEWED = Arm("stream, async, skewness-aware", (*_stream(1), *_placed()))
 #: With all lengths known beforehand.
 ORACLE = Arm("colocated, skewness-aware, oracle", _placed("oracle"), separate=False)
 #: Engines apart, and nothing else.
-APART = Arm("apart, sync", (*_stream(0), *_placed(), "streaming.enable=false"))
+APART = Arm("apart, sync", (*_stream(0), *_placed(), "streaming.part=null"))
 ARMS = [COLOCATED, SKEWED, ORACLE, APART, STREAM, STREAM_SKEWED, ASYNC, ASYNC_SKEWED]
 #: Shares of the GPUs that roll out where others train; each arm has the best of these.
 SPLITS = (1 / 4, 3 / 8, 1 / 2, 5 / 8)
@@ -134,7 +134,7 @@ def changed(model: str, limit: str) -> list[str]:
 
 def load(model: str, limit: str, changes: Sequence[str], quick: bool = False) -> cluster_file.Loaded:
     """A cluster."""
-    small = ["workload.prompts=32", "rules.batch_prompts=16", "workload.samples=4"] if quick else []
+    small = ["workload.prompts=32", "batch_prompts=16", "workload.samples=4"] if quick else []
     return cluster_file.load(CLUSTER, [*changed(model, limit), *changes, *small])
 
 
@@ -179,10 +179,10 @@ def _simulated(model: str, limit: str, changes: tuple[str, ...], quick: bool) ->
 
 
 def _concerns(change: str, arm: Arm) -> bool:
-    if change.startswith(("streaming.", "rules.keep_running", "training.part")):
-        return "rules.mode=stream" in arm.changes and (
-            not change.startswith("rules.keep_running") or "rules.max_staleness=1" in arm.changes
-        )
+    if change.startswith("scheduling."):  # on-policy nothing runs across versions
+        return "max_staleness=1" in arm.changes
+    if change.startswith(("streaming.", "training.gradients", "training.part")):
+        return "preset=stream" in arm.changes
     if change.startswith("forecasts="):
         return "forecasts=history" in arm.changes
     return True
@@ -305,17 +305,17 @@ def _recall(loaded: cluster_file.Loaded, share: float) -> float:
 #: What is varied, with changes; 72B at 20k.
 VARIED: dict[str, tuple[str, ...]] = {
     "as it is": (),
-    "samples run to their end under one version": ("rules.keep_running=true",),
-    "gradients wait for the whole batch": ("streaming.update=false",),
+    "samples run to their end under one version": ("scheduling.at_version=finish",),
+    "gradients wait for the whole batch": ("training.gradients=false",),
     "training twice as long": ("training.token=5.9e-5",),
     "training half as long": ("training.token=1.475e-5",),
     "lengths at 50, 90, 99%: 2500, 9000, 18000": ("workload.percentiles={50: 2500, 90: 9000, 99: 18000}",),
     "lengths at 50, 90, 99%: 2500, 5000, 9000": ("workload.percentiles={50: 2500, 90: 5000, 99: 9000}",),
     "alike 0.6": ("workload.alike=0.6",),
-    "1,024 samples an update": ("rules.batch_prompts=64",),
+    "1,024 samples an update": ("batch_prompts=64",),
     "5 s a part": ("training.part=5",),
     "parts of a thirty-second": ("streaming.part=0.03125",),
-    "4,096 samples an update": ("rules.batch_prompts=256",),
+    "4,096 samples an update": ("batch_prompts=256",),
     "lengths at 50, 90, 99%: 8000, 14000, 19000": ("workload.percentiles={50: 8000, 90: 14000, 99: 19000}",),
     "lengths known": ("forecasts=oracle",),
 }

@@ -3,10 +3,10 @@
     python -m benchmarks.scheduler [--json] [--quick] [--every N]
 
 The pure scheduler without engines, driven as its coordinator drives it: after every event it is asked whether it is
-enough() for an update batch, and what may start in place of what ended (dispatch()). Four update batches of prompts
-with 16 samples are in flight, and half of the samples may run at a time; lengths are log-normal, and a sample ends when
-a clock that runs for all has come to its length. Its reward comes 16 responses later. A harvest cuts short what runs,
-each one followed by settled(), but not with ``separate`` engines.
+enough() for an update batch, and what may start in place of what ended (dispatch()). Prompts of 16 samples are loaded
+in groups of four update batches, half of them may run at a time; lengths are log-normal, and a sample ends when a clock
+that runs for all has come to its length. Its reward comes 16 responses later. A collected batch interrupts what
+runs, each one followed by settled(), but not where it finishes first.
 
 "generate" and "finish" are the event, enough() and dispatch() together, and events per second are of these; "start" is
 a sample's share of a dispatch() that starts many; "interrupt" the event and settled(); "harvest" and "begin" are once
@@ -33,11 +33,11 @@ from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-SAMPLES, IN_FLIGHT, REWARD_AFTER, UPDATES = 16, 4, 16, 8
+SAMPLES, GROUP_BATCHES, REWARD_AFTER, UPDATES = 16, 4, 16, 8
 ARMS: dict[str, dict[str, Any]] = {
     "on-policy": {"max_staleness": 0},
-    "colocated": {"max_staleness": 3},
-    "separate": {"max_staleness": 3, "separate": True},
+    "colocated": {"max_staleness": GROUP_BATCHES - 1},
+    "separate": {"max_staleness": GROUP_BATCHES - 1, "separate": True, "relayed": True, "at_version": "finish"},
 }
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class Run:
     """One arm at one size."""
 
     def __init__(self, arm: str, samples: int, every: int) -> None:
-        batch = samples // IN_FLIGHT
-        self.rules = Rules(batch // SAMPLES, batch, in_flight=IN_FLIGHT, **ARMS[arm])
+        batch = samples // GROUP_BATCHES
+        self.rules = Rules(batch // SAMPLES, batch, in_flight=GROUP_BATCHES, refill="when_empty", **ARMS[arm])
         self.scheduler, self.limit, self.every = Scheduler(self.rules), samples // 2, every
         self.random, self.clock, self.events = random.Random(7), 0.0, 0
         self.running: dict[tuple[str, int], float] = {}  # when it started, by the clock
@@ -95,7 +95,7 @@ class Run:
         self.launch(self.timed("start", lambda: scheduler.dispatch(self.limit), len))
         while not (self.ended() and scheduler.ready()):
             pass
-        if scheduler.rules.stops:
+        if not scheduler.rules.finishes:
             for sample, began in self.running.items():
                 self.interrupt(sample, int(self.clock - began), version)
             self.running.clear()

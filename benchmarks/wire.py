@@ -28,8 +28,8 @@ WIRE_COUNTS = Path(__file__).parent / "wire_counts"
 PROMPTS, BATCH, SAMPLES = 64, 8, 8
 ARMS: dict[str, dict[str, str]] = {
     "sync + drafts": {"RHYME": "histospec"},
-    "sorted on-policy + drafts": {"RHYME": "sorted"},
-    "sorted partial + drafts": {"RHYME": "sorted", "SORTED_MODE": "partial"},
+    "full on-policy + drafts": {"RHYME": "full", "STALENESS": "0"},
+    "full + drafts": {"RHYME": "full"},
 }
 #: By how a process's title begins.
 ROLES = {

@@ -50,8 +50,8 @@ VERLS = {
     "scheduling_policy": "scheduling_policy",
 }
 
-#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585: "exact
-#: on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
+#: Values of ``algorithm.adv_estimator`` that are defined for samples of the current policy: OPO (arXiv:2505.23585:
+#: "exact on-policy training"), and ReMax (arXiv:2310.10505), whose baseline is the current policy's greedy response.
 ON_POLICY_ESTIMATORS = ("opo", "remax")
 
 #: Values of ``policy_loss.loss_mode`` without a ratio to the policy that sampled: only ``rollout_is_weights`` correct
@@ -188,6 +188,9 @@ def _torn(unit: str | None, run: Run) -> bool:
 
 
 def _uncorrected(loss: str | None, run: Run) -> bool:
+    if loss == "bypass_mode":  # verl's V1 trainer hands it options of its own
+        own = run.value("actor_rollout_ref.actor.policy_loss.rollout_correction") or {}
+        return own.get("loss_type") == "reinforce" and not (own.get("rollout_is") or own.get("rollout_rs"))
     kinds = [run.value(f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs")]
     return loss in RATIO_FREE_LOSSES and (bool(run.value(f"{_CORRECTION}.bypass_mode")) or not any(kinds))
 
@@ -209,8 +212,8 @@ TABLE = (
             Option(f"{_ENGINE}.config", remedy=f"set the options that are in that file in {_ENGINE}"),
         ),
         _rhyme,
-        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension, "
-        "options that can be read",
+        "rhyme works with verl's V1 trainer and vllm: prefill and decoding in one engine, rhyme's own worker extension "
+        "and options that can be read",
         f"drop it, or set {CONFIG_PATH}.enable=false",
     ),
     Row(
@@ -226,8 +229,8 @@ TABLE = (
             *_engine("diffusion_config"),
         ),
         lambda run: run.drafting,
-        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its own "
-        "sampler; this puts something else there",
+        "rhyme drafts one next token after the other in vLLM's synchronous scheduler, and verifies whole steps in its "
+        "own sampler; this puts something else there",
         f"drop the first, or set {_NO_DRAFTING}",
         (_DRAFTING,),
     ),
@@ -301,8 +304,8 @@ TABLE = (
             ),
         ),
         lambda run: run.pipeline,
-        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an update "
-        "trains, and that each update is a policy version",
+        "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an "
+        "update trains, and that each update is a policy version",
         f"drop the first, or set {CONFIG_PATH}.max_staleness=null (verl's own schedule)",
         (_BOUND,),
     ),
@@ -321,8 +324,8 @@ TABLE = (
             ),
         ),
         lambda run: run.stale,
-        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes without: "
-        "it is exact for the current policy's own tokens only",
+        "tokens of earlier policies are trained by the log-probabilities they were sampled with, and this goes "
+        "without: it is exact for the current policy's own tokens only",
         f"choose another one, or set {CONFIG_PATH}.max_staleness=0",
         (_BOUND,),
     ),
@@ -359,9 +362,15 @@ TABLE = (
         (
             Option(_BACKEND, lambda backend, run: backend == "shm", f"set {_BACKEND}=relay"),
             Option(_BACKEND, lambda backend, run: backend == "relay" and run.topology == "colocated"),
+            Option(
+                _BACKEND,
+                lambda backend, run: backend == "naive" and run.topology == "separate" and run.pipeline,
+                f"set {_BACKEND}=relay, nccl, nixl or mooncake",
+            ),
         ),
         _rhyme,
-        "the relay carries weights through shared memory to separate engines; colocated ones take them from the actor",
+        "the relay carries weights through shared memory to separate engines; colocated ones take them from the actor "
+        "(naive)",
         f"drop the override of the backend, or set {_MODE}=separate_async",
         (_MODE,),
     ),
@@ -394,7 +403,9 @@ TABLE = (
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
-    """Those options that :data:`TABLE` refuses, and rules that contradict each other; imports neither verl nor an engine.
+    """Those options that :data:`TABLE` refuses, and rules that contradict each other.
+
+    Imports neither verl nor an engine.
 
     Args:
         config: verl's whole config.

@@ -16,9 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree
-from verl_rhyme.arms import arm_name
-from verl_rhyme.scheduling.rules import of_config
+# The resolvers import what they need: verl's plugin registers them in each process, most of which ask for none.
 
 
 def register() -> None:
@@ -34,6 +32,9 @@ def _if_separate(separate: Any, colocated: Any, *, _root_: Any) -> Any:
 
 
 def _preset(*, _root_: Any) -> str:
+    from verl_rhyme import config_tree
+    from verl_rhyme.arms import arm_name
+
     try:
         return arm_name(config_tree.from_verl(_root_))
     except ValueError:  # start-up and preflight report it
@@ -45,6 +46,9 @@ def _quotient(whole: Any, part: Any) -> int:
 
 
 def _rollout_is(*, _root_: Any) -> str | None:
+    from verl_rhyme import config_tree
+    from verl_rhyme.scheduling.rules import of_config
+
     try:
         rules = of_config(_root_, config_tree.from_verl(_root_))
     except ValueError:

@@ -100,11 +100,37 @@ def test_a_mode_that_does_not_exist_fails_and_names_those_that_do(forks, tmp_pat
 
 
 @FORKS
-def test_the_sorted_group_brings_its_trainer_mode(forks, tmp_path):
+def test_a_preset_with_the_pipeline_leaves_the_trainer_mode_to_its_user(forks, tmp_path):
     result = forks.main_ppo("+rhyme=sorted", "--cfg", "job", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "trainer_mode: rhyme_sorted" in result.stdout
+    assert "trainer_mode: sync" in result.stdout
     assert "scheduling_policy: priority" in result.stdout
+
+
+@FORKS
+def test_each_of_verls_modes_yields_the_pipeline_and_colocated_ones_are_one(forks):
+    """verl's base takes ``sync`` for a mode that has nothing in flight when it saves."""
+    code = """
+import verl
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl_rhyme.trainer.base import RhymeTrainerMixin
+
+seen = []
+RhymeTrainerMixin.__init__ = lambda self, config: seen.append((type(self).__name__, config.trainer.v1.trainer_mode))
+for stale in (0, 1):
+    for mode in ("sync", "colocate_async", "separate_async"):
+        rhyme = {"rhyme": {"max_staleness": stale}}
+        config = OmegaConf.create(
+            {"actor_rollout_ref": {"rollout": {"custom": rhyme}}, "trainer": {"v1": {"trainer_mode": mode}}}
+        )
+        get_trainer_cls(mode)(config=config)
+colocated, separate = ("RhymePipelineColocated", "colocate_async"), ("RhymePipelineSeparate", "separate_async")
+assert seen == [colocated, colocated, separate] * 2, seen
+assert "rhyme_sorted" not in TRAINER_REGISTRY
+"""
+    forks.python(code)
 
 
 @FORKS

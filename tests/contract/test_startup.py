@@ -103,26 +103,61 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
     startup.check(tree)
 
 
-def sorted_config(tmp_path, mode="on_policy", **rollout):
+def pipeline_config(tmp_path, stale=1, **rollout):
     agent = {"agent_loop_manager_class": "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"}
     rollout = {"agent": agent, "calculate_log_probs": True, "scheduling_policy": "priority", **rollout}
-    tree = config(tmp_path, custom={"rhyme": {"sorting": {"mode": mode}}}, **rollout)
-    tree.trainer.v1.trainer_mode = "rhyme_sorted"
-    return tree
+    return config(tmp_path, custom={"rhyme": {"max_staleness": stale}}, **rollout)
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_the_sorted_mode_passes(tmp_path, mode):
-    startup.check(sorted_config(tmp_path, mode))
-
-
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_the_sorted_mode_passes_on_engines_of_their_own(tmp_path, mode):
-    tree = sorted_config(tmp_path, mode)
-    tree.trainer.v1 = {"trainer_mode": "separate_async", "separate_async": {"parameter_sync_step": 1}}
+@pytest.mark.parametrize("stale", [0, 1, 4])
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_the_pipeline_passes_in_each_of_verls_modes(tmp_path, stale, mode):
+    tree = pipeline_config(tmp_path, stale)
+    tree.trainer.v1 = {"trainer_mode": mode, "separate_async": {"parameter_sync_step": 1}}
     startup.check(tree)
     tree.trainer.v1.separate_async.parameter_sync_step = 4
-    assert "parameter_sync_step=1" in error(tree)
+    if mode == "separate_async":
+        assert "parameter_sync_step=1" in error(tree)
+    else:
+        startup.check(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("custom.rhyme.max_staleness", -1, "max_staleness must be null, or at least 0 (policy versions), not -1"),
+        ("custom.rhyme.scheduling.in_flight", 0.5, "scheduling.in_flight must be null, or at least 1, not 0.5"),
+        ("custom.rhyme.scheduling.in_flight", 50, "total_storage_size=1000 is less than the"),
+        ("calculate_log_probs", False, "calculate_log_probs=false with"),
+        ("custom.rhyme.scheduling.at_version", "finish", "at_version=finish needs replicas that take versions one by"),
+    ],
+)
+def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, told):
+    """``validate_config`` is patched: verl calls it before Ray starts."""
+    import ray
+    from verl.utils.config import validate_config
+
+    tree = pipeline_config(tmp_path)
+    tree.data.train_batch_size = 16
+    tree.transfer_queue = {
+        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 1000}}
+    }
+    startup.check(tree)
+    OmegaConf.update(tree.actor_rollout_ref.rollout, key, value, force_add=True)
+    with pytest.raises(ConfigError) as caught:
+        validate_config(tree, use_reference_policy=False, use_critic=False)
+    assert told in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("estimator", ["opo", "remax"])
+def test_a_bound_that_an_on_policy_estimator_refuses(tmp_path, estimator):
+    tree = pipeline_config(tmp_path)
+    tree.algorithm = {"adv_estimator": estimator}
+    assert f"algorithm.adv_estimator={estimator} with" in error(tree)
+    tree.actor_rollout_ref.rollout.custom.rhyme.max_staleness = 0
+    startup.check(tree)
 
 
 @pytest.mark.parametrize(
@@ -138,20 +173,13 @@ def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
         assert told in error(tree)
 
 
-def test_a_mode_of_ours_without_rhyme(tmp_path):
-    tree = sorted_config(tmp_path)
+def test_a_preset_with_the_pipeline_without_rhyme(tmp_path):
+    """Its agent loop manager would fail in a Ray worker."""
+    tree = pipeline_config(tmp_path)
     tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
     message = error(tree)
     assert "needs actor_rollout_ref.rollout.custom.rhyme.enable=true" in message
-    assert "drop +rhyme=sorted" in message
-
-
-def test_the_sorted_group_without_rhyme_in_another_mode(tmp_path):
-    """Its agent loop manager would fail in a Ray worker."""
-    tree = sorted_config(tmp_path)
-    tree.actor_rollout_ref.rollout.custom.rhyme.enable = False
-    tree.trainer.v1.trainer_mode = "sync"
-    assert "drop +rhyme=sorted" in error(tree)
+    assert "+rhyme=off" in message
 
 
 OWN_MANAGERS = """
@@ -171,9 +199,9 @@ class Sorted(SessionAgentLoopManager): ...
         (config, "Foreign", "Foreign does not derive from verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"),
         (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
         (config, None, None),
-        (sorted_config, "Sorted", None),
-        (sorted_config, None, "agent_loop_manager_class=null with"),
-        (sorted_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
+        (pipeline_config, "Sorted", None),
+        (pipeline_config, None, "agent_loop_manager_class=null with"),
+        (pipeline_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
     ],
 )
 def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, told):

@@ -164,6 +164,7 @@ def build_engine(small_model):
         if history_dir is not None or draws:
             settings["worker_extension_cls"] = "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods"
         if history_dir is not None:
+            paper = (drafting or {}).get("policy") == "paper"
             settings |= {
                 "speculative_config": {
                     "method": "custom_class",
@@ -175,7 +176,7 @@ def build_engine(small_model):
                         # What is drafted here depends on no clock; whole runs read histories beside their engines.
                         "drafting": {
                             "max_tokens": 8,
-                            "match": {"min": 1, "max": 4},
+                            **({"options": {"match_min": 1, "match_max": 4}} if paper else {}),
                             "wait_for_history": True,
                             **(drafting or {}),
                         },

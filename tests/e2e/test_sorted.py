@@ -56,7 +56,14 @@ class TestOnPolicy:
             assert 1 <= epoch["waiting_max"] <= BATCH + 2, "none waits for longer than a batch of those put off takes"
             assert epoch["discarded_tokens"] > 0
         assert sum(epoch["reverified_tokens"] for epoch in summary["epochs"]) > 0
-        assert summary["epochs"][1]["history_hit_rate"] >= whole_run.MOSTLY
+        requests = requests_of(coupled)
+        trained = np.flatnonzero(requests["trained"])
+        first = dict[bytes, int]()
+        for key, step in zip(requests["prompt_key"][trained], requests["step"][trained], strict=True):
+            first[key] = min(int(step), first.get(key, int(step)))
+        again = [row for row in trained if requests["step"][row] > first[requests["prompt_key"][row]]]
+        # what was put off in the first epoch is trained in the second, and has no history yet
+        assert requests["history_hit"][again].mean() >= whole_run.MOSTLY
 
     def test_trains_nothing_but_the_current_policys_tokens(self, coupled):
         requests = requests_of(coupled)
@@ -134,7 +141,8 @@ def test_partial_with_reference_and_validation(tmp_path):
 
 @pytest.mark.xdist_group("sorted-unreliable")
 def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
-    """Each prompt is trained once all the same, no step waits for what does not come, and nothing old is trained."""
+    """Each prompt is trained once all the same, no step waits for what does not come, and nothing old is trained; with
+    SortedRL's load, whose batches can pass by a tool that hangs."""
     agent = "actor_rollout_ref.rollout.agent"
     overrides = (
         f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
@@ -142,7 +150,7 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     )
     path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     quick = {"VERL_USE_EXTERNAL_MODULES": "quick_stops", "PYTHONPATH": path}
-    whole_run.finish(start(tmp_path, *overrides, epochs=1, **quick), tmp_path, timeout=400)
+    whole_run.finish(start(tmp_path, *overrides, epochs=1, RHYME="sorted", **quick), tmp_path, timeout=400)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == STEPS_AN_EPOCH
     assert (tmp_path / "died").exists()
@@ -161,22 +169,6 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
     samples = list(zip(requests["uid"][trained], requests["sample"][trained], strict=True))
     assert len(samples) == len(set(samples)), "a sample was trained twice"
     assert requests["sample"].max() < SAMPLES
-
-
-@pytest.mark.xdist_group("sorted-separate")
-def test_on_policy_on_separate_engines(tmp_path):
-    """With a bound above 0 ``test_kills`` and ``test_stream`` run them."""
-    whole_run.finish(start(tmp_path, epochs=1, MODE="separate_async"), tmp_path)
-    check_each_prompt_once(tmp_path, epochs=1)
-    requests = requests_of(tmp_path)
-    trained = requests["trained"]
-    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
-    steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
-    for metrics in steps:
-        assert metrics["training/staleness/tokens/max"] == 0
-        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
-    assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0
-    assert runs_while_the_actor_trains(tmp_path) == 0
 
 
 def runs_while_the_actor_trains(run_dir):

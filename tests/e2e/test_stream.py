@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import whole_run
+from test_sorted import runs_while_the_actor_trains
 from whole_run import SLOW
 
 from verl_rhyme.observability import events
@@ -22,27 +23,37 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(("staleness", "engine"), [(0, "fsdp"), pytest.param(1, "megatron", marks=SLOW)])
-def test_batches_are_trained_in_parts(tmp_path, staleness, engine):
-    run = {"epochs": EPOCHS, "RHYME": "stream", "STALENESS": str(staleness), "REPLICAS": "2", "ENGINE": engine}
+@pytest.mark.parametrize(
+    ("preset", "staleness", "engine"),
+    [("sorted", 0, "fsdp"), pytest.param("stream", 1, "megatron", marks=SLOW)],
+)
+def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
+    run = {"epochs": EPOCHS, "RHYME": preset, "STALENESS": str(staleness), "REPLICAS": "2", "ENGINE": engine}
     run["MODE"] = "separate_async"
     whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == ("stream" if staleness else "stream-k0")
+    assert summary["arm"] == preset
     assert summary["staleness_max"] <= staleness
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == EPOCHS * PROMPTS // BATCH
     for metrics in steps:
         assert metrics["training/stream/parts"] >= 1
         assert metrics["training/rollout_actor_probs_pearson_corr"] > (0.95 if staleness else 0.999)
+        assert metrics["training/staleness/tokens/max"] <= staleness
     # Which groups are done first, and whether a group's rewards differ, is chance; in eight steps some do.
     assert sum(metrics["training/stream/early_share"] for metrics in steps) > 0
     assert max(metrics["training/stream/parts"] for metrics in steps) > 1
     assert sum(metrics["actor/grad_norm"] for metrics in steps) > 0
 
-    late, _ = trained_once(tmp_path)
+    late, requests = trained_once(tmp_path)
     assert late.min() >= 0
     assert late.max() <= staleness
+    if staleness:
+        return
+    assert sum(metrics["rollout/spec/reverified_tokens"] for metrics in steps) > 0, "what was cut short is drafted from"
+    trained = requests["trained"]
+    np.testing.assert_array_equal(requests["policy_version_end"][trained], requests["step"][trained] - 1)
+    assert runs_while_the_actor_trains(tmp_path) == 0
 
 
 def test_all_parts_work_together(tmp_path):

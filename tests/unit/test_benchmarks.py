@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from benchmarks import (
     allocation,
     eviction,
     full_scale,
-    length_bias,
     length_pairs,
     lengths,
     placement,
@@ -36,10 +34,11 @@ from benchmarks.real_sizes import budget, planning
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
-from verl_rhyme.config import CONFIG_PATH, DraftingConfig
+from verl_rhyme import config_tree
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.config.presets import PRESETS
 from verl_rhyme.lengths.ranker import LOSSES
-from verl_rhyme.scheduling.rules import named
-from verl_rhyme.simulation.scenario import Streaming
+from verl_rhyme.scheduling.rules import of_config
 
 
 @pytest.fixture(scope="module")
@@ -152,21 +151,6 @@ def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     assert run.scheduler.ledger.loaded == 32, "four updates train as many prompts as were loaded first"
 
 
-@pytest.mark.parametrize("unit", ["group", "trajectory"])
-def test_over_an_epoch_lengths_are_what_was_drawn_and_shorter_where_it_is_drawn_again(unit):
-    spread = np.random.default_rng(0).lognormal(5, 0.6, (64, 1)) * np.random.default_rng(1).lognormal(0, 0.6, (64, 32))
-    pools = list(spread.astype(int) + 1)
-    for arm in length_bias.ARMS:
-        updates, drawn, engine = length_bias.trained_lengths(pools, arm, unit, np.random.default_rng(2))
-        assert [len(lengths) for lengths in updates] == [64] * 8, "each prompt is trained once"
-        trained = np.concatenate(updates)
-        if arm.endswith("fresh"):
-            assert trained.mean() < drawn.mean()
-        else:
-            assert sorted(trained) == sorted(drawn.ravel())
-        assert (engine.made == trained.sum()) == (not arm.startswith(("full, k = 0", "sorted, k = 0")))
-
-
 def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
     worker = {"begun": np.array([0.1, 0.1, 1.3, 1.4, 6.0]), "freed": np.array([1.0, 1.2, 3.0])}
     windows = [(0.0, 2.0), (5.0, 7.0)]
@@ -177,7 +161,7 @@ def test_simulated_placements_have_figures_of_every_arm():
     rows = list(placement_simulated.evaluate(seeds=1, quick=True))
     assert len(rows) == len(placement_simulated.SETTINGS) * len(placement_simulated.ARMS)
     assert {row["staleness_max"] for row in rows if row["setting"] == "within a step"} == {0}
-    assert {row["staleness_max"] for row in rows if row["setting"] == "across steps"} == {1}
+    assert {row["staleness_max"] for row in rows if row["setting"] != "within a step"} == {1}
     within = {row["arm"]: row["rollout_s"] for row in rows if row["setting"] == "within a step"}
     assert within["makespan"] < within["least_loaded"], "with lengths known beforehand, which come last"
 
@@ -193,7 +177,9 @@ def test_published_ratios_are_those_of_their_arms(monkeypatch):
     rows = list(published.compare(["32b"], seeds=1, quick=True))
     arms = {row["arm"]: row for row in rows if "arm" in row}
     assert len(arms) == len(published.ARMS)
-    assert {arms[arm.name]["staleness_max"] for arm in published.ARMS} == {0, 1}
+    stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
+    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
+    assert set(stale.values()) == {0, 1}
     assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
     one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
     assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
@@ -212,9 +198,9 @@ def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
     arms = {row["arm"]: row for row in rows if "arm" in row}
     assert set(arms) == {arm.name for arm in published_stream.ARMS}
     for arm in published_stream.ARMS:
-        row, rules = arms[arm.name], " ".join(arm.changes)
-        assert row["staleness_max"] == ("max_staleness=1" in rules)
-        assert (row["early"] > 0) == ("mode=stream" in rules and "enable=false" not in rules)
+        row = arms[arm.name]
+        assert row["staleness_max"] == ("max_staleness=1" in arm.changes)
+        assert (row["early"] > 0) == ("preset=stream" in arm.changes and "streaming.part=null" not in arm.changes)
     *ratios, oracle = (row for row in rows if "ratio" in row)
     for row, (arm, _, published_ratio) in zip(ratios, published_stream.ABLATION, strict=True):
         assert (row["simulated"], row["published"]) == (arms[arm.name]["simulated"], published_ratio)
@@ -246,33 +232,35 @@ def test_who_reads_a_map_sees_its_roads():
     assert length_pairs.seen_in_a_map(way) == [5, 4, 2, 1, 2, 6 / 5, 2, 10 / 5, 4, 2]
 
 
-def test_what_is_simulated_as_full_is_what_the_preset_says():
-    conf = Path(__file__).parents[2] / "verl_rhyme" / "conf" / "rhyme"
-    told = OmegaConf.merge(*(OmegaConf.load(conf / f"{name}.yaml") for name in ("histospec", "sorted", "full")))
-    preset = OmegaConf.select(told, CONFIG_PATH)
-    scenario = full_scale.load(full_scale.FULL.changes).scenario
-    sorting = preset.sorting
-    given = {name: sorting[name] for name in ("group_batches", "load", "harvest", "start_order", "max_staleness")}
-    rules = named(sorting.mode, batch_prompts=512, batch_samples=8192, through_training=True, **given)
-    assert scenario.rules == dataclasses.replace(rules, one_by_one=True, on_interrupt="keep_running")
-    assert sorting.keep_running
-    assert (scenario.placement, scenario.colocated) == (preset.placement.policy, False)
-    assert scenario.streaming == Streaming(int(preset.streaming.part * 8192), preset.streaming["update"])
-    assert sorting.oversubscription == 2
-    drafted = full_scale.load(full_scale.FULL.drafted().changes).scenario
-    assert drafted.drafts.of(1) == (2.25, pytest.approx(1.25 * 2.77), 0, 0)
+def test_what_is_simulated_of_a_preset_is_what_a_run_of_it_does():
+    for arm in full_scale.ARMS:
+        if arm.preset is None:
+            continue
+        tree: dict = {"max_staleness": arm.staleness}
+        for path, value in PRESETS[arm.preset].items():
+            section, _, name = path.rpartition(".")
+            if section:
+                tree.setdefault(section, {})[name] = value
+        rhyme = config_tree.parse(tree)
+        mode = "separate_async" if arm.separate else "sync"
+        config = OmegaConf.create(
+            {
+                "trainer": {"v1": {"trainer_mode": mode}},
+                "data": {"train_batch_size": 512},
+                "algorithm": {"adv_estimator": "grpo"},
+                "actor_rollout_ref": {"rollout": {"n": 16, "checkpoint_engine": {"backend": "relay"}}},
+            }
+        )
+        rules = of_config(config, rhyme)
+        assert arm.rules(512, 16) == dataclasses.replace(rules, drafts=arm.drafts)
 
 
 def test_arms_on_many_gpus_keep_their_bounds_of_staleness(monkeypatch):
-    bounds = {full_scale.SEPARATE_ASYNC: 7, full_scale.FULL: 1, full_scale.LAMINAR: 4}
-    monkeypatch.setattr(full_scale, "ARMS", list(bounds))
-    rows = {row["arm"]: row for row in full_scale.compare({64: 1}, quick=True)}
-    for arm, bound in bounds.items():
-        assert len(rows[arm.name]["staleness"]) - 1 <= bound
-        assert rows[arm.name]["speedup"] > 1, "what runs on hides the tail"
-        assert (rows[arm.name]["early"] > 0) == (arm is full_scale.FULL)
-    two = full_scale.VerlsRules(**vars(full_scale.load(full_scale.SEPARATE_ASYNC.changes).scenario.rules))
-    assert (two.load_batches(None), two.load_batches(1), two.max_staleness) == (2, 1, 7)
+    arms = [arm for arm in full_scale.ARMS if arm.drafts]
+    monkeypatch.setattr(full_scale, "ARMS", arms)
+    for arm, row in zip(arms, full_scale.compare(full_scale.QUICK, quick=True), strict=True):
+        assert row["staleness_max"] <= arm.staleness
+        assert (row["early"] > 0) <= (arm.separate and arm.preset is not None)
 
 
 def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
@@ -287,11 +275,8 @@ def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
 
 
 def test_the_simulator_predicts_a_recorded_run(monkeypatch):
-    """Fitted on a drafted run, it predicts one of another seed without drafts; both are of the time when prompts
-    started in the order of loading."""
+    """Fitted on a drafted run, it predicts one of another seed without drafts."""
     monkeypatch.setattr(simulator, "DRAWS", 4)
-    case = dataclasses.replace(simulator.CASES["no drafts"], forecast=False)
-    monkeypatch.setitem(simulator.CASES, "no drafts", case)
     fit = simulator.fitted.fit(simulator.recorded.read(simulator.LOGS / "fit"))
     assert fit.steps.step.seconds(1) == pytest.approx(0.075, rel=0.03), "its steps took 75 ms at least"
     row = simulator.compare("no drafts", simulator.LOGS / "no_drafts", fit, own=True)
@@ -308,7 +293,6 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
         "response_length": [90.0, 80.0],
         "reward": [0.2, None],
         "faults": [],
-        "bubble_least": None,
     }
     monkeypatch.setattr(placement_real, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(
@@ -331,7 +315,6 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
     assert {row["runs"] for row in medians} == {2}
     assert medians[0]["step_s_range"] == [5.0, 5.0]
     assert (medians[0]["moved"], medians[0]["staleness_max"]) == (2, 1), "a sum and a greatest"
-    assert medians[0]["bubble_least"] is None
     assert medians[0]["reward"] == [0.2, None]
     with pytest.raises(typer.BadParameter, match="there are: 2 replicas"):
         placement_real.main(["4 replicas"], out=tmp_path)
@@ -339,10 +322,9 @@ def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, 
 
 def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
-    lists = {"response_length": [90.0], "reward": [0.4], "faults": [], "staleness": [30, 6]}
-    numbers = ("step_s", "samples_per_s", "tokens_per_s", "bubble_ratio", "early_share", "wasted_tokens")
-    lists["idle"] = {"tail": 0.1, "starved": 0.2}
-    figures = dict.fromkeys(numbers, 2.0) | lists | {"seconds_to_reward": {str(r): 9.0 for r in systems.REWARDS}}
+    numbers = ("step_s", "tokens_per_s", "staleness_mean", "wasted_tokens", "staleness_max")
+    lists = ("reward", "response_length", "bubble_ratio", "acceptance_length")
+    figures = dict.fromkeys(numbers, 2) | {name: [0.4] for name in lists} | {"faults": []}
     monkeypatch.setattr(systems, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
     monkeypatch.setattr(systems, "measure", lambda cell, folder: {**dataclasses.asdict(cell), **figures})
 
@@ -356,8 +338,8 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
     assert slice_of(0) == rows
     medians = [row for row in rows if row.get("median")]
     assert [row["arm"] for row in medians] == [*systems.ARMS]
-    assert (medians[0]["staleness_max"], medians[0]["seconds_to_reward"]["0.4"]) == (1, [9.0, 9.0])
-    with pytest.raises(typer.BadParameter, match="there are: sync; separate_async"):
+    assert (medians[0]["staleness_max"], medians[0]["tokens_per_s_range"], medians[0]["reward"]) == (2, [2, 2], [0.4])
+    with pytest.raises(typer.BadParameter, match="there are: sync, drafts; full, staleness 0"):
         systems.main(["steady"], arm=["sink"], out=tmp_path)
 
 
@@ -388,11 +370,11 @@ def test_what_is_wrong_with_a_response_is_found():
 
 def test_the_planner_is_near_the_best_simulated_split():
     rows = list(allocation.splits(quick=True))
-    assert [row["overlap"] for row in rows] == list(allocation.OVERLAPS)
+    assert [row["max_staleness"] for row in rows] == list(allocation.BOUNDS)
     for row in rows:
         assert 0.97 <= row["near"] <= 1.05
         assert row["near"] <= row["half"] + 0.02
-        assert abs(row["estimate"]) < 0.15
+        assert abs(row["estimate"]) < 0.25, "of 16 prompts"
 
 
 def test_generation_on_cheaper_gpus_is_worth_something():

@@ -47,6 +47,7 @@ BACKEND = f"{R}.checkpoint_engine.backend"
 ELASTIC = f"{CONFIG_PATH}.streaming.elastic.min_replicas=1"
 K = f"{CONFIG_PATH}.max_staleness"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+OWN = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IS = "algorithm.rollout_correction.rollout_is"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: Of each option of each row, in the table's order: a config that is refused for it alone, and words of the refusal.
@@ -142,6 +143,7 @@ CASES = [
     ),
     ("histospec", [f"{BACKEND}=shm"], ["backend=shm with", f"set {BACKEND}=relay"]),
     ("sorted", [f"{BACKEND}=relay"], ["backend=relay with trainer.v1.trainer_mode=sync: ", "from the actor", SEPARATE]),
+    ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (
         "histospec",
         [f"{CONFIG_PATH}.placement.policy=makespan"],
@@ -219,6 +221,9 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("full", [f"{LOSS}=gpg"]),
         ("full", [f"{LOSS}=gpg", f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"]),
         ("full", [f"{LOSS}=gspo", f"{IS}=null"]),
+        ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce", f"{OWN}.rollout_is=token"]),
+        ("full", [f"{LOSS}=bypass_mode", f"{OWN}.loss_type=ppo_clip"]),
+        ("histospec", [SEPARATE, f"{BACKEND}=naive"]),  # verl has its say
         ("full", [f"{CONFIG_PATH}.scheduling.at_version=regenerate", f"{R}.enable_rollout_routing_replay=true"]),
         ("full", ["algorithm.adv_estimator=gae", f"{CONFIG_PATH}.scheduling.unit=trajectory"]),
         ("full", ["algorithm.filter_groups.enable=true"]),
@@ -261,6 +266,12 @@ def test_an_on_policy_estimator_bounds_the_dial(preset: str, estimator: str) -> 
     [told] = refused(config(preset, *changes, f"{K}=2"))
     assert f"adv_estimator={estimator} with {K}=2: " in str(told)
     assert refused(config(preset, *changes, f"{K}=0")) == []
+
+
+def test_a_loss_that_is_given_no_weights_of_its_own_is_refused() -> None:
+    """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` weighs by its own ``rollout_is`` only."""
+    [told] = refused(config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
+    assert f"{LOSS}=bypass_mode with {K}=1: " in str(told)
 
 
 def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -> None:

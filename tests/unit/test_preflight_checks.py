@@ -129,8 +129,14 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (["trainer.use_v1=false"], "rhyme", "use_v1"),
         ([f"{R}.disaggregation.enabled=true"], "rhyme", "disaggregation"),
         ([f"{R}.data_parallel_size=2"], "rhyme", "rollout.data_parallel_size=1: verl then makes"),
-        ([f"{R}.custom.rhyme.enable=false", "trainer.v1.trainer_mode=rhyme_sorted"], "rhyme", "enable=true"),
-        ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "drop coupled"),
+        (["trainer.v1.trainer_mode=rhyme_sorted"], "trainer mode", "rhyme_sorted is none of sync, colocate_async, sep"),
+        ([f"{R}.custom.rhyme.max_staleness=-1"], "rhyme", "max_staleness must be null, or at least 0"),
+        (
+            [f"{R}.custom.rhyme.max_staleness=1"],
+            "rhyme",
+            "agent_loop_manager_class=verl_rhyme.workers.agent_loop.Rhyme",
+        ),
+        ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "only a response that is regenerated"),
         (
             [f"{R}.custom.rhyme.placement.policy=sticky_group", f"+{R}.custom.rhyme.placement.options.factor=0.5"],
             "rhyme",
@@ -179,7 +185,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
-        ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "nothing is relayed"),
+        ([f"{R}.checkpoint_engine.backend=relay"], "rhyme", "colocated ones take them from the actor"),
         (["trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=1"], "batches", "set it to relay (with rhyme), nccl"),
         (["trainer.v1.trainer_mode=colocate_asnyc"], "trainer mode", "did you mean colocate_async?"),
         ([f"{R}.enforce_eager=maybe"], "types", f"{R}.enforce_eager must be true or false, not 'maybe'"),
@@ -254,13 +260,14 @@ def test_carriers_are_those_that_verl_registers():
 @pytest.mark.parametrize(
     ("group", "overrides", "told"),
     [
-        ("histopipe", [], "load group, group_batches 1, harvest loaded, start_order longest, max_staleness 0"),
+        ("histopipe", [], "max_staleness 1, in_flight 2, put_off 0, take loaded, refill always, at_version continue"),
+        ("full", RELAY, "max_staleness 1, in_flight 2, put_off 0, take finished, refill always, at_version continue"),
         (
-            "histopipe",
-            [*RELAY, "trainer.v1.separate_async.parameter_sync_step=1"],
-            "load rolling, harvest loaded, start_order longest, max_staleness 1, on_interrupt continue",
+            "full",
+            [f"{R}.custom.rhyme.max_staleness=0"],
+            "max_staleness 0, in_flight 1.125, put_off 0.25, take finished",
         ),
-        ("sorted", [], "load group, group_batches 4, harvest shortest, start_order load, max_staleness 0"),
+        ("sorted", [], "max_staleness 0, in_flight 4, put_off 0, take finished, refill when_empty, at_version regen"),
     ],
 )
 def test_the_rules_in_force_are_told(world, group, overrides, told):
@@ -402,7 +409,7 @@ def test_findings_come_first(world):
 
 def test_engines_on_training_gpus_that_nobody_needs(world):
     """``separate_async`` with verl's ``hybrid_engine=true`` keeps engines on the GPUs that train, too."""
-    crowded = [*APART, f"{R}.gpu_memory_utilization=0.9"]
+    crowded = [*SEPARATE, f"{R}.gpu_memory_utilization=0.9"]
     crowded[crowded.index("actor_rollout_ref.hybrid_engine=false")] = "actor_rollout_ref.hybrid_engine=true"
     found = preflight(world[1:], *crowded)
     assert "set actor_rollout_ref.hybrid_engine=false" in complaints(found)["GPU memory", "warn"]
@@ -423,7 +430,8 @@ def test_room_is_counted_in_requests_of_this_run(world):
 
 def test_each_conflict_is_told_once(world):
     for mode in ("sync", "colocate_async"):
-        found = preflight(world[1:], "+rhyme=stream", f"trainer.v1.trainer_mode={mode}")
+        contradiction = [f"trainer.v1.trainer_mode={mode}", f"{R}.custom.rhyme.scheduling.at_version=finish"]
+        found = preflight(world[1:], "+rhyme=full", *contradiction)
         assert len([check for check in found.checks if check.status == "fail" and check.name == "rhyme"]) == 1
 
 
@@ -573,7 +581,7 @@ def test_a_pool_of_its_own(world):
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
 
 
-APART = [
+SEPARATE = [
     "+rhyme=sorted",
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=1",
@@ -584,42 +592,33 @@ APART = [
 ]
 
 
-def test_what_is_loaded_together_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted").checks if check.name == "load"]
-    assert load.detail.startswith(
-        "4 updates of 64 prompts x 8 are loaded together: 2048 samples for 256 request slots;"
-    )
+def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_are_mended(world):
+    def told(*overrides):
+        (load,) = [check for check in preflight(world[1:], *overrides).checks if check.name == "load"]
+        return load
+
+    load = told("+rhyme=sorted")
+    assert load.detail.startswith("4 updates of 64 prompts x 8 in flight: 2048 samples for 256 request slots;")
     assert load.detail.endswith("an update is 2 optimizer steps, shuffled (order 0)")
-    assert load.remedy.startswith(f"set data.train_batch_size=32 and {R}.custom.rhyme.sorting.group_batches=8 for ")
+    in_flight = f"{R}.custom.rhyme.scheduling.in_flight=8"
+    assert load.remedy.startswith(f"set data.train_batch_size=32 and {in_flight} for updates of one optimizer step")
     assert "steps are then 2 times as many: multiply save_freq, test_freq, " in load.remedy
-    mended = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.group_batches=8"]
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *mended).checks if check.name == "load"]
+    load = told("+rhyme=sorted", "data.train_batch_size=32", in_flight)
     assert (load.status, load.remedy) == ("ok", "")
-    assert load.detail.endswith("an update is one optimizer step, sorted by length (order 1)")
+    assert load.detail.endswith("an update is 1 optimizer step, sorted by length (order 1)")
+    assert told("+rhyme=full").remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
+    tail = told("+rhyme=full", f"{R}.custom.rhyme.max_staleness=0")
+    assert tail.detail.startswith("1.125 updates of 64 prompts x 8 in flight: 576 samples")
     assert not [check for check in preflight(world).checks if check.name == "load"]
-    partial = ["data.train_batch_size=32", f"{R}.custom.rhyme.sorting.mode=partial"]
-    (load,) = [check for check in preflight(world[1:], "+rhyme=sorted", *partial).checks if check.name == "load"]
-    rolling = [*partial[1:], f"{R}.custom.rhyme.sorting.load=rolling"]
-    (large,) = [check for check in preflight(world[1:], "+rhyme=sorted", *rolling).checks if check.name == "load"]
-    assert large.remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
-    (whole,) = [
-        check
-        for check in preflight(world[1:], "+rhyme=sorted", *rolling, "data.train_batch_size=32").checks
-        if check.name == "load"
-    ]
-    assert whole.detail.startswith(
-        "2 updates of 32 prompts x 8 are here at a time, others are loaded as these leave: 512"
-    )
-    assert "spans more than 2 of the 4 updates is generated anew, with sorting.max_staleness=3 nothing" in load.detail
 
 
 def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
-    streamed = ["+rhyme=full", *APART[1:]]
+    streamed = ["+rhyme=full", *SEPARATE[1:]]
     (load,) = [check for check in preflight(world[1:], *streamed).checks if check.name == "load"]
     assert "2 optimizer steps, shuffled (order 0)" in load.detail
     streamed += ["data.train_batch_size=32"]
     (load,) = [check for check in preflight(world[1:], *streamed).checks if check.name == "load"]
-    assert "one optimizer step, worked on in parts as they come" in load.detail
+    assert "1 optimizer step, trained in parts as they finish" in load.detail
 
 
 @pytest.mark.parametrize(
@@ -654,23 +653,22 @@ def test_what_is_somebody_elses_is_left_alone(world):
     assert [check.status for check in found.checks if check.name == "rhyme"] == ["ok"]
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_sorted_on_a_pool_of_its_own(world, mode):
+@pytest.mark.parametrize(("stale", "name"), [(0, "sorted"), (1, "sorted-k1")])
+def test_sorted_on_a_pool_of_its_own(world, stale, name):
     """Two mini-batches an update: verl's separate_async asks for one a weight sync, ours does not."""
-    found = preflight(world[1:], *APART, f"{R}.custom.rhyme.sorting.mode={mode}")
+    found = preflight(world[1:], *SEPARATE, f"{R}.custom.rhyme.max_staleness={stale}")
     assert {*complaints(found)} == {("loss", "warn"), ("load", "warn")}  # of token-mean, and of two mini-batches
     assert found.plan.replicas == 8
     assert set(found.estimate.phases) == {"update", "optimizer step", "old log-probs", "rollout pool"}
     told = {check.name: check.detail for check in found.checks}
-    name = {"on_policy": "on_policy-coupled"}.get(mode, mode)
-    assert told["rhyme"].startswith(f"sorted-{name} on engines of their own; drafting on")
+    assert told["rhyme"].startswith(f"{name} on separate engines; drafting on")
     assert "8 rollout replicas of 2, 16 GPUs of their own" in told["parallel sizes"]
 
 
 def test_engines_beside_training_on_one_host(world):
     """A CPU's memory holds both at once; GPUs of two pools hold one each."""
     cpu = ["trainer.device=cpu", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", f"{R}.tensor_model_parallel_size=1"]
-    found = preflight(world[1:], *APART, *cpu, "trainer.n_gpus_per_node=1")
+    found = preflight(world[1:], *SEPARATE, *cpu, "trainer.n_gpus_per_node=1")
     phases = {name: phase.total for name, phase in found.estimate.phases.items()}
     pool = phases.pop("rollout pool")
     [told] = [check.detail for check in found.checks if check.name == "memory"]
@@ -679,7 +677,7 @@ def test_engines_beside_training_on_one_host(world):
 
 def test_a_reward_model_that_shares_gpus_with_engines_that_never_sleep(world):
     shared = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=false"]
-    found = complaints(preflight(world[1:], *APART, *shared))
+    found = complaints(preflight(world[1:], *SEPARATE, *shared))
     assert "enable_resource_pool=true" in found[("batches", "fail")]
 
 
@@ -831,7 +829,8 @@ def test_a_yaml_of_your_own_selects_a_system_as_the_document_says(tmp_path):
     for way, name in (("--config-dir", "mine"), ("--config-path", "alone")):
         arguments = [way, str(folder), "--config-name", name]
         config = compose([*arguments, f"{R}.name=vllm"])
-        assert config.trainer.v1.trainer_mode == "rhyme_sorted"
+        assert OmegaConf.select(config, f"{R}.custom.rhyme.scheduling.refill") == "when_empty"
+        assert config.trainer.v1.trainer_mode == "sync"
         assert compose([*arguments, f"{R}.name=vllm", "rhyme=stream"]).trainer.v1.trainer_mode == "separate_async"
 
 

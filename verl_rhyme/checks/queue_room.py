@@ -32,8 +32,8 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
     assert rhyme is not None, "it has rules"
     given = "null" if rhyme.scheduling.in_flight is None else f"{rhyme.scheduling.in_flight:g}"
     yield Refusal(
-        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.batches:g} update batches in flight "
-        f"({CONFIG_PATH}.scheduling.in_flight={given}) of {prompts} prompts x {samples}, and the one that is trained, may "
-        "take",
+        f"{SIZE}={limit} is less than the {rules.queue_entries} entries that {rules.batches:g} update batches in "
+        f"flight ({CONFIG_PATH}.scheduling.in_flight={given}) of {prompts} prompts x {samples}, and the one that is "
+        "trained, may take",
         f"drop it (presets set no limit), set {SIZE}={rules.queue_entries}, or lower scheduling.in_flight",
     )

@@ -355,13 +355,14 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    bound = OmegaConf.select(config, f"{CONFIG_PATH}.max_staleness")  # with it one sync an update, whatever its parts
-    if batch != steps * mini and bound is None:
+    bound, on = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
+    pipeline = bound is not None and on is not False  # one sync an update, whatever its parts
+    if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "separate_async asks for that: align the three"
     if int(rollout.nnodes) < 1 or int(rollout.n_gpus_per_node) < 1:
         yield "separate_async without a rollout pool", f"set {_R}.nnodes and {_R}.n_gpus_per_node"
-    if rollout.checkpoint_engine.backend == "naive":
+    if rollout.checkpoint_engine.backend == "naive" and not pipeline:  # else the table tells it
         remedy = "set it to relay (with rhyme), nccl, nixl or mooncake"
         yield f"{_R}.checkpoint_engine.backend=naive with separate_async", remedy
     reward = config.reward.reward_model

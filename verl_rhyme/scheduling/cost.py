@@ -172,8 +172,6 @@ class TrainingCost:
                 raise ValueError(f"training.{field.name} must be seconds of at least 0, not {value!r}")
         if self.logprobs > 1:
             raise ValueError(f"training.logprobs must be a share, from 0 to 1, not {self.logprobs!r}")
-        if self.copy is not None and self.copy > self.sync:
-            raise ValueError(f"training.copy is a part of training.sync={self.sync!r}, not {self.copy!r} seconds")
 
     def seconds(self, tokens: float, early: float = 0.0, gradients: bool = True) -> float:
         """Of an update of so many tokens once all are there, of which ``early`` had gone through in parts, with their
@@ -182,7 +180,7 @@ class TrainingCost:
 
     def held(self, one_by_one: bool) -> float:
         """Seconds for which publication holds the trainer (``Rules.one_by_one``)."""
-        return self.copy if one_by_one and self.copy is not None else self.sync
+        return min(self.copy, self.sync) if one_by_one and self.copy is not None else self.sync
 
     def part_seconds(self, tokens: float, gradients: bool = True) -> float:
         """Of a part."""

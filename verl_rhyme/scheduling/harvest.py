@@ -92,7 +92,7 @@ def batch(
             for number, sample in enumerate(prompt.samples)
             if sample.state in states
         ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number))
+    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number, b[1]))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]

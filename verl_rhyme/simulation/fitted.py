@@ -103,7 +103,7 @@ def rows(fitted: Fitted) -> list[tuple[str, str, str, str]]:
             told.append((name, "0", "", f"not told: {steps.untold[name]}"))
         else:
             told.append((name, f"{values[name]:.3g}", f"{steps.errors[name]:.1g}", f"of {of}"))
-    training = asdict(fitted.training)
+    training = _seconds(fitted.training)
     return told + [(f"training.{name}", f"{training[name]:.3g}", "", f"of {of}") for name, of in _TRAINING.items()]
 
 
@@ -150,7 +150,7 @@ def yaml(fitted: Fitted, source: str) -> str:
         "prefill": _digits(cost.prefill),
         "step": {name: _digits(value) for name, value in asdict(cost.step).items()},
     }
-    around: dict[str, Any] = {"training": {name: _digits(value) for name, value in asdict(fitted.training).items()}}
+    around: dict[str, Any] = {"training": _seconds(fitted.training)}
     if fitted.drafts != Drafts():
         paces = [_digits(pace) for pace in fitted.drafts.acceptance]
         around["drafts"] = {"acceptance": paces, "overhead": _digits(fitted.drafts.overhead)}
@@ -186,7 +186,7 @@ def cluster(fitted: Fitted, profile: Path) -> str:
         "topology": "separate" if separate else "colocated",
         "batch_prompts": int(np.median(by_step)) if len(by_step) else 1,
         **options,
-        "training": {name: _digits(value) for name, value in asdict(fitted.training).items()},
+        "training": _seconds(fitted.training),
     }
     if fitted.gradients is False:
         told["training"]["gradients"] = False
@@ -195,3 +195,8 @@ def cluster(fitted: Fitted, profile: Path) -> str:
 
 def _digits(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def _seconds(training: TrainingCost) -> dict[str, float]:
+    """Of what the log tells."""
+    return {name: _digits(value) for name, value in asdict(training).items() if value is not None}

@@ -112,6 +112,7 @@ class PlanFile:
     drafts: PlanDraftsFile = field(default_factory=PlanDraftsFile)
     max_staleness: int | None = None
     sync: float = 0.0
+    copy: float | None = None
     objective: str = "time"
     slowest: float | None = None
 
@@ -190,6 +191,7 @@ def _loaded(config: PlanFile, path: Path, profiles: Sequence[str]) -> LoadedPlan
         _work(config.batch, path),
         1 if config.max_staleness is None else config.max_staleness,
         config.sync,
+        config.copy,
         Links(_links(config, {site.name for site in config.sites}, path)),
     )
     slowest = math.inf if config.slowest is None else config.slowest
@@ -204,6 +206,7 @@ def _check(config: PlanFile, path: Path) -> None:
         raise ClusterError(f"{path}: objective must be time or cost, not {config.objective!r}")
     bounds: list[tuple[str, float | None, float]] = [
         ("sync", config.sync, 0),
+        ("copy", config.copy, 0),
         ("slowest", config.slowest, 0),
         ("batch.prompts", config.batch.prompts, 1),
         ("batch.samples", config.batch.samples, 1),

@@ -336,8 +336,11 @@ class Simulation:
         if self._stops and not self._stopped:
             self._stopped = True
             self._interrupt()
-        if not self.scenario.rests:  # else the span ends with the last request, as in training
+        if not self.scenario.rests:
             self._settle()
+        else:  # the span ends with the last request, as in training, which may have ended just now
+            for replica in self.cluster.engines:
+                self.cluster.touch(replica)
         bubble = self._occupancy.take()
         batch = self.rollout.take()
         self._training = True

@@ -31,7 +31,7 @@ def pool(site="here", kind="h800", gpus=32, price=2.85, cost=FAST, training=TRAI
 
 
 def problem(*pools, bound=1, work=WORK, links=None, **other):
-    return Problem(pools or (pool(),), MODEL, work, bound, 1.0, Links(links or {}), **other)
+    return Problem(pools or (pool(),), MODEL, work, bound, 1.0, links=Links(links or {}), **other)
 
 
 # ---- times ----
@@ -360,6 +360,16 @@ def test_a_larger_bound_is_no_slower_and_the_least_that_is_nearly_the_best_is_pr
     chosen = profitable(plans)
     assert chosen.best.step <= 1.1 * min(steps)
     assert all(found.best.step > 1.1 * min(steps) for found in plans if found.max_staleness < chosen.max_staleness)
+
+
+def test_the_trainer_is_held_for_its_copy_of_the_weights_alone():
+    """But on-policy, where it waits for samples under them."""
+    for bound, less in ((0, 0.0), (1, 0.75)):
+        all_of_it, copied = problem(bound=bound), problem(bound=bound, copy=0.25)
+        home = all_of_it.pools[0]
+        steps = [split(each, (home, 8), [(home, 24)], 2, "") for each in (all_of_it, copied)]
+        assert steps[0].step - steps[1].step == pytest.approx(less)
+    assert steps[0].binds == "trainer"
 
 
 def test_what_a_step_stands_on():

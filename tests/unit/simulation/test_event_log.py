@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl_rhyme.simulation import cluster_file, event_log
 from verl_rhyme.simulation.run import Simulation
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
-SMALL = ["workload.prompts=32", "workload.samples=4", "rules.batch_prompts=8", "drafts.acceptance=[1.0,2.0]"]
+SMALL = ["workload.prompts=32", "workload.samples=4", "batch_prompts=8", "drafts.acceptance=[1.0,2.0]"]
 SMALL += ["replicas=[{count: 4, profile: qwen2.5-32b-h800-tp4, slots: 12}]", "training.reward=0"]
 
 
@@ -34,7 +35,7 @@ def simulate(out: Path, *overrides: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("overrides", "fillable"),  # of 48 slots, with batches of 32 samples: as a run counts them (metrics.fillable_slots)
-    [((), 32), (("rules.mode=partial", "rules.max_staleness=2"), 48), (("rules.mode=on_policy",), 48)],
+    [((), 32), (("preset=sorted", "max_staleness=2"), 48), (("preset=sorted",), 48)],
 )
 def test_engines_that_stop(tmp_path, overrides, fillable) -> None:
     *steps, whole = simulate(tmp_path / "a run", *overrides)
@@ -58,7 +59,7 @@ def test_engines_that_stop(tmp_path, overrides, fillable) -> None:
 
 
 def test_engines_that_run_on(tmp_path) -> None:
-    simulate(tmp_path / "run", "rules.mode=partial", "rules.max_staleness=1", "topology=separate")
+    simulate(tmp_path / "run", "preset=sorted", "max_staleness=1", "topology=separate")
     run = read(tmp_path / "run")
     assert run.runs_on
     assert run.slot_time is not None
@@ -72,11 +73,11 @@ def test_engines_that_run_on(tmp_path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("rules.mode=on_policy",),
-        ("rules.mode=partial", "rules.max_staleness=2", "topology=separate"),
-        ("rules.mode=histopipe", "topology=separate"),
-        ("rules.mode=stream", "rules.max_staleness=1", "topology=separate"),
-        ("rules.mode=stream", "rules.max_staleness=4", "rules.keep_running=true", "topology=separate"),
+        ("preset=sorted",),
+        ("preset=full", "max_staleness=0"),
+        ("preset=full", "max_staleness=2", "topology=separate"),
+        ("preset=histopipe", "topology=separate"),
+        ("preset=stream", "max_staleness=4", "scheduling.at_version=finish", "topology=separate"),
     ],
 )
 def test_a_response_is_filed_under_the_step_that_trains_it(tmp_path, overrides) -> None:
@@ -93,7 +94,7 @@ def test_a_response_is_filed_under_the_step_that_trains_it(tmp_path, overrides) 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_training_in_parts_is_seen(tmp_path, staleness) -> None:
     """Its stages lie within the rollout, and the page has a lane for them."""
-    overrides = ["rules.mode=stream", f"rules.max_staleness={staleness}", "topology=separate", "training.token=1e-4"]
+    overrides = ["preset=stream", f"max_staleness={staleness}", "topology=separate", "training.token=1e-4"]
     *rows, whole = simulate(tmp_path / "run", *overrides)
     run = read(tmp_path / "run")
     assert run.slot_time is not None
@@ -114,7 +115,7 @@ def test_training_in_parts_is_seen(tmp_path, staleness) -> None:
     seconds = 0.0, run.slot_time.ended
     page = lanes.overview(run.slot_time, *seconds, "lanes")
     assert ">trainer</text>" in page
-    simulate(tmp_path / "plain", *overrides[2:], "rules.mode=sync")
+    simulate(tmp_path / "plain", *overrides[2:], "streaming.part=null")
     plain = read(tmp_path / "plain").slot_time
     assert ">trainer</text>" not in lanes.overview(plain, *seconds, "lanes")
 
@@ -122,10 +123,11 @@ def test_training_in_parts_is_seen(tmp_path, staleness) -> None:
 @pytest.mark.parametrize("limit", [48, 77])
 def test_what_a_run_says_of_its_bubble_is_what_its_log_tells(limit: int) -> None:
     """Engines that run on: replayed as the coordinator learns of it, from hand-outs, reports and harvests alone."""
-    overrides = [*SMALL, "rules.mode=partial", "rules.max_staleness=1", "topology=separate"]
+    overrides = [*SMALL, "preset=sorted", "max_staleness=1", "topology=separate"]
     loaded = cluster_file.load(EXAMPLE, [*overrides, f"limit={limit}"])
     segments: list = []
-    simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+    at_once = replace(loaded.scenario, rules=replace(loaded.scenario.rules, relayed=False))
+    simulation = Simulation(at_once, loaded.prompts, loaded.updates, segments)
     heard: list[tuple[float, str, Any]] = []
     fill = simulation.dispatch.fill
 
@@ -203,5 +205,5 @@ def test_a_disk_that_fills_up_costs_the_file_and_not_the_table(tmp_path, monkeyp
     path = tmp_path / "made" / "x.json"
     told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--timeline", str(path)])
     assert told.exit_code == 1
-    assert "useful tokens/s" in told.stdout
+    assert "trained tokens/s" in told.stdout
     assert f"cannot write --timeline {path} (No space left on device): name another" in told.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from verl_rhyme.cli import app
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import event_log, fitted, recorded
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.engine import Segment
@@ -73,7 +72,7 @@ def write(folder: Path, steps: list[Step], segments: list[tuple[str, Segment]], 
 def made(tmp_path_factory):
     """Run folder, prompts and steps."""
     prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(32, 4, 2, 20))
-    steps, segments = simulated(Rules(**SIZES, group_batches=1), prompts)
+    steps, segments = simulated(Rules(**SIZES, max_staleness=0), prompts)
     run = tmp_path_factory.mktemp("runs") / "a_run"
     write(run / "checkpoints" / "events", steps, segments, prompts)
     return run, prompts, steps
@@ -94,7 +93,7 @@ def test_what_made_the_run_comes_back(made):
     found = fitted.fit(recorded.read(made[0]))
     for rows, drafts in ((1, 0.0), (8, 0.0), (8, 24.0)):
         assert found.cost.step.seconds(rows, 0, drafts) == pytest.approx(COST.step.seconds(rows, 0, drafts), rel=0.05)
-    for name, value in vars(TRAINING).items():
+    for name, value in ((name, value) for name, value in vars(TRAINING).items() if value is not None):
         assert getattr(found.training, name) == pytest.approx(value, rel=0.05, abs=0.01), name
     assert found.drafts.acceptance == (1.0, pytest.approx(2.0, rel=0.05))
     assert (found.cost.slots, found.cost.room, found.cost.gpus) == (8, 4096, 2)
@@ -143,15 +142,15 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
 def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     """Its parts' costs come back, and what it would have been without parts is another."""
     prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(48, 4, 1, 20))
-    rules = named("stream", **SIZES, max_staleness=staleness, through_training=True)
+    rules = Rules(**SIZES, max_staleness=staleness, take="loaded", separate=True, relayed=True, drafts=False)
     training = TrainingCost(token=1e-3, logprobs=0.4, update=1.0, part=0.2, sync=0.3)
-    plan = (COST,) * 2, replace(rules, one_by_one=True), training, Streaming(4, update), False
+    plan = (COST,) * 2, rules, training, Streaming(4, update), False
     segments: list[tuple[str, Segment]] = []
     simulation = Simulation(Scenario(*plan, response_limit=400), prompts, None, segments)
     steps = simulation.run()
     event_log.write(tmp_path / "run", "virtual", simulation, segments, 48)
     EventLog(tmp_path / "run" / "events").describe(
-        9, arm="stream-" + ("async" if staleness else "sync"), slots=16, rollout="step" if staleness else "gen"
+        9, arm="stream" if staleness else "stream-k0", slots=16, rollout="step" if staleness else "gen"
     )
     status, output, _ = told("profile", tmp_path / "run")
     assert status == 0
@@ -160,9 +159,9 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert found.training_error < 0.03
     for name in ("token", "logprobs", "part", "update", "sync") if update else ("sync",):
         assert getattr(found.training, name) == pytest.approx(getattr(training, name), rel=0.1, abs=0.02), name
-    cluster = tmp_path / "run" / "cluster.yaml"
+    cluster, as_it_was = tmp_path / "run" / "cluster.yaml", ["placement.policy=null"]
     cluster.write_text(output.partition("plays this run again:\n")[2])
-    loaded = load(cluster, ["streaming.part=0.125", "rules.batch_prompts=8"])
+    loaded = load(cluster, ["batch_prompts=8", *as_it_was])
     assert loaded.scenario.rules == simulation.scenario.rules
     assert loaded.scenario.streaming == Streaming(4, update)
     again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
@@ -171,14 +170,20 @@ def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
     assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05)
     if staleness:
         return
-    whole = load(cluster, ["streaming.enable=false"])
+    whole = load(cluster, ["streaming.part=null", *as_it_was])
     assert Simulation(whole.scenario, whole.prompts, whole.updates).run()[-1].ended > 1.05 * steps[-1].ended
 
 
 @pytest.mark.parametrize(
-    ("arm", "mode"), [("sorted-partial", "partial"), ("histopipe", "histopipe"), ("stock", "sync")]
+    ("arm", "bound", "take"),
+    [
+        ("sorted-k1-no_drafting", 1, "finished"),
+        ("histopipe", 1, "loaded"),
+        ("full-k4", 4, "finished"),
+        ("off", 7, "finished"),
+    ],
 )
-def test_the_cluster_file_of_a_run_has_its_mode(run, arm, mode):
+def test_the_cluster_file_of_a_run_has_its_preset_and_bound(run, arm, bound, take):
     EventLog(run / "checkpoints" / "events").describe(
         9, arm=arm, engine="virtual", slots=16, rollout="step", replica={}
     )
@@ -188,8 +193,7 @@ def test_the_cluster_file_of_a_run_has_its_mode(run, arm, mode):
     (out.parent / "cluster.yaml").write_text(output.partition("plays this run again:\n")[2])
     scenario = load(out.parent / "cluster.yaml").scenario
     assert (len(scenario.replicas), scenario.colocated, scenario.rules.batch_prompts) == (2, False, 8)
-    assert scenario.rules.continues == (mode != "sync")
-    assert (scenario.rules.harvest == "loaded") == (mode == "histopipe")
+    assert (scenario.rules.max_staleness, scenario.rules.take, scenario.streaming) == (bound, take, None)
 
 
 def test_a_recorded_workload_is_the_runs(made):
@@ -238,13 +242,11 @@ def test_samples_that_go_on_keep_what_they_have(tmp_path):
     assert recorded.requests(run).own.tolist() == [0, 40]
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial", "on_policy"])
-def test_a_delayed_start_is_no_bubble(mode):
+@pytest.mark.parametrize(("bound", "refill"), [(0, "always"), (0, "when_empty"), (1, "when_empty")])
+def test_a_delayed_start_is_no_bubble(bound, refill):
     """Until the first requests are in the engines nothing is counted as idle, and the step is as much longer."""
     prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
-    rules = Rules(**SIZES, group_batches=1)
-    if mode != "sync":
-        rules = named(mode, **SIZES, group_batches=2, max_staleness=int(mode == "partial"))
+    rules = Rules(**SIZES, max_staleness=bound, in_flight=1 + (refill == "when_empty"), refill=refill)
     steps = {}
     for start in (0.0, 2.0):
         training = TrainingCost(update=1.0, start=start)
@@ -309,7 +311,7 @@ def replayed(folder: Path, run: Path, *overrides: str) -> tuple[dict[str, Any], 
     """The last object of ``simulate --json`` over a recorded run, and what it says beside."""
     cluster = folder / "cluster.yaml"
     cluster.write_text(
-        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nbatch_prompts: 8\n"
         f"workload: {{lengths: {{run: {run}}}}}\n"
     )
     status, output, error = told("simulate", cluster, "--json", *overrides)
@@ -350,7 +352,7 @@ def test_a_log_of_another_version(run, tmp_path):
     assert "no request tells when it started and ended: this log is another version's" in error
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(
-        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nbatch_prompts: 8\n"
         f"workload: {{lengths: {{run: {run}}}}}\n"
     )
     status, _, error = told("simulate", cluster)
@@ -368,13 +370,13 @@ def test_a_log_of_another_version(run, tmp_path):
         ("drafts.siblings=0.1", "drop drafts.siblings, or set drafts.acceptance"),
         ("workload.epochs=3", "brings its own: drop workload.epochs"),
         ("workload={alike: 0.1, unseen: 0.5, seed: 1}", "drop workload.alike, workload.unseen, workload.seed"),
-        ("rules.batch_prompts=99", "64 prompts are fewer prompts than rules.batch_prompts=99"),
+        ("batch_prompts=99", "64 prompts are fewer prompts than batch_prompts=99"),
     ],
 )
 def test_recorded_workloads_that_cannot_be(made, tmp_path, override, words):
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(
-        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nrules: {batch_prompts: 8}\n"
+        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nbatch_prompts: 8\n"
         f"workload: {{lengths: {{run: {made[0]}}}}}\n"
     )
     status, _, error = told("simulate", cluster, override)

@@ -11,7 +11,7 @@ import pytest
 
 from verl_rhyme.lengths.quality import rank_correlation
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.run import Simulation
@@ -20,40 +20,39 @@ from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.01, row=1e-4, cached=1e-7), prefill=1e-5, slots=8)
 BATCH: dict[str, Any] = {"batch_prompts": 8, "batch_samples": 32}
-MODES = {
-    "sync": (True, Rules(**BATCH, group_batches=1)),
-    "sorted on-policy": (True, named("on_policy", **BATCH, group_batches=2)),
-    "sorted partial": (True, named("partial", **BATCH, group_batches=2, max_staleness=2)),
-    "separate on-policy": (False, named("on_policy", **BATCH, group_batches=2, through_training=True)),
-    "separate ahead": (False, named("on_policy", **BATCH, group_batches=2, through_training=True, draft_ahead=True)),
-    "separate partial": (False, named("partial", **BATCH, group_batches=2, max_staleness=2, through_training=True)),
-}
-_ROLLING = {"load": "rolling", "through_training": True, "max_staleness": 1}
-MODES |= {
-    "rolling": (False, named("partial", **BATCH, **_ROLLING)),
-    "rolling, as loaded": (False, named("partial", **BATCH, **_ROLLING, harvest="loaded", start_order="longest")),
-    "rolling, runs on": (False, Rules(**BATCH, **_ROLLING, harvest="loaded", on_interrupt="keep_running")),
-    "rolling, colocated": (True, named("partial", **BATCH, load="rolling", max_staleness=1, harvest="loaded")),
+SEPARATE: dict[str, Any] = {**BATCH, "separate": True, "relayed": True}
+RULES = {
+    "sync": Rules(**BATCH, max_staleness=0),
+    "tail batching": Rules(**BATCH, max_staleness=0, in_flight=1.25, put_off=0.25),
+    "colocated": Rules(**BATCH),
+    "sorted": Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty"),
+    "sorted partial": Rules(**BATCH, max_staleness=2, in_flight=2, refill="when_empty"),
+    "sorted separate": Rules(**SEPARATE, max_staleness=0, in_flight=2, refill="when_empty"),
+    "separate on-policy": Rules(**SEPARATE, max_staleness=0),
+    "separate": Rules(**SEPARATE),
+    "separate, all at once": Rules(**BATCH, max_staleness=3, separate=True),
+    "separate, as loaded": Rules(**SEPARATE, take="loaded"),
+    "finish": Rules(**SEPARATE, take="loaded", at_version="finish"),
 }
 LENGTHS = Lengths({50: 100, 90: 400, 99: 900}, limit=1000)
 
 
 def scenario(mode: str = "sync", **changes: Any) -> Scenario:
-    colocated, rules = MODES[mode]
+    rules = RULES[mode]
     training = TrainingCost(token=1e-4, update=1.0, sync=0.5, reward=0.2)
     return Scenario(
         **{
             "replicas": (COST,) * 3,
             "rules": rules,
             "training": training,
-            "colocated": colocated,
+            "colocated": not rules.separate,
             "response_limit": 1000,
             **changes,
         }
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RULES)
 @pytest.mark.parametrize("room", [np.inf, 2500])
 def test_every_sample_is_trained_once(mode, room):
     cost = ReplicaCost(COST.step, COST.prefill, COST.slots, room)
@@ -64,7 +63,7 @@ def test_every_sample_is_trained_once(mode, room):
     assert [step.version for step in steps] == list(range(8))
     assert sum(step.samples for step in steps) == 32 * 4 * 2
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert max(step.staleness for step in steps) <= MODES[mode][1].max_staleness
+    assert max(step.staleness_max for step in steps) <= RULES[mode].max_staleness
     done = Counter(segment.request.name for _, segment in segments if segment.why == "done")
     assert max(done.values()) == 1
     made = sum(engine.made for engine in simulation.cluster.engines.values())
@@ -80,7 +79,7 @@ def test_every_sample_is_trained_once(mode, room):
     assert sum(simulation.placement.status()["requests"].values()) == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "rolling, as loaded"])
+@pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
@@ -112,10 +111,10 @@ def test_placed_by_forecasts_every_sample_is_trained_once(mode, policy, options,
 
 def test_a_replica_takes_a_version_when_all_is_done_that_began_before_it():
     segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(scenario("rolling, runs on"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
+    simulation = Simulation(scenario("finish"), list(LENGTHS.epochs(64, 4, 2, 20)), None, segments)
     steps = simulation.run()
     assert sum(step.wasted for step in steps) == 0
-    assert {step.staleness for step in steps} == {0, 1}
+    assert {step.staleness_max for step in steps} == {0, 1}
     overlaps = 0
     for step in steps[:-1]:
         needs = step.version + 1  # the version that this step makes; the prompts after the next batch's need it
@@ -149,11 +148,9 @@ def test_what_moves_to_an_older_version_waits_there_as_what_starts_does():
             assert self._under_way[str(request.name)].first <= served
             super()._generated(replica, request)
 
-    rules = Rules(**BATCH, **_ROLLING, harvest="loaded", on_interrupt="keep_running", start_order="longest")
     seen = 0
     for seed in range(6):
-        given = {"rules": rules, "placement": "makespan"}
-        simulation = Watched(scenario("rolling, runs on", **given), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
+        simulation = Watched(scenario("finish", placement="makespan"), LENGTHS.epochs(64, 4, 2, 20, seed=seed))
         steps = simulation.run()
         assert sum(step.samples for step in steps) == 64 * 4 * 2
         assert simulation.placement.errors == 0, simulation.placement.last_error
@@ -165,8 +162,7 @@ def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_other
     wide = ReplicaCost(StepCost(base=0.01, row=1e-3, cached=2e-6), 1e-5, 64)
     seconds = {}
     for policy in ("least_loaded", "longest_first", "skewness_aware", "histopipe", "makespan"):
-        rules = Rules(**BATCH, group_batches=1, start_order="longest")
-        given = {"replicas": (wide,) * 4, "rules": rules, "placement": policy, "forecasts": "oracle"}
+        given = {"replicas": (wide,) * 4, "placement": policy, "forecasts": "oracle"}
         steps = Simulation(scenario(**given), LENGTHS.epochs(64, 4, 2, 20)).run()
         seconds[policy] = sum(step.rollout for step in steps)
     assert seconds["makespan"] <= min(seconds.values()) * 1.01, seconds
@@ -182,8 +178,7 @@ def test_replicas_of_two_kinds_have_what_each_can_do():
         ("skewness_aware", {"objective": "max"}),
         ("skewness_aware", {"objective": "max", "pools": 4, "late": True}),
     ):
-        rules = Rules(**BATCH, group_batches=1, start_order="longest")
-        given = {"replicas": (*kinds, *kinds), "rules": rules, "placement": policy, "forecasts": "oracle"}
+        given = {"replicas": (*kinds, *kinds), "placement": policy, "forecasts": "oracle"}
         simulation = Simulation(scenario(**given, options=options), LENGTHS.epochs(64, 4, 2, 20))
         steps = simulation.run()
         assert simulation.placement.errors == 0, simulation.placement.last_error
@@ -195,7 +190,7 @@ def test_replicas_of_two_kinds_have_what_each_can_do():
 def test_a_step_takes_as_long_as_its_longest_replica():
     """One request a replica: known in closed form, bubble and all."""
     costs = tuple(ReplicaCost(StepCost(base=0.01), slots=1) for _ in range(2))
-    rules = Rules(batch_prompts=2, batch_samples=2, group_batches=1)
+    rules = Rules(batch_prompts=2, batch_samples=2, max_staleness=0)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
     [step] = Simulation(scenario(replicas=costs, rules=rules, training=TrainingCost(update=2.0)), prompts).run()
     assert (step.rollout, step.seconds) == (pytest.approx(3.0), pytest.approx(5.0))
@@ -224,7 +219,7 @@ def test_drafts_shorten_what_comes_back():
     assert sum(s.rollout for s in drafted[2:]) == pytest.approx(sum(s.rollout for s in plain[2:]) / 2, rel=0.15)
 
 
-@pytest.mark.parametrize("mode", ["sync", "sorted partial", "rolling"])
+@pytest.mark.parametrize("mode", ["sync", "sorted partial", "separate"])
 def test_siblings_help_each_other_where_they_are_together(mode):
     prompts = list(LENGTHS.epochs(16, 4, 2, 20))
     tokens = sum(int(prompt.lengths.sum()) for prompt in prompts)
@@ -243,9 +238,9 @@ def test_engines_of_their_own_work_while_the_actor_trains():
     training = TrainingCost(update=20.0)
     spans = {
         mode: Simulation(scenario(mode, training=training), prompts).run()[-1].ended
-        for mode in ("sorted partial", "separate partial")
+        for mode in ("colocated", "separate")
     }
-    assert spans["separate partial"] < 0.9 * spans["sorted partial"]
+    assert spans["separate"] < 0.9 * spans["colocated"]
 
 
 def test_forecasts_get_good():

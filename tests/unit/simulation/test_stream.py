@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import Rules, named
+from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario, Step, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt
@@ -23,8 +23,7 @@ PARTS = Streaming(samples=4)
 
 
 def stream(staleness: int, **changes: Any) -> Rules:
-    rules = named("stream", **BATCH, max_staleness=staleness, through_training=True)
-    return Rules(**{**vars(rules), "one_by_one": True, **changes})
+    return Rules(**{**BATCH, "max_staleness": staleness, "separate": True, "relayed": True, **changes})
 
 
 def simulated(
@@ -46,15 +45,15 @@ costs = st.builds(TrainingCost, *(st.floats(0, high) for high in (1e-3, 1.0, 3.0
 
 
 @settings(deadline=None, max_examples=15)
-@given(workloads, st.integers(0, 3), streamings, costs, st.booleans())
-def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, streaming, training, runs_on):
-    rules = stream(staleness, **({"on_interrupt": "keep_running"} if runs_on else {}))
+@given(workloads, st.integers(0, 3), streamings, costs, st.sampled_from(["continue", "finish"]))
+def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, streaming, training, at_version):
+    rules = stream(staleness, at_version=at_version if staleness else None)
     steps = simulated(prompts, staleness, streaming, training=training, rules=rules)
     assert [step.version for step in steps] == list(range(3))
     assert sum(step.tokens for step in steps) == sum(int(prompt.lengths.sum()) for prompt in prompts)
-    assert sum(step.wasted for step in steps) == 0 or (staleness and not runs_on)
+    assert sum(step.wasted for step in steps) == 0 or (staleness and at_version == "continue")
     for step in steps:
-        assert 0 <= step.staleness <= staleness
+        assert 0 <= step.staleness_mean <= step.staleness_max <= staleness
         assert sum(part.tokens for part in step.parts) + step.rest == step.tokens + 32 * 20
         assert all(part.samples >= min(streaming.samples, 32) and part.samples % 4 == 0 for part in step.parts)
         assert 0 <= step.early <= 1
@@ -92,7 +91,7 @@ def test_without_seconds_of_their_own_small_parts_are_no_worse():
 def test_a_part_and_the_rest_in_closed_form():
     """One request a replica: the first prompt ends after a second, the second one after three."""
     cost = ReplicaCost(StepCost(base=0.01), slots=1)
-    rules = Rules(**{**vars(stream(0)), "batch_prompts": 2, "batch_samples": 2})
+    rules = stream(0, batch_prompts=2, batch_samples=2)
     prompts = [Prompt(str(i), 0, 10, np.array([tokens])) for i, tokens in enumerate((100, 300))]
     for token, update, through, harvested, ended in (
         (1e-2, True, 1 + 0.5 + 1.1, 3.0, 3.0 + 3.1 + 2.0),
@@ -129,7 +128,7 @@ def test_across_steps_it_gains_too():
     spans = {}
     for staleness, streaming in itertools.product((0, 1, 2), (None, PARTS)):
         steps = simulated(made(5, prompts=64), staleness, streaming)
-        assert max(step.staleness for step in steps) <= staleness
+        assert max(step.staleness_max for step in steps) <= staleness
         spans[staleness, streaming is None] = steps[-1].ended
     assert all(spans[k, False] < spans[k, True] for k in (0, 1, 2))
     assert spans[2, False] < spans[1, False] < spans[0, False]

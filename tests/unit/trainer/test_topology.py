@@ -1,5 +1,6 @@
 """Who looks after the replicas while a trainer waits for samples."""
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -140,3 +141,32 @@ def test_the_relay_lets_another_be_started_where_one_gets_no_weights(monkeypatch
     spares = Spares(SimpleNamespace(rollout_replicas=[Mock(replica_rank=0)]), weights)
     with pytest.raises(told):
         spares._send(Mock(replica_rank=1), 1)
+
+
+def test_a_replica_that_is_slow_to_answer_does_not_hold_a_publication(monkeypatch):
+    """Who is dead is known at a later step's end; a trainer that has nothing to do waits for answers."""
+    one, other = (Mock(replica_rank=rank, nnodes=1, servers=[], workers=[None]) for rank in range(2))
+    servers = SimpleNamespace(rollout_replicas=[one, other], global_load_balancer=Mock())
+    spares = Spares(servers, SimpleNamespace(config=SimpleNamespace(backend="relay"), replicas=[]))
+    answers, looks = threading.Event(), []
+
+    def slow(replicas, hung_s):
+        looks.append(list(replicas))
+        assert answers.wait(10)
+        return {other: "its process is gone"} if other in replicas else {}
+
+    monkeypatch.setattr(replicas, "dead", slow)
+    monkeypatch.setattr(replicas, "serve", lambda servers: None)
+    monkeypatch.setattr(replicas, "end", lambda replica: None)
+    monkeypatch.setattr(replicas, "ray", Mock())
+    monkeypatch.setattr(Spares, "_fill", lambda self, version: None)
+    assert [spares.mend(version, waits=False) for version in (1, 2)] == [0, 0]
+    assert servers.rollout_replicas == [one, other]
+    answers.set()
+    spares._looking.result(10)
+    assert spares.mend(3, waits=False) == 1
+    assert (servers.rollout_replicas, spares.missing) == ([one], 1)
+    spares._looking.result(10)
+    assert spares.mend(4, waits=False) == 0, "what is gone is replaced once"
+    assert looks[0] == [one, other]
+    assert looks[-1] == [one]

@@ -45,6 +45,27 @@ class TestFolder:
         assert same(folder, 3)
         assert same(folder, 12)
 
+    def test_tensors_of_all_types_and_shapes_are_those_that_were_added(self, tmp_path):
+        """Also where the actor takes the memory of one for the next, and where one is larger than a part."""
+        folder, memory = claim(tmp_path), torch.empty(400, dtype=torch.uint8)
+        writer, wanted = folder.writer(1, 100, 64), {}
+        types = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool)
+        for n in range(60):
+            kind, size = types[n % len(types)], (0, 1, 3, 7, 11, 40)[n % 5]
+            tensor = memory[: size * kind.itemsize].copy_(torch.randint(2, (size * kind.itemsize,))).view(kind)
+            tensor = tensor.reshape(()) if size == 1 else tensor
+            wanted[f"layer.{n}"] = tensor.clone()
+            writer.add(f"layer.{n}", tensor)
+        writer.close()
+        read = dict(folder.read(1))
+        assert read.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+            assert bytes(read[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+        parts = folder.parts(1)
+        assert not any(folder.wrong(1, number, part) for number, part in enumerate(parts))
+        assert len(parts) > 5
+
     def test_nobody_else_may_read_it(self, tmp_path):
         folder = claim(tmp_path)
         write(folder, 1)

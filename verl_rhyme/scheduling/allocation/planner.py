@@ -50,7 +50,9 @@ class Problem:
         model: What is trained.
         work: An update batch.
         max_staleness: Policy versions between a trained token and the policy it trains, at most (k).
-        weights: Seconds until new weights are handed out at the site that trains.
+        weights: Seconds from an update's end until its weights are handed out at the site that trains.
+        copy: Seconds of these for which the trainer is held, where engines are separate and run on
+            (:class:`~verl_rhyme.scheduling.cost.TrainingCost`); ``None``: all.
         links: Between sites.
     """
 
@@ -59,11 +61,17 @@ class Problem:
     work: Work
     max_staleness: int = 1
     weights: float = 0.0
+    copy: float | None = None
     links: Links = field(default_factory=Links)
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness must be at least 0 (versions), not {self.max_staleness}")
+
+    @property
+    def held(self) -> float:
+        """Seconds for which new weights hold the trainer, on separate engines."""
+        return self.weights if self.copy is None or not self.max_staleness else self.copy
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,7 @@ def _after(problem: Problem, training: Training, gpus: Floats, transfer: float) 
 
 def _step(problem: Problem, training: Training, rolled_out: Floats, trained: Floats, transfer: float) -> Floats:
     """Seconds of a step, of what rollout and an update allow."""
-    on_policy, fixed = not problem.max_staleness, training.update + problem.weights
+    on_policy, fixed = not problem.max_staleness, training.update + problem.held
     seconds = step(rolled_out, trained - training.update, fixed + transfer * on_policy, on_policy)
     return np.maximum(seconds, transfer)
 
@@ -277,7 +285,7 @@ def _told(
         tp,
         rolled_out=floor,
         slots=float(slots(fleet, work)[0]),
-        trained=float(trained) + problem.weights,
+        trained=float(trained) + problem.held,
         transfer=transfer,
         step=seconds,
         tokens_per_s=work.tokens / seconds,

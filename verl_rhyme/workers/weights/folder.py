@@ -39,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 256 << 20
 
 #: Parts that are written at a time.
-_WRITERS = 4
+_WRITERS = 8
 
 #: Seconds that a process takes to end after Ray says that it has.
 _DYING_S = 5.0
