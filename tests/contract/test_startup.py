@@ -127,7 +127,12 @@ def test_the_pipeline_passes_in_each_of_verls_modes(tmp_path, stale, mode):
     [
         ("custom.rhyme.max_staleness", -1, "max_staleness must be null, or at least 0 (policy versions), not -1"),
         ("custom.rhyme.scheduling.in_flight", 0.5, "scheduling.in_flight must be null, or at least 1, not 0.5"),
-        ("custom.rhyme.scheduling.in_flight", 50, "total_storage_size=1000 is less than the"),
+        (
+            "custom.rhyme.scheduling",
+            {"in_flight": 50, "refill": "when_empty"},
+            "total_storage_size=1000 is less than the",
+        ),
+        ("custom.rhyme.scheduling.in_flight", 50, "set in_flight to at most"),
         ("calculate_log_probs", False, "calculate_log_probs=false with"),
         ("custom.rhyme.scheduling.at_version", "finish", "at_version=finish needs replicas that take versions one by"),
     ],

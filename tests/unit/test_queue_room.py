@@ -57,7 +57,7 @@ def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, promp
 
 def test_more_in_flight_than_the_queue_holds_is_refused():
     assert refused("full", 512, 16) is None
-    found = refused("full", 512, 16, **{"scheduling.in_flight": 100.0})
+    found = refused("sorted", 512, 16, **{"max_staleness": 1, "scheduling.in_flight": 100.0})
     assert f"{queue_room.SIZE}=100000 is less than the 967015 entries" in found.detail
     assert f"100 update batches in flight ({CONFIG_PATH}.scheduling.in_flight=100)" in found.detail
     assert "lower scheduling.in_flight" in found.remedy
