@@ -504,6 +504,7 @@ def main(
     if as_table:
         print(table(recorded()))
         return
+    commit()  # of the code that runs, whatever is changed meanwhile
     sizes = QUICK if quick else {size: parts for size, parts in GPUS.items() if gpus in (0, size)}
     drawn = range(1 if quick else seeds)
     made = list[Row]()
