@@ -12,11 +12,15 @@ recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_qua
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
 each replica has the same to do, and an update takes as long.
 
-Figures are of eight updates (two epochs), after eight: no arm runs empty, and all arms count the same prompts.
+Figures are of eight updates (two epochs) after eight, so that no arm runs empty. On-policy they are of twelve: tail
+batching has a long round after two short ones, SortedRL's loads are four updates, and both are to be counted whole.
 
 Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
 made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
-does a table in ``docs/pipeline.md`` that is not ``--table`` of these rows.
+does a table in ``docs/full_scale.md`` that is not ``--table`` of these rows. To make them again:
+
+    python -m benchmarks.full_scale --json > benchmarks/results/full_scale.jsonl
+    python -m benchmarks.full_scale --table
 """
 
 from __future__ import annotations
@@ -59,8 +63,8 @@ RESULTS = Path(__file__).parent / "results" / "full_scale.jsonl"
 GPUS, QUICK = {1024: 8, 128: 4}, {64: 1}
 #: Tokens of a prompt.
 PROMPT = 300
-#: Updates of an epoch, those before the ones that are counted, and those that are.
-EPOCH, WARM, COUNTED = 4, 8, 8
+#: Updates of an epoch, and those before the ones that are counted.
+EPOCH, WARM = 4, 8
 DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
 #: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
@@ -143,7 +147,7 @@ ARMS = [
     Arm("histopipe", "histopipe", 1),
     LAMINAR,
 ]
-ARMS += [replace(arm, drafts=True) for arm in ARMS]
+ARMS = [replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS]
 
 #: Other models and recipes, for the dial: cluster file, GPUs that roll out beside the planner's profile, and the unit.
 MODELS: dict[str, tuple[str, str, Unit]] = {
@@ -253,13 +257,14 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     loaded = at.load(max(1, round(rollout / at.tp / at.parts)), token)
     prompts = list(loaded.prompts)
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
-    steps, harvests = _run(scenario, prompts, WARM + COUNTED)
-    found = _figures(steps[-COUNTED:], harvests[-COUNTED:], at.parts)
+    counted = 8 if arm.staleness else 12
+    steps, harvests = (each[-counted:] for each in _run(scenario, prompts, WARM + counted))
+    found = _figures(steps, harvests, at.parts)
     return {
         "rollout_gpus": rollout,
         "train_gpus": training,
         **found,
-        **_floors(scenario, at, training, steps[-COUNTED:]),
+        **_floors(scenario, at, training, steps),
     }
 
 
