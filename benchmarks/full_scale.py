@@ -258,8 +258,9 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     prompts = list(loaded.prompts)
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
     counted = 8 if arm.staleness else 12
-    steps, harvests = (each[-counted:] for each in _run(scenario, prompts, WARM + counted))
-    found = _figures(steps, harvests, at.parts)
+    steps, harvests = _run(scenario, prompts, WARM + counted)
+    steps = steps[-counted:]
+    found = _figures(steps, harvests[-counted:], at.parts)
     return {
         "rollout_gpus": rollout,
         "train_gpus": training,
