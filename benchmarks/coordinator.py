@@ -3,12 +3,12 @@
     python -m benchmarks.coordinator [--json] [--quick] [--arm NAME] [--seconds S] [--tokens N] [--profile FILE]
 
 The real coordinator, driver, reports, TransferQueue and agent loop workers; engines are simulated
-(:mod:`benchmarks.simulated_fleet`), and so is the trainer, which sleeps. Update batches of 512 prompts x 16 samples out
-of groups of four, 8,192 samples at a time, response lengths log-normal among prompts and within each.
+(:mod:`benchmarks.simulated_fleet`), and so is the trainer, which sleeps. Update batches of 512 prompts x 16 samples,
+8,192 samples at a time, response lengths log-normal among prompts and within each.
 
-Arms: `on_policy` and `partial` with engines that stop at the harvest, `separate`: partial with engines that run on
-while the actor trains; `echo`: attempts that end as soon as they start and leave nothing in TransferQueue, to find what
-the coordinator can take: the whole group, without a harvest.
+Arms: `on-policy` (k = 0, tail batching) and `colocated` (k = 2, two batches in flight) with engines that stop at the
+harvest, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end as soon as they
+start and leave nothing in TransferQueue, to find what the coordinator can take: two batches, without a harvest.
 
 An event is a report of an attempt (generated, finished, interrupted) or a start. "share" is of one core, all threads of
 the coordinator's process; "busiest" the most in half a second. "gap" is the time from an attempt's end in its worker,
@@ -44,7 +44,7 @@ from benchmarks.simulated_fleet import (
     latencies,
     size,
 )
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers import coordinator
@@ -54,12 +54,13 @@ from verl_rhyme.workers.stored_attempts import TRAIN
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-GROUP_BATCHES = 4
-ARMS = {
+IN_FLIGHT = 2  # update batches, at most
+#: k, and where the engines are.
+ARMS: dict[str, tuple[int, Any]] = {
     "on-policy": (0, Colocated),
-    "colocated": (GROUP_BATCHES - 1, Colocated),
-    "separate": (GROUP_BATCHES - 1, Separate),
-    "echo": (0, Colocated),
+    "colocated": (2, Colocated),
+    "separate": (2, Separate),
+    "echo": (2, Colocated),
 }
 
 
@@ -85,7 +86,8 @@ class Share:
     """A process's share of one core, looked at each half second."""
 
     def __init__(self, pid: int) -> None:
-        self._process, self._stop, self.shares = psutil.Process(pid), threading.Event(), []
+        self._process, self._stop = psutil.Process(pid), threading.Event()
+        self.shares: list[float] = []
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
@@ -103,7 +105,7 @@ class Trainer:
     """What the pipeline trainer asks of the driver, in its order; it trains by sleeping."""
 
     def __init__(self, arm: str, workers: list[Any], batch: int, slots: int, train_s: float) -> None:
-        bound, topology = ARMS[arm]
+        staleness, topology = ARMS[arm]
         self.workers, self.batch, self.train_s, self.version = workers, batch, train_s, 0
         manager = SimpleNamespace(
             abort_replicas=lambda reject_request: self.tell("stop"),
@@ -112,14 +114,8 @@ class Trainer:
         )
         self.topology = topology(SimpleNamespace(checkpoint_manager=manager, standalone_checkpoint_manager=manager))
         self.topology.mend = lambda version: 0
-        rules = Rules(
-            batch,
-            batch * SAMPLES,
-            max_staleness=bound,
-            in_flight=GROUP_BATCHES,
-            refill="when_empty",
-            separate=self.topology.separate,
-        )
+        put_off = 0.0 if staleness else TAIL_SHARE
+        rules = Rules(batch, batch * SAMPLES, staleness, put_off=put_off, separate=self.topology.separate)
         setting = Setting(rules=rules, filters=None, limit=slots, lot=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
         self.driver = CountedDriver(setting, self.load, lambda: [])
@@ -149,7 +145,7 @@ class Trainer:
         return [Handed(uid, SAMPLES) for uid in uids]
 
     def run(self, steps: int) -> None:
-        self.driver.publish(0, steps + GROUP_BATCHES)
+        self.driver.publish(0, steps + IN_FLIGHT)
         for _ in range(steps):
             began = time.time()
             reply = self.driver.next_batch(self.topology)
@@ -167,12 +163,12 @@ class Trainer:
             self.version += 1
             tq.kv_clear(keys=reply.keys, partition_id=TRAIN)
             self.tell("resume", self.version)
-            self.driver.publish(self.version, steps + GROUP_BATCHES - self.version)
+            self.driver.publish(self.version, steps + IN_FLIGHT - self.version)
 
     def echo(self) -> None:
-        """All samples of a group, without a harvest."""
-        self.driver.publish(0, GROUP_BATCHES)
-        samples = GROUP_BATCHES * self.batch * SAMPLES
+        """All samples in flight, without a harvest."""
+        self.driver.publish(0, IN_FLIGHT)
+        samples = IN_FLIGHT * self.batch * SAMPLES
         while sum(figures["counts"].get("ended_events", 0) for figures in self.figures()) < 2 * samples:
             time.sleep(0.2)
         self.windows.append((0.0, time.time()))

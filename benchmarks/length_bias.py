@@ -1,13 +1,13 @@
-"""What the choice of what is trained does to the lengths that are trained: a simulation with the real scheduler.
+"""What selection by length does to the lengths that are trained: a simulation with the real scheduler.
 
     python -m benchmarks.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
-The policy is constant: each prompt has the lengths that a recorded run sampled for it. An engine with few slots makes a
-token a step for each running request; the scheduler loads, stops and collects as in training, until all prompts of a
-trace are trained: an epoch. ``full`` and ``sorted`` (SortedRL, loads of 4 batches) at staleness 0 regenerate what is
-interrupted, ``coupled`` with the same length, as the same noise makes under the same policy, ``fresh`` with a new one;
-above 0 it continues. ``shift`` is how much longer the trained responses are than those there are: 0 without bias. Over
-updates: how far the mean lengths of single updates are from that, and the longest that a prompt waited.
+The policy is constant, and there is one epoch: each prompt has the lengths that a recorded run sampled for it, and is
+expected to have the mean of as many others. An engine makes a token a step for each running request; the scheduler
+loads, stops and collects as in a colocated run. What is regenerated keeps its length, as the same noise does under the
+same policy (coupled sampling, the default); "fresh" draws another. ``shift`` is the mean length that is trained against
+that of the responses as they were first drawn: 0 where no length is preferred. ``first_half`` is the same of the
+epoch's first half, ``spread`` the standard deviation of updates' mean lengths, against the mean.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-_LOADS: dict[str, Any] = {"in_flight": 4, "refill": "when_empty"}
+SAMPLES, BATCH, SLOTS, ROUNDS, LOAD = 8, 8, 64, 8, 4
+_SORTED: dict[str, Any] = {"in_flight": LOAD, "refill": "when_empty"}
 ARMS: dict[str, dict[str, Any]] = {
-    "full, staleness 0, coupled": {"max_staleness": 0, "put_off": TAIL_SHARE},
-    "full, staleness 0, fresh": {"max_staleness": 0, "put_off": TAIL_SHARE},
-    "full, staleness 1": {"max_staleness": 1},
-    "full, staleness 2": {"max_staleness": 2},
-    "full, staleness 4": {"max_staleness": 4},
-    "sorted, staleness 0, coupled": {"max_staleness": 0, **_LOADS},
-    "sorted, staleness 0, fresh": {"max_staleness": 0, **_LOADS},
-    "sorted, staleness 1": {"max_staleness": 1, **_LOADS},
-    "stream, staleness 1": {"max_staleness": 1, "take": "loaded"},
+    "full, k = 0": {"max_staleness": 0, "put_off": TAIL_SHARE},
+    "full, k = 1": {"max_staleness": 1},
+    "full, k = 2": {"max_staleness": 2},
+    "sorted, k = 0": {"max_staleness": 0, **_SORTED},
+    "sorted, k = 3": {"max_staleness": 3, **_SORTED},
+    "stream, k = 1": {"max_staleness": 1, "take": "loaded"},
 }
-SAMPLES, BATCH, SLOTS, ROUNDS = 8, 8, 16, 8
+ARMS |= {f"{name}, fresh": ARMS[name] for name in ("full, k = 0", "sorted, k = 0")}
 
 
 class Engine:
@@ -72,39 +70,38 @@ class Engine:
 
 
 def trained_lengths(
-    lengths: list[np.ndarray], arm: str, unit: Unit, rng: np.random.Generator, slots: int = SLOTS
-) -> tuple[list[np.ndarray], np.ndarray, Engine]:
-    """Lengths of each update, how many updates each trained response's prompt had waited, and the engine afterwards."""
-    scheduler, engine = Scheduler(Rules(BATCH, BATCH * SAMPLES, unit=unit, **ARMS[arm])), Engine(slots)
-    continues, updates = scheduler.rules.continues, len(lengths) // BATCH
-    wanted: dict[tuple[str, int], int] = {}
-    kept: dict[tuple[str, int], int] = {}
-    oldest: dict[tuple[str, int], int] = {}  # version of the oldest token
-    trained: list[np.ndarray] = []
-    waited: list[int] = []
-    for version in range(updates):
-        scheduler.begin(version, updates - version)
+    pools: list[np.ndarray], arm: str, unit: Any, rng: np.random.Generator
+) -> tuple[list[list[int]], np.ndarray, Engine]:
+    """Lengths of each update, those of all responses as they were first drawn, and the engine afterwards."""
+    scheduler = Scheduler(Rules(BATCH, BATCH * SAMPLES, unit=unit, **ARMS[arm]))
+    engine, updates, again = Engine(SLOTS), list[list[int]](), set[tuple[str, int]]()
+    drawn = np.array([rng.choice(pool, SAMPLES) for pool in pools])
+    expected = [rng.choice(pool, SAMPLES).mean() for pool in pools]
+    kept: dict[tuple[str, int], tuple[int, int]] = {}  # tokens, and the version of the first
+    for version in range(len(pools) // BATCH):
+        scheduler.begin(version, len(pools) // BATCH - version)
+        while count := scheduler.loadable():
+            loaded = range(scheduler.ledger.loaded, scheduler.ledger.loaded + count)
+            for uid in loaded:
+                scheduler.load(str(uid), SAMPLES)
+            for uid in loaded:
+                scheduler.expect(str(uid), expected[uid])
+        for sample in scheduler.dispatch():
+            row, number = int(sample[0]), sample[1]
+            had, _ = kept.setdefault(sample, (0, version))
+            fresh = arm.endswith("fresh") and sample in again
+            engine.queue.append((sample, had, int(rng.choice(pools[row]) if fresh else drawn[row, number])))
+            again.add(sample)
         while not scheduler.enough():
-            for _ in range(scheduler.loadable()):
-                uid = str(scheduler.ledger.loaded)
-                scheduler.load(uid, SAMPLES)
-                scheduler.expect(uid, float(lengths[int(uid)].mean()))
-            for sample in scheduler.dispatch():
-                if sample not in wanted or arm.endswith("fresh"):
-                    wanted[sample] = int(rng.choice(lengths[int(sample[0])]))
-                had = kept.get(sample, 0) if continues else 0
-                oldest[sample] = oldest[sample] if had else version
-                engine.queue.append((sample, had, wanted[sample]))
-            (uid, number), length = engine.run()
-            scheduler.generate(uid, number, length, oldest[uid, number])
-            scheduler.finish(uid, number)
-        for (uid, number), tokens in engine.stop():
-            kept[uid, number] = tokens
-            scheduler.interrupt(uid, number, tokens, oldest[uid, number] if tokens else None)
-        harvest = scheduler.harvest()
-        trained.append(np.array(harvest.lengths))
-        waited += harvest.waited
-    return trained, np.array(waited), engine
+            sample, length = engine.run()
+            if scheduler.generate(*sample, length, kept.pop(sample)[1]):
+                scheduler.finish(*sample)
+        for sample, tokens in engine.stop():
+            _, first = kept.pop(sample)
+            if scheduler.interrupt(*sample, tokens, first if tokens else None) and tokens:
+                kept[sample] = tokens, first
+        updates.append(scheduler.harvest().lengths)
+    return updates, drawn, engine
 
 
 def recorded(path: Path) -> list[np.ndarray]:
@@ -116,29 +113,29 @@ def recorded(path: Path) -> list[np.ndarray]:
     return [np.array(pool) for pool in pools.values()]
 
 
-def measure(path: Path, arm: str, unit: Unit, rounds: int) -> dict[str, Any]:
+def measure(path: Path, arm: str, unit: str, rounds: int) -> dict[str, Any]:
     there = recorded(path)
-    count = len(there) // BATCH * BATCH
-    shifts, spreads, shares, waits = [], [], [], []
+    count = len(there) // (BATCH * LOAD) * BATCH * LOAD
+    rows = []
     for seed in range(rounds):
         rng = np.random.default_rng(seed)
-        chosen = [there[i] for i in rng.permutation(len(there))[:count]]
-        trained, waited, engine = trained_lengths(chosen, arm, unit, rng)
-        mean, tokens = np.mean([pool.mean() for pool in chosen]), sum(update.sum() for update in trained)
-        shifts.append(np.concatenate(trained).mean() / mean - 1)
-        spreads.append(np.std([update.mean() / mean for update in trained]))
-        shares.append(1 - tokens / max(engine.made, tokens))
-        waits.append(waited.max())
+        updates, drawn, engine = trained_lengths(
+            [there[i] for i in rng.permutation(len(there))[:count]], arm, unit, rng
+        )
+        means = np.array([np.mean(lengths) for lengths in updates]) / drawn.mean()
+        wasted = 1 - sum(map(sum, updates)) / engine.made
+        rows.append((means.mean() - 1, means[: len(means) // 2].mean() - 1, means.std(), wasted))
+    shift, first_half, spread, wasted = (np.mean(rows, axis=0).round(4) + 0.0).tolist()  # no -0.0
     return {
         "benchmark": "length_bias",
         "trace": path.stem,
         "arm": arm,
         "unit": unit,
-        "shift": round(float(np.mean(shifts)), 4),
-        "shift_standard_error": round(float(np.std(shifts, ddof=1) / np.sqrt(rounds)), 4),
-        "spread_over_updates": round(float(np.mean(spreads)), 4),
-        "waited_most": int(max(waits)),
-        "wasted_share": round(float(np.mean(shares)), 4),
+        "shift": shift,
+        "shift_standard_error": round(float(np.std([row[0] for row in rows], ddof=1) / np.sqrt(rounds)), 4),
+        "first_half": first_half,
+        "spread": spread,
+        "wasted_share": wasted,
     }
 
 
@@ -154,7 +151,7 @@ def main(
         raise typer.BadParameter(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     paths = files or sorted(traces.FOLDER.glob("*.parquet"))
     for path in paths[:1] if quick else paths:
-        for unit in get_args(Unit):
+        for unit in ("group", "trajectory"):
             for each in arm or ARMS:
                 row = measure(path, each, unit, 3 if quick else ROUNDS)
                 shown = {**row, "slots": SLOTS, "update_samples": BATCH * SAMPLES, "commit": commit()}

@@ -3,12 +3,11 @@
     python -m benchmarks.simulator [--json] [--quick] [--train] [--keep] [--speed] [--out DIR] [CASE ...]
 
 Real verl, vLLM and GRPO on the tiny world. A decoding step takes at least 75 ms and an update of the actor 3.5 s
-(:mod:`benchmarks.steady_step`), as on GPUs of their own: this machine's cores are shared by all replicas. Bare cases,
-without that, are predicted from a bare run. From the fitted run come the costs of steps and trainer; from the predicted
-one the responses' lengths and, in one of two rows, their acceptance lengths; in the other these, too, are the fitted
-run's, by epoch. What chance decides (which of two equally loaded replicas a request gets, where a prompt's hash falls)
-is drawn anew sixteen times: mean and standard deviation. The first step of a run, in which all is warmed up, is not
-counted.
+(:mod:`benchmarks.steady_step`), as on GPUs of their own: this machine's cores are shared by all replicas. From the
+fitted run come the costs of steps and trainer; from the predicted one the responses' lengths and, in one of two rows,
+their acceptance lengths; in the other these, too, are the fitted run's, by epoch. What chance decides (which of two
+equally loaded replicas a request gets, where a prompt's hash falls) is drawn anew sixteen times: mean and standard
+deviation. The first step of a run, in which all is warmed up, is not counted.
 
 ``--train`` makes the runs first, four minutes each; without it they are read from ``--out``. ``--quick`` takes the
 small logs in ``benchmarks/traces/simulator``, where ``--keep`` puts them. ``--speed`` times a million requests.
@@ -17,6 +16,7 @@ small logs in ``benchmarks/traces/simulator``, where ``--keep`` puts them. ``--s
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,8 @@ import typer
 
 from benchmarks import tiny_run
 from benchmarks.machine import commit, describe
-from benchmarks.tiny_run import RHYME, ROLLOUT
-from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
+from benchmarks.tiny_run import RHYME
+from verl_rhyme.config import OVERSUBSCRIPTION
 from verl_rhyme.observability import events, metrics, steps
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
@@ -42,6 +42,7 @@ LOGS = Path(__file__).parent / "traces" / "simulator"
 
 SAMPLES, SLOTS, LIMIT, EPOCHS, DRAWS = 4, 8, 384, 2, 16
 STEADY_MS, UPDATE_S = 75, 3.5
+FIT = "fit"
 
 
 @dataclass(frozen=True)
@@ -54,72 +55,51 @@ class Case:
     overrides: tuple[str, ...] = ()
     replicas: int = 2
     batch: int = 8
-    colocated: bool = True
     placement: str = "least_loaded"
-    bare: bool = False
     slots: int = SLOTS
-    as_loaded: bool = False  # prompts start as they were loaded: verl's own schedule, and logs kept of earlier rules
+    forecast: bool = True  # prompts start, and requests are placed, by expected lengths
 
     def made(self) -> Rules:
-        separate = not self.colocated
-        return Rules(self.batch, self.batch * SAMPLES, separate=separate, relayed=separate, **self.rules)
+        return Rules(batch_prompts=self.batch, batch_samples=self.batch * SAMPLES, **self.rules)
 
     @property
     def limit(self) -> int | None:
-        """Samples that the engines are given."""
-        return None if self.env.get("RHYME") == "histospec" else int(OVERSUBSCRIPTION * self.replicas * self.slots)
+        """Of samples that the engines are given; verl's own schedule gives them all."""
+        return math.ceil(OVERSUBSCRIPTION * self.replicas * self.slots) if self.made().batches > 1 else None
 
 
-_LOADS: dict[str, Any] = {"in_flight": 2, "refill": "when_empty"}
-_SORTED: dict[str, Any] = {"max_staleness": 0, **_LOADS}
-_UNDRAFTED = f"{RHYME}.drafting.enable=false"
+_SORTED: dict[str, Any] = {"max_staleness": 0, "in_flight": 2, "refill": "when_empty"}
+_SORTED_ENV = {"RHYME": "sorted", "STALENESS": "0"}
+_SORTED_LOAD = f"{RHYME}.scheduling.in_flight=2"
 CASES = {
-    "fit": Case(_SORTED, seed=1, as_loaded=True),
-    "another seed": Case(_SORTED, seed=2),
-    "no drafts": Case(_SORTED, seed=3, overrides=(_UNDRAFTED,), as_loaded=True),
-    "tail batching": Case({"max_staleness": 0, "put_off": TAIL_SHARE}, seed=4, env={"RHYME": "full"}),
-    "partial, sticky_group": Case(
-        {"max_staleness": 2, **_LOADS},
-        seed=5,
-        env={"STALENESS": "2"},
-        overrides=(f"{RHYME}.placement.policy=sticky_group",),
-        placement="sticky_group",
-        as_loaded=True,
+    # without forecasts: the logs that are kept were made when prompts started as they were loaded
+    "fit": Case(_SORTED, 1, _SORTED_ENV, (_SORTED_LOAD,), forecast=False),
+    "no drafts": Case(_SORTED, 3, _SORTED_ENV, (_SORTED_LOAD, f"{RHYME}.drafting.enable=false"), forecast=False),
+    "sync": Case({"max_staleness": 0}, 6, {"RHYME": "histospec"}, forecast=False),
+    "full, on-policy": Case(
+        {"max_staleness": 0, "put_off": TAIL_SHARE},
+        seed=2,
+        env={"RHYME": "full", "STALENESS": "0"},
+        placement="longest_first",
     ),
-    "sync": Case({"max_staleness": 0}, seed=6, env={"RHYME": "histospec", "STALENESS": ""}, as_loaded=True),
-    "three replicas": Case(_SORTED, seed=7, replicas=3, batch=9),
-    "separate engines": Case(
-        {"max_staleness": 2},
+    "full, separate engines": Case(
+        {"max_staleness": 2, "separate": True, "relayed": True},
         seed=8,
         env={"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"},
-        overrides=(*("trainer.n_gpus_per_node=1", f"{ROLLOUT}.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"),),
-        colocated=False,
+        overrides=(f"{RHYME}.streaming.part=null",),
+        placement="longest_first",
     ),
-    "bare fit": Case(_SORTED, seed=1, bare=True),
-    "bare, no drafts": Case(_SORTED, seed=2, overrides=(_UNDRAFTED,), bare=True),
 }
-FITS = {False: "fit", True: "bare fit"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
 def train(case: Case, folder: Path) -> None:
     """Make a run."""
-    settings = {
-        "RHYME": "sorted",
-        "STALENESS": "0",
-        "EPOCHS": str(EPOCHS),
-        "PROMPTS": str(4 * case.batch),
-        "SEED": str(case.seed),
-    }
-    overrides = [
-        *tiny_run.sizes(case.batch, SAMPLES, SLOTS, case.replicas),
-        *(f"trainer.n_gpus_per_node={case.replicas}", "trainer.save_freq=1000"),
-        *([f"{RHYME}.scheduling.in_flight={case.rules['in_flight']}"] if "in_flight" in case.rules else []),
-        *case.overrides,
-    ]
-    steady = () if case.bare else (STEADY_MS, UPDATE_S)
-    tiny_run.train(folder, {**settings, **case.env}, overrides, *steady, timeout=900)
+    settings = {"EPOCHS": EPOCHS, "PROMPTS": 4 * case.batch, "SEED": case.seed, "REPLICAS": case.replicas}
+    env = {**{name: str(value) for name, value in settings.items()}, **case.env}
+    sizes = tiny_run.sizes(case.batch, SAMPLES, SLOTS, case.replicas)
+    tiny_run.train(folder, env, [*sizes, "trainer.save_freq=1000", *case.overrides], STEADY_MS, UPDATE_S, timeout=900)
 
 
 def measured(folder: Path, case: Case) -> dict[str, Any]:
@@ -128,7 +108,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     took = np.array([row[metrics.STEP_S] - row.get("timing_s/save_checkpoint", 0.0) for row in rows])
     rollout = np.array([row[metrics.GEN_S] for row in rows])
     bubble = np.average([row[metrics.BUBBLE_RATIO] for row in rows], weights=rollout)
-    if not case.colocated:
+    if case.made().separate:
         bubble = _idle(recorded.read(folder), case.replicas * SLOTS)
     return {"step_s": float(took.mean()), "rollout_s": float(rollout.mean()), "bubble_ratio": float(bubble)}
 
@@ -160,6 +140,7 @@ def predicted(
         first: So many steps are not counted.
         draws: By default :data:`DRAWS`.
     """
+    rules = case.made()
     cost = ReplicaCost(fit.steps.step, fit.steps.prefill, slots=case.slots)
     drafts = recorded.acceptance(run)
     if drafts != Drafts() and not own:
@@ -169,22 +150,22 @@ def predicted(
     for draw in range(draws or DRAWS):
         scenario = Scenario(
             replicas=(cost,) * case.replicas,
-            rules=case.made(),
+            rules=rules,
             training=fit.training,
-            colocated=case.colocated,
+            colocated=not rules.separate,
             placement=case.placement,
             options={"seed": draw} if case.placement == "least_loaded" else {},
             drafts=drafts,
             limit=case.limit,
             lot=1 if case.limit is None else max(1, (case.limit - case.replicas * case.slots) // 2),
-            forecasts="none" if case.as_loaded else "history",
+            forecasts="history" if case.forecast else "none",
             response_limit=LIMIT,
         )
         shuffled = [prompt._replace(key=f"{draw}/{prompt.key}") for prompt in prompts]
         rows = Simulation(scenario, shuffled).run()[first:]
         found["step_s"].append(float(np.mean([row.seconds for row in rows])))
         found["rollout_s"].append(float(np.mean([row.rollout for row in rows])))
-        weights = [row.rollout if case.colocated else row.seconds for row in rows]
+        weights = [row.seconds if rules.separate else row.rollout for row in rows]
         found["bubble_ratio"].append(float(np.average([row.bubble for row in rows], weights=weights)))
     return {name: (float(np.mean(values)), float(np.std(values))) for name, values in found.items()}
 
@@ -238,7 +219,7 @@ def speed(replicas: int, prompts: int, samples: int, batches: int) -> dict[str, 
     """Processor time of a synchronous run, prompts and forecasts included."""
     lengths = Lengths({50: 2000, 90: 8000, 99: 18000}, 20480)
     cost = ReplicaCost(StepCost(base=0.012, row=2e-5, cached=1e-8), prefill=5e-5, slots=256, room=800_000)
-    rules = Rules(prompts, prompts * samples, max_staleness=0)
+    rules = Rules(batch_prompts=prompts, batch_samples=prompts * samples, max_staleness=0)
     scenario = Scenario((cost,) * replicas, rules, TrainingCost(token=2e-6, sync=5.0), response_limit=20480)
     began = time.process_time()
     simulation = Simulation(scenario, lengths.epochs(prompts * batches, samples, 1, 500))
@@ -252,14 +233,14 @@ def speed(replicas: int, prompts: int, samples: int, batches: int) -> dict[str, 
 def main(
     cases: Annotated[list[str] | None, typer.Argument(help="default: all")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
-    quick: Annotated[bool, typer.Option(help="two recorded logs, half a minute")] = False,
+    quick: Annotated[bool, typer.Option(help="the logs that are kept, half a minute")] = False,
     make: Annotated[bool, typer.Option("--train", help="make the runs first")] = False,
     kept: Annotated[bool, typer.Option("--keep", help="keep the runs' logs for --quick")] = False,
     timed: Annotated[bool, typer.Option("--speed", help="instead: a million requests on 1,024 replicas")] = False,
     out: Annotated[Path, typer.Option(help="where the runs are kept")] = Path("runs/simulator"),
 ) -> None:
     """Train, fit, predict, print."""
-    chosen = cases or (["fit", "partial, sticky_group"] if quick else list(CASES))
+    chosen = cases or [name for name in CASES if not quick or _folder(LOGS, name).is_dir()]
     if unknown := sorted(set(chosen) - set(CASES)):
         raise typer.BadParameter(f"no case {', '.join(unknown)}; there are: {', '.join(CASES)}")
     top = LOGS if quick else out.absolute()
@@ -278,19 +259,17 @@ def main(
     missing = [name for name in chosen if not _folder(top, name).is_dir()]
     if missing:
         typer.echo(f"left out, for --train did not make them: {', '.join(missing)}", err=True)
-    for bare in sorted({CASES[name].bare for name in chosen}):
-        if not _folder(top, FITS[bare]).is_dir():
-            raise typer.BadParameter(f"no run of the case {FITS[bare]!r}, which others are predicted from, in {top}")
-        fit = fitted.fit(recorded.read(_folder(top, FITS[bare])))
-        row = {"case": FITS[bare], "requests": fit.steps.requests, "error": _short(fit.steps.error)}
-        row |= {"worst": _short(fit.steps.worst), **{k: _short(v) for k, v in vars(fit.steps.step).items()}}
-        row |= {f"training_{k}": _short(v) for k, v in vars(fit.training).items()}
-        print(json.dumps({**about, "fit": True, **row}) if as_json else f"fitted: {row}", flush=True)
-        for name in chosen:
-            if CASES[name].bare == bare and name not in missing:
-                for own in (True, False):
-                    row = compare(name, _folder(top, name), fit, own)
-                    print(json.dumps({**about, **row}) if as_json else _told(row), flush=True)
+    if not _folder(top, FIT).is_dir():
+        raise typer.BadParameter(f"no run of the case {FIT!r}, which others are predicted from, in {top}")
+    fit = fitted.fit(recorded.read(_folder(top, FIT)))
+    row = {"case": FIT, "requests": fit.steps.requests, "error": _short(fit.steps.error)}
+    row |= {"worst": _short(fit.steps.worst), **{k: _short(v) for k, v in vars(fit.steps.step).items()}}
+    row |= {f"training_{k}": _short(v) for k, v in vars(fit.training).items() if v is not None}
+    print(json.dumps({**about, "fit": True, **row}) if as_json else f"fitted: {row}", flush=True)
+    for name in (name for name in chosen if name not in missing):
+        for own in (True, False):
+            row = compare(name, _folder(top, name), fit, own)
+            print(json.dumps({**about, **row}) if as_json else _told(row), flush=True)
 
 
 def _folder(top: Path, name: str) -> Path:

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import far_link
 from benchmarks.far_link import TcpSource, Wire, sender, two_sites
 from benchmarks.machine import commit, describe
-from benchmarks.sorted_gradients import responses
+from examples.tiny_world import puzzles
+from examples.tiny_world.reward import compute_score
+from examples.tiny_world.sampling import encode_prompt, sample
 from verl_rhyme.workers.weights.coding import decode, encode
 from verl_rhyme.workers.weights.folder import Folder, claim
 from verl_rhyme.workers.weights.receiving import Patience, Receiver, base_of, begin
@@ -43,6 +47,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 #: Of AdamW: of the recipes for large models; ten times that; of the tiny world's recipe.
 LEARNING_RATES = (1e-6, 1e-5, 3e-4)
 STEPS, RESPONSES_A_STEP = 8, 4
+MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
+GROUP, LONGEST = 8, 384
 MBIT = 1e6
 #: Replicas at the far site, of which each would fetch a copy for itself.
 REPLICAS = 8
@@ -51,6 +57,20 @@ DELAY_S, CUT_S = 0.01, 2.0
 
 
 # ---- real updates ----
+
+
+def responses(prompts: int, seed: int) -> tuple[Any, list[list[int]], list[list[int]], np.ndarray]:
+    """The model, prompts and responses of whole groups, and each response's GRPO advantage."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    chosen = [p for p in islice(puzzles.generate(seed, "train"), 4 * prompts) if len(p.names) <= 3][:prompts]
+    encoded = [encode_prompt(tokenizer, puzzle.text()) for puzzle in chosen for _ in range(GROUP)]
+    drawn = sample(model, tokenizer, encoded, seed=seed, max_tokens=LONGEST)
+    truths = [puzzles.describe(puzzles.solutions(puzzle)[0], puzzle.names) for puzzle in chosen]
+    scores = np.array([compute_score(None, r.text, truths[i // GROUP])["score"] for i, r in enumerate(drawn)])
+    groups = scores.reshape(-1, GROUP)
+    advantages = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+    return model, encoded, [r.tokens for r in drawn], advantages.ravel()
 
 
 def updates(steps: int = STEPS) -> tuple[dict[float, list[np.ndarray]], dict[float, list[np.ndarray]]]:

@@ -148,7 +148,7 @@ def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     kinds = {"begin", "start", "generate", "finish", "harvest"} | ({"interrupt"} if run.rules.stops else set())
     assert set(run.microseconds) == kinds
     assert len(run.microseconds["harvest"]) == 5
-    assert run.scheduler.ledger.loaded == 32, "four updates consume what was loaded first"
+    assert run.scheduler.ledger.loaded == 32, "four updates train as many prompts as were loaded first"
 
 
 def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():

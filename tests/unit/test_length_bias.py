@@ -1,24 +1,22 @@
-"""benchmarks.length_bias and sorted_gradients: no schedule biases an epoch's lengths; orders are what they say."""
-
-from pathlib import Path
+"""benchmarks.length_bias: schedules train each response of an epoch as it was drawn, and longer ones less where it is
+drawn again."""
 
 import numpy as np
 import pytest
 
-from benchmarks import length_bias, sorted_gradients, traces
-
-TRACE = sorted(traces.FOLDER.glob("*.parquet"))[0]
+from benchmarks import length_bias
 
 
-@pytest.mark.parametrize("arm", [arm for arm in length_bias.ARMS if not arm.endswith("fresh")])
-def test_lengths_are_unbiased_over_an_epoch(arm: str) -> None:
-    row = length_bias.measure(Path(TRACE), arm, "group", 3)
-    assert abs(row["shift"]) < 0.03, "the draw of lengths"
-
-
-def test_updates_of_a_load_have_whole_groups_the_short_first():
-    lengths = np.arange(32) % 7 + np.repeat([9, 2, 40, 20], sorted_gradients.GROUP)
-    found = dict(sorted_gradients.orders(lengths))["groups"]
-    assert sorted(found) == list(range(32))
-    assert [int(i) // sorted_gradients.GROUP for i in found[:: sorted_gradients.GROUP]] == [1, 0, 3, 2]
-    assert all(len({int(i) // sorted_gradients.GROUP for i in part}) == 1 for part in np.split(found, 4))
+@pytest.mark.parametrize("unit", ["group", "trajectory"])
+def test_over_an_epoch_lengths_are_what_was_drawn_and_shorter_where_it_is_drawn_again(unit):
+    spread = np.random.default_rng(0).lognormal(5, 0.6, (64, 1)) * np.random.default_rng(1).lognormal(0, 0.6, (64, 32))
+    pools = list(spread.astype(int) + 1)
+    for arm in length_bias.ARMS:
+        updates, drawn, engine = length_bias.trained_lengths(pools, arm, unit, np.random.default_rng(2))
+        assert [len(lengths) for lengths in updates] == [64] * 8, "each prompt is trained once"
+        trained = np.concatenate(updates)
+        if arm.endswith("fresh"):
+            assert trained.mean() < drawn.mean()
+        else:
+            assert sorted(trained) == sorted(drawn.ravel())
+        assert (engine.made == trained.sum()) == (not arm.startswith(("full, k = 0", "sorted, k = 0")))

@@ -36,7 +36,7 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
     """What is generated or finished makes a batch: a full one, or all that is left.
 
     Args:
-        owed: Prompts that are yet to be loaded in place of those that were dropped.
+        owed: Prompts that are yet to be loaded.
         rewarded: Count only what is finished.
     """
     tally = ledger.tally
@@ -47,7 +47,7 @@ def suffices(rules: Rules, ledger: Ledger, owed: int, rewarded: bool) -> bool:
         lacking: tuple[State, ...] = ("pending", "running", "generated") if rewarded else ("pending", "running")
         return all(next((p.number for p in tally.prompts(s)), math.inf) > first[-1].number for s in lacking)
     samples = sum((tally.rewarded if rewarded else tally.trainable).values())
-    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained
+    left = owed * rules.batch_samples // rules.batch_prompts + tally.untrained - sum(ledger.put_off.values())
     return 0 < samples >= min(rules.batch_samples, left)
 
 
@@ -92,7 +92,7 @@ def batch(
             for number, sample in enumerate(prompt.samples)
             if sample.state in states
         ]
-    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number))
+    bundles = sorted(_bundles(rules, ledger, *states), key=lambda b: (b[0].uid not in promised, b[0].number, b[1]))
     stages: dict[int, int] = {}
     for stage, (last, due) in enumerate(_due(rules, version, ledger.tally.held)):
         there = [i for i, bundle in enumerate(bundles) if _oldest(*bundle) <= last]

@@ -136,11 +136,12 @@ class Rollout:
     def stock_up(self) -> None:
         """Load what may be loaded of the stock."""
         load_size = self.scheduler.load_size()
-        for _ in range(min(self.scheduler.loadable(), len(self._stock))):
-            uid = next(iter(self._stock))
-            self.scheduler.load(uid, self._stock.pop(uid))
-            if (expected := self._expected.pop(uid, None)) is not None:
-                self.scheduler.expect(uid, expected)
+        while count := min(self.scheduler.loadable(), len(self._stock)):  # one that is put off makes room for another
+            for _ in range(count):
+                uid = next(iter(self._stock))
+                self.scheduler.load(uid, self._stock.pop(uid))
+                if (expected := self._expected.pop(uid, None)) is not None:
+                    self.scheduler.expect(uid, expected)
         self.scheduler.owe(load_size)  # the stock may hold a part of a load only: what was left over before
 
     def kept_tokens(self, uid: str, number: int) -> int:

@@ -53,7 +53,8 @@ class Rules:
         take: See :data:`Take`.
         refill: See :data:`Refill`. Prompts that were dropped are replaced at all times.
         at_version: See :data:`AtVersion`; ``None``: ``continue``, and ``regenerate`` on-policy.
-        start_early: Prompts also start between the collection of a batch and its policy, as in verl's separate_async.
+        start_early: Prompts also start between the collection of a batch and its policy, as in verl's separate_async
+            (simulated only: verl's own trainer runs it).
         separate: Engines have devices of their own, and run while the actor trains.
         relayed: Replicas take a new version each for itself, by the relay of weights.
         drafts: Text that is generated again is drafted from.
@@ -102,6 +103,11 @@ class Rules:
             raise ValueError(
                 f"in_flight={self.in_flight} with take=loaded and max_staleness=0: what starts ahead could not be "
                 "trained; set take=finished, or max_staleness to at least 1"
+            )
+        if not on_policy and self.refill == "always" and self.batches > self.max_staleness + 1:
+            raise ValueError(
+                f"in_flight={self.in_flight} with max_staleness={self.max_staleness}: what starts so far ahead could "
+                f"not be trained in time; set in_flight to at most {self.max_staleness + 1}, or raise max_staleness"
             )
         if self.put_off and not self.rounds:
             raise ValueError(

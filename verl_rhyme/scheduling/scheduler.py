@@ -84,15 +84,14 @@ class Scheduler:
         """Prompts that may be loaded now."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return max(0, self._owed)
-        return max(0, self.load_size() - self._held)
+        return max(0, int(min(self.load_size() - self._held, self._needed)))
 
     def load_size(self) -> int:
         """Prompts in flight at most, those to come in place of others included, and those put off not."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._owed
-        batch, rules = self.rules.batch_prompts, self.rules
-        size = batch if self._own_round else math.ceil(round(rules.load_batches(self.batches_left) * batch, 6))
-        return max(0, size if self.batches_left is None else min(size, self.batches_left * batch - self._put_off))
+        batches = 1 if self._own_round else self.rules.load_batches(self.batches_left)
+        return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def owe(self, load_size: int) -> None:
         """So many prompts the load is to have, those that are here included; where none is, the next is as ever."""
@@ -101,19 +100,40 @@ class Scheduler:
     @property
     def _held(self) -> int:
         """Prompts in flight, but for those put off."""
-        if self.rules.unit == "group" or self.rules.refill == "when_empty":
+        if self._by_prompts or self.rules.refill == "when_empty":
             return len(self.ledger) - len(self.ledger.put_off)
-        return self._prompts(self.ledger.tally.untrained - sum(self.ledger.put_off.values()))
+        samples = self.ledger.tally.untrained - sum(self.ledger.put_off.values())
+        return samples * self.rules.batch_prompts // self.rules.batch_samples
+
+    @property
+    def _needed(self) -> float:
+        """Prompts that the updates until training ends need beside those that are here, of tail batching."""
+        if self.batches_left is None or not self.rules.rounds:
+            return math.inf
+        if self._by_prompts:
+            return self.batches_left * self.rules.batch_prompts - len(self.ledger)
+        samples = self.batches_left * self.rules.batch_samples - self.ledger.tally.untrained
+        return samples * self.rules.batch_prompts // self.rules.batch_samples
+
+    @property
+    def _to_come(self) -> int:
+        """Prompts that are yet to be loaded; of tail batching those in place of what was put off meanwhile, too."""
+        return self.loadable() if self.rules.rounds else max(0, self._owed)
+
+    @property
+    def _by_prompts(self) -> bool:
+        """Prompts are counted; else samples, for prompts leave one sample at a time."""
+        return self.rules.unit == "group"
+
+    @property
+    def _batch(self) -> int:
+        """An update batch, in prompts or in samples."""
+        return self.rules.batch_prompts if self._by_prompts else self.rules.batch_samples
 
     @property
     def _put_off(self) -> int:
-        if self.rules.unit == "group":
-            return len(self.ledger.put_off)
-        return self._prompts(sum(self.ledger.put_off.values()))
-
-    def _prompts(self, samples: int) -> int:
-        """As many as make so many samples, of prompts that leave one sample at a time."""
-        return samples * self.rules.batch_prompts // self.rules.batch_samples
+        """What was put off, in prompts or in samples."""
+        return len(self.ledger.put_off) if self._by_prompts else sum(self.ledger.put_off.values())
 
     def load(self, uid: str, samples: int) -> None:
         """Take in a prompt; ``samples`` responses of it are wanted."""
@@ -135,7 +155,7 @@ class Scheduler:
         insort(self._sorted, tokens)
         samples = self.ledger.prompt(uid).samples
         left = 2 if self.batches_left is None else self.batches_left  # one is to remain for this round
-        most = self.rules.batch_prompts * min(1, left - 1)
+        most = self._batch * min(1, left - 1)
         if self._own_round or self._put_off >= most or any(sample.attempt >= 0 for sample in samples):
             return
         if len(self._sorted) >= self.rules.batch_prompts:
@@ -292,7 +312,7 @@ class Scheduler:
             return False
         if awaits(self.rules, self.ledger, self.version, rewarded):
             return False
-        return suffices(self.rules, self.ledger, max(0, self._owed), rewarded)
+        return suffices(self.rules, self.ledger, self._to_come, rewarded)
 
     def settled(self, stopped_s: float) -> bool:
         """The engines having been stopped (where they run on: it being enough) for so many seconds, all has come that
@@ -386,6 +406,7 @@ class Scheduler:
         """
         self.version, self.step, self._training, self._promised = version, StepCounts(), False, {}
         self.batches_left = batches_left
+        self._release_for_the_last()  # a run that was resumed may have other rules, or fewer updates left
         states: tuple[State, ...] = (*ON_THEIR_WAY, "finished")
         untrained = [(prompt.uid, number) for state in states for prompt, number, _ in self.ledger.samples(state)]
         stale = [sample for sample in untrained if self._regenerate_stale(*sample)]
@@ -402,15 +423,22 @@ class Scheduler:
         for prompt in self.ledger:
             if not prompt.put_off:
                 self.ledger.postpone(prompt.uid)
-        batch, waiting = self.rules.batch_prompts, list(self.ledger.put_off)
-        self._own_round = self._put_off >= batch
-        last = self.batches_left is not None and self._put_off > (self.batches_left - 1) * batch
-        samples = 0
-        for uid in waiting if self._own_round or last else ():
-            if self._own_round and samples >= self.rules.batch_samples:
+        before = self._put_off
+        self._own_round = before >= self._batch
+        for uid in list(self.ledger.put_off) if self._own_round else ():
+            if before - self._put_off >= self._batch:
                 break
-            samples += self.ledger.put_off[uid]
             self.ledger.postpone(uid, put_off=False)
+        self._release_for_the_last()
+
+    def _release_for_the_last(self) -> None:
+        """What was put off waits no longer where the updates after this one could not train it."""
+        most = 0 if not self.rules.rounds else math.inf
+        if self.rules.rounds and self.batches_left is not None:
+            most = max(0, self.batches_left - 1) * self._batch
+        if self._put_off > most:
+            for uid in list(self.ledger.put_off):
+                self.ledger.postpone(uid, put_off=False)
 
     # ---- checkpoints ----
 
@@ -430,7 +458,7 @@ class Scheduler:
         self._promised = {}  # whoever was promised them asks again
         self._training = state["training"]
         self._expected.extend(state.get("expected", ()))  # older states have none
-        self._sorted, self._own_round = sorted(self._expected), state.get("own_round", False)
+        self._sorted, self._own_round = sorted(self._expected), self.rules.rounds and state.get("own_round", False)
         self.ledger.load_state_dict(state["ledger"])
 
     def restore(

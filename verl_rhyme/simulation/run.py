@@ -140,7 +140,10 @@ class Simulation:
         return self._exhausted and not self._training and not len(self.rollout.scheduler.ledger)
 
     def _batches_left(self) -> int | None:
-        return None if self._updates is None else self._updates - self._version
+        if self._updates is not None:
+            return self._updates - self._version
+        rules, scheduler = self.scenario.rules, self.rollout.scheduler
+        return math.ceil(scheduler.ledger.tally.untrained / rules.batch_samples) if self._exhausted else None
 
     def _hand(self) -> None:
         while (wanted := self.rollout.wanted()) and not self._exhausted:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
-from verl_rhyme.scheduling.allocation.times import Overlap, Work, generation
+from verl_rhyme.scheduling.allocation.times import Work, rollout
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 COST = ReplicaCost(StepCost(base=5e-3, row=1e-4, cached=3e-8), slots=128)
@@ -49,7 +49,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
 
     def seconds(units, step):
         work = Work(np.full(100, lengths(step)), 4096)
-        return float(generation([(COST, np.array([units]))], work, Overlap(0))[0])
+        return float(rollout([(COST, np.array([units]))], work)[0])
 
     now = [0]
     elastic = Elastic(lambda k: seconds(k, now[0]), 4, Limits(window=2, rest=1, most=32))
@@ -70,7 +70,7 @@ def test_lengths_that_grow_add_units_and_lengths_that_shrink_take_them_away():
 def test_where_the_tail_is_the_floor_nothing_is_added():
     """By the rule as published any delta is at least a saving of nothing."""
     floor = Work(np.array([100.0] * 99 + [20000.0]), 64)
-    elastic = Elastic(lambda k: float(generation([(COST, np.array([k]))], floor, Overlap(0))[0]), 8, Limits(window=1))
+    elastic = Elastic(lambda k: float(rollout([(COST, np.array([k]))], floor)[0]), 8, Limits(window=1))
     advice = elastic.observe(110.0, 10.0)
     assert advice.change == 0
     assert advice.delta > advice.saving

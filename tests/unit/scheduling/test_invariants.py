@@ -5,7 +5,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, Stopping, World
 
@@ -20,6 +20,8 @@ batches = st.integers(1, 4)
 
 
 def rules(batch, **given):
+    if given.get("max_staleness") and given.get("refill") != "when_empty" and given.get("in_flight"):
+        given["in_flight"] = min(given["in_flight"], given["max_staleness"] + 1)
     return Rules(batch, batch * SAMPLES, **given)
 
 
@@ -92,6 +94,7 @@ def wanted(world):
 
 
 @checked
+@example(rules(3, refill="when_empty", unit="trajectory"), 1, 0.0, 0.3, 8)  # a batch's end within a prompt
 @given(colocated, seeds, st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05, 0.3]), st.integers(1, UPDATES))
 def test_stopped_engines_each_sample_is_trained_once_within_the_bound(rules, seed, mishaps, losses, updates):
     world = Stopping(rules, seed, mishaps, losses)
@@ -101,6 +104,40 @@ def test_stopped_engines_each_sample_is_trained_once_within_the_bound(rules, see
     assert done == wanted(world) or (world.dropped and rules.unit == "trajectory")
     if not mishaps:
         assert len(world.trained) == updates * rules.batch_samples
+
+
+@checked
+@given(colocated, seeds, st.integers(1, UPDATES))
+def test_prompts_of_uneven_groups_come_to_their_end(rules, seed, updates):
+    world = Stopping(rules, seed, uneven=True)
+    for left in range(updates, 0, -1):
+        if not len(world.scheduler.ledger) and not world.scheduler.batches_left and world.batches:
+            break
+        world.step(left)
+
+
+@checked
+@given(
+    st.sampled_from([0.0, 0.3]),
+    units,
+    seeds,
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.sampled_from([{"max_staleness": 0}, {"max_staleness": 2}, {"max_staleness": 0, "put_off": 0.3}]),
+)
+def test_a_run_resumes_under_other_rules_and_with_fewer_updates(put_off, unit, seed, before, left, other):
+    """Put-off prompts of tail batching are trained, whatever is left of the run."""
+    world = Stopping(rules(4, max_staleness=0, in_flight=1.5, put_off=put_off, unit=unit), seed)
+    for step in range(before):
+        world.step(20 - step)
+    resumed = Stopping(rules(4, unit=unit, **other), seed + 1)
+    finished = [(p.uid, number) for p, number, _ in world.scheduler.ledger.samples("finished")]
+    resumed.text, resumed.length = {sample: world.text[sample] for sample in finished}, world.length
+    resumed.loads, resumed.version = world.loads, world.version
+    resumed.scheduler.load_state_dict(json.loads(json.dumps(world.scheduler.state_dict())))
+    for updates in range(left, 0, -1):
+        resumed.step(updates)
+    assert len(resumed.trained) == left * 4 * SAMPLES
 
 
 @checked
@@ -238,7 +275,7 @@ def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses
         Failing(rules, seed, mishaps=1.0, losses=losses).step()
 
 
-@checked
+@settings(checked, max_examples=50)
 @given(st.sampled_from([1, 2, 3, 4, 6]), seeds)
 def test_the_mean_staleness_is_that_of_the_batches_in_flight(bound, seed):
     """By Little's law: n - 1 versions, with lengths that do not differ too much (here: by a fortieth of an update)."""

@@ -12,11 +12,12 @@ from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 rules_of = st.builds(
-    lambda batch, at_version, staleness, **rules: Rules(
+    lambda batch, at_version, staleness, in_flight, **rules: Rules(
         batch,
         batch * SAMPLES,
         at_version=None if at_version == "regenerate" else at_version,
         max_staleness=0 if at_version == "regenerate" else staleness,
+        in_flight=in_flight and min(in_flight, staleness + 1),
         separate=True,
         relayed=True,
         **rules,

@@ -330,7 +330,7 @@ def test_a_fraction_of_a_batch_may_be_in_flight():
 
 
 def test_no_more_is_started_than_the_updates_within_the_bound_can_train():
-    built = scheduler(max_staleness=1, refill="always", **FINISHING)
+    built = scheduler(max_staleness=1, **FINISHING)
     assert running(built) == ["p0", "p1"]
     finish(built, "p1", 3, 3)
     assert built.harvest().samples == [("p1", 0), ("p1", 1)]
@@ -526,6 +526,7 @@ def test_the_last_updates_train_all_that_was_put_off():
         ({"max_staleness": 0, "at_version": "continue"}, ["at_version=continue", "max_staleness to at least 1"]),
         ({"max_staleness": 0, "start_early": True}, ["start_early", "max_staleness to at least 1"]),
         ({"max_staleness": 0, "take": "loaded", "in_flight": 2}, ["in_flight=2", "take=finished"]),
+        ({"max_staleness": 1, "in_flight": 2.5}, ["in_flight=2.5", "at most 2"]),
         ({"max_staleness": 1, "put_off": 0.2}, ["put_off=0.2", "max_staleness=0", "put_off=0"]),
         ({"max_staleness": 1, "at_version": "finish"}, ["trainer_mode=separate_async", "relay"]),
         ({"max_staleness": -1}, ["max_staleness", "at least 0", "-1"]),

@@ -210,8 +210,8 @@ class Stopping:
     made, and of aborts that an attempt does not hear of, and of rewards that take longer than the engines wait.
     """
 
-    def __init__(self, rules, seed, mishaps=0.0, losses=0.0):
-        self.rules, self.mishaps, self.losses = rules, mishaps, losses
+    def __init__(self, rules, seed, mishaps=0.0, losses=0.0, uneven=False):
+        self.rules, self.mishaps, self.losses, self.uneven = rules, mishaps, losses, uneven
         self.scheduler = Scheduler(rules)
         self.random = random.Random(seed)
         self.text, self.length, self.trained, self.batches, self.dropped = {}, {}, [], [], set()
@@ -281,7 +281,8 @@ class Stopping:
             consumed = not len(self.scheduler.ledger) or self.rules.refill == "always"
             assert consumed or count <= len(self.dropped), "loaded before all were consumed"
             for _ in range(count):
-                self.scheduler.load(f"p{self.loads}", SAMPLES)
+                size = self.random.randint(1, 2 * SAMPLES) if self.uneven else SAMPLES
+                self.scheduler.load(f"p{self.loads}", size)
                 if self.random.random() < 0.9:
                     self.scheduler.expect(f"p{self.loads}", self.random.randint(1, LONGEST))
                 self.loads += 1
@@ -348,7 +349,7 @@ class Stopping:
 
     def check(self, batch):
         assert batch.samples
-        assert len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
+        assert self.uneven or len(batch.samples) <= max(self.rules.batch_samples, SAMPLES)
         assert batch.lengths == sorted(batch.lengths) == [len(self.text[s]) for s in batch.samples]
         oldest = self.version - self.rules.max_staleness
         for sample, staleness in zip(batch.samples, batch.staleness, strict=True):
@@ -356,6 +357,6 @@ class Stopping:
             assert min(self.text[sample]) >= oldest
             assert staleness == self.version - min(self.text[sample])
             self.trained.append(sample)
-        if self.rules.unit == "group":
+        if self.rules.unit == "group" and not self.uneven:
             assert len(batch.samples) == SAMPLES * len({uid for uid, _ in batch.samples})
         self.batches.append(batch)

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from verl_rhyme.workers.weights import manager as managers
 from verl_rhyme.workers.weights.engine import register
+from verl_rhyme.workers.weights.folder import WeightsError
 from verl_rhyme.workers.weights.manager import RelayManager
 
 
@@ -176,3 +177,16 @@ def test_a_replica_that_is_dead_keeps_no_other_from_new_weights(world):
     world.manager.update_weights(2)
     world.manager.settle()
     assert world.taken == [(0, 2), (1, 2)]
+
+
+def test_a_hand_out_that_failed_is_raised_at_every_look_and_not_as_one_replicas_error(world, monkeypatch):
+    def failing(replicas):
+        raise WeightsError("no room")
+
+    world.manager.waits = False
+    monkeypatch.setattr(world.manager, "_hand_out", failing)
+    world.manager.update_weights(2)
+    world.manager._join()  # as whoever lets a replica rest does
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="no room"):
+            world.manager.check()

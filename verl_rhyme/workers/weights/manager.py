@@ -71,6 +71,9 @@ class RelayManager(CheckpointEngineManager):
         self._told_actor: dict[str, Any] = {}  # where it writes, and how
         self._published: tuple[str, int, str] | None = None  # the actor's node; the newest version; its identity
         self._handing: Future[dict[Any, Any]] | None = None  # the newest version out, in the background
+        self._handed: list[Any] = []  # replicas that it is handed to
+        self._missed: list[Any] = []  # of these, those that could not be met
+        self._failed: Exception | None = None  # handing it out
         self._tallied: dict[str, float] = {}
         self._under_way: dict[Any, Any] = {}  # deliveries that nobody waits for, by replica
         #: The trainer waits until all replicas have a version, rather than to go on while they take it.
@@ -98,7 +101,8 @@ class RelayManager(CheckpointEngineManager):
             self.deliver(self.replicas)
             return self._told()
         told, self._tallied = self._tallied, {}
-        self._handing = background.begin(self._hand_out, list(self.replicas))
+        self._handed = list(self.replicas)
+        self._handing = background.begin(self._hand_out, self._handed)
         return {names.REPLICAS_BEHIND: float(behind), **told}
 
     def check(self) -> int:
@@ -110,6 +114,16 @@ class RelayManager(CheckpointEngineManager):
         if self._handing is not None and not self._handing.done():
             return len(self.replicas)
         self._join()
+        if self._failed is not None:
+            raise self._failed
+        self._missed = [replica for replica in self._missed if replica in self.replicas]
+        for replica in list(self._missed):  # the network between may have come back
+            with suppress(RayActorError):
+                self._meet([replica])
+                self._spread()
+            if replica in self._nodes:
+                self._missed.remove(replica)
+                self._under_way[replica] = self._deliver(replica, self.patient)
         done: list[Any] = []
         if self._under_way:
             done, _ = ray.wait(list(self._under_way.values()), num_returns=len(self._under_way), timeout=0)
@@ -130,7 +144,7 @@ class RelayManager(CheckpointEngineManager):
                         self._spread()
                     if replica in self._nodes:
                         self._under_way[replica] = self._deliver(replica, self.patient)
-        return len(self._under_way)
+        return len(self._under_way) + len(self._missed)
 
     def settle(self) -> None:
         """Have all replicas take the newest version now."""
@@ -193,14 +207,18 @@ class RelayManager(CheckpointEngineManager):
         self._spread()
 
     def _join(self) -> None:
-        """Wait until the newest version is handed out.
-
-        Raises:
-            RayError, WeightsError: It could not be.
-        """
+        """Wait until the newest version is handed out. What went wrong is raised by :meth:`check`, at every look until
+        the run ends: whoever asks for one replica must not take it for that replica's error."""
         handing, self._handing = self._handing, None
-        if handing is not None:
-            self._under_way |= handing.result()
+        if handing is None:
+            return
+        try:
+            under_way = handing.result()
+        except Exception as error:
+            self._failed = error
+            return
+        self._under_way |= under_way
+        self._missed = [replica for replica in self._handed if replica not in under_way]
 
     def deliver(self, replicas: Iterable[Any]) -> None:
         """Have these replicas take the newest version, and wait until they have.
