@@ -266,7 +266,7 @@ def test_what_is_recorded_of_many_gpus_is_what_todays_code_gives():
     rows = full_scale.recorded()
     old = {row["commit"] for row in rows if row["fingerprint"] != full_scale.fingerprint()}
     assert not old, f"results/full_scale.jsonl has rows of other code ({old}): make them again (its docstring says how)"
-    assert full_scale.table(rows) in (Path(full_scale.ROOT) / "docs" / "full_scale.md").read_text(), "see --table"
+    assert full_scale.table(rows) in (full_scale.ROOT / "docs" / "full_scale.md").read_text(), "see --table"
 
 
 def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
