@@ -266,6 +266,9 @@ def test_what_is_recorded_of_many_gpus_is_what_todays_code_gives():
     rows = full_scale.recorded()
     old = {row["commit"] for row in rows if row["fingerprint"] != full_scale.fingerprint()}
     assert not old, f"results/full_scale.jsonl has rows of other code ({old}): make them again (its docstring says how)"
+    [arm] = [arm for arm in full_scale.ARMS if arm.label == "full, k=2, separate, drafts"]
+    made = full_scale.simulate(arm, full_scale.Setting(1024, full_scale.GPUS[1024]))
+    assert any(made.items() <= row.items() for row in rows), "what the command gives is not recorded"
     assert full_scale.table(rows) in (full_scale.ROOT / "docs" / "full_scale.md").read_text(), "see --table"
 
 
