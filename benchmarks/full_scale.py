@@ -12,11 +12,15 @@ recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_qua
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
 each replica has the same to do, and an update takes as long.
 
-Figures are of eight updates (two epochs), after eight: no arm runs empty, and all arms count the same prompts.
+Figures are of eight updates (two epochs) after eight, so that no arm runs empty. On-policy they are of twelve: tail
+batching has a long round after two short ones, SortedRL's loads are four updates, and both are to be counted whole.
 
 Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
 made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
-does a table in ``docs/pipeline.md`` that is not ``--table`` of these rows.
+does a table in ``docs/full_scale.md`` that is not ``--table`` of these rows. To make them again:
+
+    python -m benchmarks.full_scale --json > benchmarks/results/full_scale.jsonl
+    python -m benchmarks.full_scale --table
 """
 
 from __future__ import annotations
@@ -34,13 +38,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from omegaconf import OmegaConf
 
 from benchmarks.machine import commit
 from verl_rhyme.config import SchedulingConfig, StreamingConfig
 from verl_rhyme.config.presets import PRESETS
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.scheduling.allocation.planner import plan
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 from verl_rhyme.scheduling.ledger import Harvest
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
@@ -59,8 +63,8 @@ RESULTS = Path(__file__).parent / "results" / "full_scale.jsonl"
 GPUS, QUICK = {1024: 8, 128: 4}, {64: 1}
 #: Tokens of a prompt.
 PROMPT = 300
-#: Updates of an epoch, those before the ones that are counted, and those that are.
-EPOCH, WARM, COUNTED = 4, 8, 8
+#: Updates of an epoch, and those before the ones that are counted.
+EPOCH, WARM = 4, 8
 DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
 #: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
 VERLS_STALENESS = 7
@@ -103,9 +107,16 @@ class Arm:
         """Rules of updates of so many prompts, each with so many samples."""
         section = "scheduling."
         told = {name.removeprefix(section): v for name, v in self.all_options().items() if name.startswith(section)}
-        sizes = {"batch_prompts": batch_prompts, "samples": samples}
-        given = {"separate": self.separate, "relayed": self.separate, "drafts": self.drafts, "unit": self.unit}
-        rules = of_options(SchedulingConfig(**told), self.staleness, **sizes, **given)
+        rules = of_options(
+            SchedulingConfig(**told),
+            self.staleness,
+            separate=self.separate,
+            batch_prompts=batch_prompts,
+            samples=samples,
+            unit=self.unit,
+            relayed=self.separate,
+            drafts=self.drafts,
+        )
         return replace(rules, start_early=self.early)
 
 
@@ -131,10 +142,12 @@ ARMS = [
     SEPARATE_ASYNC,
     *(Arm("full", "full", k) for k in (0, 1, 2, 4)),
     *(Arm("stream", "stream", k) for k in (0, 1, 2, 4)),
+    # its rules alone, placed as ours are
+    *(Arm("stream, longest_first", "stream", k, options={"placement.policy": "longest_first"}) for k in (1, 2, 4)),
     Arm("histopipe", "histopipe", 1),
     LAMINAR,
 ]
-ARMS += [replace(arm, drafts=True) for arm in ARMS]
+ARMS = [replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS]
 
 #: Other models and recipes, for the dial: cluster file, GPUs that roll out beside the planner's profile, and the unit.
 MODELS: dict[str, tuple[str, str, Unit]] = {
@@ -144,9 +157,16 @@ MODELS: dict[str, tuple[str, str, Unit]] = {
     "14B, GRPO": ("rhymerl14b", "qwen2.5-14b-h800-tp2", "group"),
 }
 MAIN = "32B, DAPO"
+#: Parameters, and GPUs that a copy of the training weights is split over, by the size in a profile's name.
+SIZES = {"32b": (32.8e9, 8), "72b": (72.7e9, 16), "14b": (14.8e9, 8)}
 MODEL_ARMS = [
     replace(arm, drafts=True)
-    for arm in (SYNC, *(Arm("full", "full", k) for k in (0, 1, 2, 4)), Arm("stream", "stream", 1))
+    for arm in (
+        SYNC,
+        *(Arm("full", "full", k, separate=False) for k in (0, 1)),
+        *(Arm("full", "full", k) for k in (1, 2, 4)),
+        Arm("stream", "stream", 1),
+    )
 ]
 
 
@@ -197,23 +217,23 @@ def planned(arm: Arm, gpus: int, model: str = MAIN) -> tuple[int, int]:
     """GPUs that roll out and that train, of so many."""
     if not arm.separate:
         return gpus, gpus
-    _, profile, _ = MODELS[model]
-    changes = [f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"max_staleness={arm.staleness}"]
-    problem = plan_file.load(ROOT / "examples" / "plan" / "one_site.yaml", changes).problem
+    file, profile, _ = MODELS[model]
+    path = ROOT / "examples" / "simulate" / f"{file}.yaml"
+    batch, samples = _batch(path)
+    cluster = OmegaConf.load(path)
+    parameters, copy_gpus = SIZES[profile.split("-")[1]]
+    changes = [
+        *(f"sites.0.gpus={gpus}", f"kinds.0.profiles=[{profile}]", f"max_staleness={arm.staleness}"),
+        *(f"batch.prompts={batch}", f"batch.samples={samples}", f"sync={cluster.training.sync}"),
+        f"batch.response_limit={cluster.workload.response_limit}",
+        *(f"batch.percentiles.{percent}={tokens}" for percent, tokens in cluster.workload.percentiles.items()),
+        f"kinds.0.training.token={cluster.training.token * 128}",  # the files are of 128 GPUs
+        *(f"model.parameters={parameters}", f"kinds.0.training.copy_gpus={copy_gpus}"),
+    ]
     if arm.drafts:
-        [pool] = problem.pools
-        problem = replace(
-            problem, pools=[replace(pool, replicas={tp: drafted(cost) for tp, cost in pool.replicas.items()})]
-        )
-    best = plan(problem).best
+        changes += [f"drafts.acceptance={DRAFTS.acceptance[-1]}", f"drafts.overhead={DRAFTS.overhead}"]
+    best = plan(plan_file.load(ROOT / "examples" / "plan" / "one_site.yaml", changes).problem).best
     return best.rollout_gpus, best.train_gpus
-
-
-def drafted(cost: ReplicaCost) -> ReplicaCost:
-    """A replica that drafts: what a token costs, for what a decoding step costs."""
-    step, pace = cost.step, DRAFTS.acceptance[-1]
-    row = step.row + step.draft * (pace - 1) * DRAFTS.overhead
-    return replace(cost, step=StepCost((step.base + step.drafting) / pace, row / pace, step.cached / pace))
 
 
 class _EnoughError(Exception):
@@ -237,13 +257,15 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
     loaded = at.load(max(1, round(rollout / at.tp / at.parts)), token)
     prompts = list(loaded.prompts)
     scenario = _scenario(arm, loaded.scenario, _lengths(prompts))
-    steps, harvests = _run(scenario, prompts, WARM + COUNTED)
-    found = _figures(steps[-COUNTED:], harvests[-COUNTED:], at.parts)
+    counted = 8 if arm.staleness else 12
+    steps, harvests = _run(scenario, prompts, WARM + counted)
+    steps = steps[-counted:]
+    found = _figures(steps, harvests[-counted:], at.parts)
     return {
         "rollout_gpus": rollout,
         "train_gpus": training,
         **found,
-        **_floors(scenario, at, training, steps[-COUNTED:]),
+        **_floors(scenario, at, training, steps),
     }
 
 
@@ -329,21 +351,22 @@ def _floors(scenario: Scenario, at: Setting, training: int, steps: list[Step]) -
     ``k + 1`` updates less the seconds from a batch's collection to its policy; of separate engines.
     """
     cost = scenario.replicas[0]
-    cost = drafted(cost) if scenario.drafts.acceptance[-1] > 1 else cost
+    if scenario.drafts.acceptance[-1] > 1:
+        cost = cost.drafted(scenario.drafts.acceptance[-1], scenario.drafts.overhead)
     samples = sum(step.samples for step in steps) / len(steps)
     tokens = sum(step.tokens for step in steps) / len(steps)
     # a response of n tokens holds n / 2 of them on average while it runs, beside its prompt; lengths as trained
     held = tokens * PROMPT + samples * float(_second_moment(at)) / 2
     work = float(cost.together(0, tokens, held)) / (at.gpus / at.tp / at.parts)
     per_token = scenario.training.token * training / at.gpus
-    trained, fixed = per_token * (tokens + PROMPT * samples), scenario.training.update + scenario.training.sync
+    trained, least = per_token * (tokens + PROMPT * samples), scenario.training.update + scenario.training.held(True)
     shares = np.linspace(0.01, 0.99, 981)
-    bound = float(np.maximum(work / shares, trained / (1 - shares) + fixed).min())
+    bound = float(np.maximum(work / shares, trained / (1 - shares) + least).min())
     found = {"bound_s": round(bound, 1), "bound_tokens_per_s": round(at.parts * tokens / bound)}
     if scenario.colocated:
         return found
     rollout = work * at.gpus / at.tp / at.parts / len(scenario.replicas)
-    trainer = scenario.training.token * (tokens + PROMPT * samples) + fixed
+    trainer = scenario.training.token * (tokens + PROMPT * samples) + scenario.training.update + scenario.held
     alone = float(cost.alone(PROMPT, scenario.response_limit))
     between = statistics.mean(step.ended - step.harvested for step in steps)
     longest = rollout + (alone + between) / (scenario.rules.max_staleness + 1)
@@ -487,6 +510,7 @@ def main(
     if as_table:
         print(table(recorded()))
         return
+    commit()  # of the code that runs, whatever is changed meanwhile
     sizes = QUICK if quick else {size: parts for size, parts in GPUS.items() if gpus in (0, size)}
     drawn = range(1 if quick else seeds)
     made = list[Row]()

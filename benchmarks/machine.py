@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 
@@ -19,8 +20,9 @@ def describe() -> str:
     return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+@cache
 def commit() -> str:
-    """The commit that is checked out, with a mark where files were changed since."""
+    """The commit that was checked out when this was first asked, with a mark where files were changed since."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
