@@ -7,8 +7,8 @@ The real coordinator, driver, reports, TransferQueue and agent loop workers; eng
 8,192 samples at a time, response lengths log-normal among prompts and within each.
 
 Arms: `on-policy` (k = 0, tail batching) and `colocated` (k = 2, two batches in flight) with engines that stop at the
-harvest, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end as soon as they
-start and leave nothing in TransferQueue, to find what the coordinator can take: two batches, without a harvest.
+collection of a batch, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end as soon as they
+start and leave nothing in TransferQueue, to find what the coordinator can take: two batches, none of them collected.
 
 An event is a report of an attempt (generated, finished, interrupted) or a start. "share" is of one core, all threads of
 the coordinator's process; "busiest" the most in half a second. "gap" is the time from an attempt's end in its worker,
@@ -166,7 +166,7 @@ class Trainer:
             self.driver.publish(self.version, steps + IN_FLIGHT - self.version)
 
     def echo(self) -> None:
-        """All samples in flight, without a harvest."""
+        """All samples in flight; no batch is collected."""
         self.driver.publish(0, IN_FLIGHT)
         samples = IN_FLIGHT * self.batch * SAMPLES
         while sum(figures["counts"].get("ended_events", 0) for figures in self.figures()) < 2 * samples:

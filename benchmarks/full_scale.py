@@ -1,4 +1,4 @@
-"""``full`` on 128 and 1,024 GPUs, simulated, beside the published schedules and verl's own modes.
+"""``full`` on 128 and 1,024 GPUs, simulated, next to the published schedules and verl's own modes.
 
     python -m benchmarks.full_scale [--json] [--quick] [--only PART] [--gpus 1024] [--arm TEXT] [--seeds 2]
 
@@ -79,7 +79,7 @@ class Arm:
         preset: Preset whose options it has; ``None``: verl's own mode.
         staleness: Bound, in policy versions.
         separate: Engines have GPUs of their own.
-        options: Options beside the preset's.
+        options: Options in addition to the preset's.
         early: Prompts start between the collection of a batch and its policy.
         drafts: Responses are drafted.
         unit: What stays together in an update batch.
@@ -149,7 +149,7 @@ ARMS = [
 ]
 ARMS = [replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS]
 
-#: Other models and recipes, for the dial: cluster file, GPUs that roll out beside the planner's profile, and the unit.
+#: Other models and recipes, for the dial: cluster file, GPUs that roll out, by the planner's profile, and the unit.
 MODELS: dict[str, tuple[str, str, Unit]] = {
     "32B, DAPO": ("dapo32b", "qwen2.5-32b-h800-tp4", "group"),
     "32B, REINFORCE++": ("dapo32b", "qwen2.5-32b-h800-tp4", "trajectory"),

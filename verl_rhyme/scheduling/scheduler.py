@@ -55,10 +55,9 @@ class Scheduler:
         give_up() -> attempts not waited for
         harvest()                                   the update batch, if ready(); else on with dispatch()
 
-    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()``
-    go on at all times, also between ``harvest()`` and ``begin()``, and a batch is harvested once it is enough(),
-    settled() and ready(). New weights may reach engines, and what they cut short may report, before ``begin()`` or
-    after.
+    Where engines do not stop (``Rules.stops``), events, ``progress(...)`` and ``dispatch()`` go on at all times, also
+    between ``harvest()`` and ``begin()``, and a batch is collected once it is enough(), settled() and ready(). New
+    weights may reach engines, and what they interrupt may report, before ``begin()`` or after.
 
     Raises:
         ValueError: An event that cannot be (see :class:`Ledger`), or rules that contradict each other.
@@ -70,12 +69,12 @@ class Scheduler:
         self.version = 0
         self.batches_left: int | None = None
         self.step = StepCounts()
-        self._training = False  # a batch was harvested, and the policy it makes is not there yet
+        self._training = False  # a batch was collected, and the policy it makes is not there yet
         self._owed = 0  # prompts to load in place of those that were dropped; below 0: so many drops are not replaced
         self._promised: dict[str, None] = {}  # prompts that the next batch will have, in this order
         self._own_round = False  # prompts that were put off run, and no others
         self._expected: deque[float] = deque(maxlen=_COMPARED * rules.batch_prompts)  # of the latest prompts
-        self._sorted: list[float] = []  # the same
+        self._sorted: list[float] = []  # the same, sorted
         self._failed: set[int] = set()  # numbers of those that failed since the last that came to its end, or update
 
     # ---- loading ----
