@@ -7,9 +7,9 @@ The real coordinator, driver, reports, TransferQueue and agent loop workers; eng
 8,192 samples at a time, response lengths log-normal among prompts and within each.
 
 Arms: `on-policy` (k = 0, tail batching) and `colocated` (k = 2, two batches in flight) with engines that stop when a
-batch is collected, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end as soon
-as they start and leave nothing in TransferQueue, to find what the coordinator can take: two batches, none of them
-collected.
+batch is collected, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end
+as soon as they start and leave nothing in TransferQueue, to find what the coordinator can take: two batches, none
+of them collected.
 
 An event is a report of an attempt (generated, finished, interrupted) or a start. "share" is of one core, all threads of
 the coordinator's process; "busiest" the most in half a second. "gap" is the time from an attempt's end in its worker,
