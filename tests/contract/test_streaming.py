@@ -165,7 +165,7 @@ def test_an_engine_says_what_keeps_parts_from_it(made, why):
     found = why_not(made())
     assert found is None if why is None else why in found
     if why is not None:
-        with pytest.raises(CannotStream, match=r"update=false"):
+        with pytest.raises(CannotStream, match=r"streaming\.part=null"):
             _reduces(made())
 
 
