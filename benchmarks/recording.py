@@ -70,9 +70,22 @@ def _record(prompt: int, step: int, tokens: int, number: int) -> dict[str, Any]:
     from verl_rhyme.workers.request import RequestRecord
 
     key, now = prompt_key(list(range(prompt, prompt + PROMPT_TOKENS))).hex(), time.time()
-    times = (now - 9.0, now - 8.0, now - 7.9, now)
     record = RequestRecord(
-        f"{prompt:032x}", key, number, 0, 0, "node", *times, PROMPT_TOKENS, tokens, step, step, "completed"
+        id=f"{prompt:032x}",
+        prompt_key=key,
+        sample=number,
+        attempt=0,
+        replica=0,
+        node="node",
+        queued_at=now - 9.0,
+        started_at=now - 8.0,
+        first_token_at=now - 7.9,
+        finished_at=now,
+        prompt_tokens=PROMPT_TOKENS,
+        response_tokens=tokens,
+        policy_version_start=step,
+        policy_version_end=step,
+        stop_reason="completed",
     )
     return record.to_dict()
 

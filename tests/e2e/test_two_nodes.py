@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -312,12 +311,11 @@ def test_a_killed_writer_is_started_anew_and_loses_nothing(one_node, tmp_path, c
     assert not list((tmp_path / "history").iterdir())
 
 
-def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
-    service = started(tmp_path / "history")
-    patient = service._config  # beside other tests a process may take long to start
-    impatient = replace(patient, timeout=12.0)
+def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog, monkeypatch):
+    service = started(tmp_path / "history")  # patient: beside other tests a process may take long to start
     service.append(named(4), step=1)
-    service._config = impatient
+    patient = history_service._TIMEOUT_S
+    monkeypatch.setattr(history_service, "_TIMEOUT_S", 12.0)
     os.kill(pid_of(service), signal.SIGSTOP)
     began = time.monotonic()
     for step in (2, 3, 4):
@@ -325,7 +323,7 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
             service.append(named(4, epoch=step), step=step)
     assert time.monotonic() - began < 60
     assert "did not answer within 12 s" in caplog.text
-    service._config = patient
+    monkeypatch.setattr(history_service, "_TIMEOUT_S", patient)
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         with suppress(HistoryUnavailable):
@@ -333,7 +331,7 @@ def test_a_writer_that_hangs_holds_nobody_up(one_node, tmp_path, caplog):
             break
         time.sleep(1)
     assert stats["responses"] >= 8
-    service._config = impatient
+    monkeypatch.setattr(history_service, "_TIMEOUT_S", 12.0)
     os.kill(pid_of(service), signal.SIGSTOP)
     began = time.monotonic()
     with suppress(HistoryUnavailable):
@@ -360,7 +358,7 @@ def test_an_update_may_take_longer_than_the_timeout_and_what_was_recorded_is_not
     monkeypatch.setattr(history_service, "HistoryWriter", Slow)
     monkeypatch.setattr(stored_samples, "PIECE_BYTES", 2 * 20 * 12)
     service = started(tmp_path / "history")
-    monkeypatch.setattr(service, "_config", replace(service._config, timeout=15.0))
+    monkeypatch.setattr(history_service, "_TIMEOUT_S", 15.0)
     stats = service.append(named(8), step=1)  # takes 16 s, and a process's start
     assert (stats["prompts"], stats["responses"], stats["dropped"], service.restarts) == (8, 8, 0, 1)
     assert log.read_text().split() == ["01", "23", "45", "45", "67"]
