@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-#: Options of earlier versions, and what to write instead.
+#: Options of earlier versions, a section that ended as a whole, and what to write instead.
 GONE: Mapping[str, str] = {
     "poll_interval": "drop it; the replay buffer looks every 0.25 s",
     "history.timeout": "drop it; the history writer has 300 s for each piece of an update",
@@ -26,6 +26,7 @@ GONE: Mapping[str, str] = {
     "drafting.window.start": "set drafting.options.window_start (drafting.policy=paper)",
     "drafting.window.growth": "set drafting.options.window_growth (drafting.policy=paper)",
     "drafting.window.max": "set drafting.options.window_max (drafting.policy=paper)",
+    "sorting": "set max_staleness; `verl-rhyme options` lists all that there is",
     "sorting.mode": "set max_staleness: 0 for on_policy; 1 or more for partial, histopipe and stream, whose other "
     "rules +rhyme=sorted, +rhyme=histopipe and +rhyme=stream set",
     "sorting.max_staleness": "set max_staleness",
@@ -63,14 +64,18 @@ GONE: Mapping[str, str] = {
 }
 
 
-#: What is a mapping in the tree, and the keys of each.
-_SECTIONS: dict[str, set[str]] = {
-    name: {option.name for option in dataclasses.fields(kind)}
-    for name, kind in typing.get_type_hints(RhymeConfig).items()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-}
-#: What the tree's root may have.
-_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)}
+def _sections() -> dict[str, set[str]]:
+    """What is a mapping in the tree, or was, and the keys of each."""
+    kinds = {name: kind for name, kind in typing.get_type_hints(RhymeConfig).items() if dataclasses.is_dataclass(kind)}
+    found = {name: {option.name for option in dataclasses.fields(kind)} for name, kind in kinds.items()}
+    for section, *key in (option.split(".") for option in GONE if "." in option):
+        found.setdefault(section, set()).update(key[:1])
+    return found
+
+
+_SECTIONS = _sections()
+#: What the tree's root may have, or had.
+_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)} | {option.partition(".")[0] for option in GONE}
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
@@ -101,13 +106,18 @@ def from_verl(config: Any) -> RhymeConfig | None:
 
     tree = OmegaConf.select(config, CONFIG_PATH)
     found = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
-    for wrong, right in misplaced(config, sections=found is not None):
-        raise ConfigError(f"{wrong} is read by nobody: did you mean {right}?")
+    for error in misplaced(config, sections=found is not None):
+        raise ConfigError(error)
     return found
 
 
-def misplaced(config: Any, sections: bool = True) -> Iterator[tuple[str, str]]:
-    """Options of ours that stand where nothing reads them, and where they belong.
+def ended(option: str) -> str | None:
+    """What to write instead of an option of an earlier version (its path in the tree); ``None`` for any other."""
+    return GONE.get(option) or GONE.get(option.partition(".")[0])
+
+
+def misplaced(config: Any, sections: bool = True) -> Iterator[str]:
+    """Options of ours that stand where nothing reads them: for each an error that says what to write.
 
     Args:
         config: verl's whole config (a ``DictConfig``).
@@ -125,20 +135,25 @@ def misplaced(config: Any, sections: bool = True) -> Iterator[tuple[str, str]]:
 _PARENTS = tuple(CONFIG_PATH.split(".")[:-1])
 
 
-def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -> Iterator[tuple[str, str]]:
+def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -> Iterator[str]:
     near = set(path) <= set(_PARENTS)  # elsewhere it is ours only by all that is in it
     for key, value in node.items():
         here = (*path, str(key))
         if here == (*_PARENTS, "rhyme"):
             continue
         if key == "rhyme" and (near or _has_only(value, _OPTIONS)):
-            option = _first(value)
-            yield ".".join((*here, *option)), ".".join((CONFIG_PATH, *(option or ("enable",))))
+            yield _belongs(here, _first(value), _first(value) or ("enable",))
         elif near and sections and _has_only(value, _SECTIONS.get(key, set())):
-            option = _first(value)
-            yield ".".join((*here, *option)), ".".join((CONFIG_PATH, key, *option))
+            yield _belongs(here, _first(value), (key, *_first(value)))
         elif isinstance(value, Mapping):
             yield from _misplaced(value, here, sections)
+
+
+def _belongs(here: tuple[str, ...], below: tuple[str, ...], option: tuple[str, ...]) -> str:
+    wrong, name = ".".join((*here, *below)), ".".join(option)
+    if remedy := ended(name):
+        return f"{wrong}: {CONFIG_PATH}.{name} has ended: {remedy}"
+    return f"{wrong} is read by nobody: did you mean {CONFIG_PATH}.{name}?"
 
 
 def _has_only(node: Any, known: set[str]) -> bool:
@@ -177,8 +192,8 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
         path = f"{where}.{key}" if where else str(key)
         if key not in hints:
             for old in (".".join((path, *inside)) for inside in _leaves(value)):
-                if old in GONE:
-                    raise ConfigError(f"{CONFIG_PATH}.{old} has ended: {GONE[old]}")
+                if remedy := ended(old):
+                    raise ConfigError(f"{CONFIG_PATH}.{old} has ended: {remedy}")
             raise ConfigError(_unknown_key(str(key), path, list(hints)))
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)

@@ -645,6 +645,22 @@ def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):
         assert told == refused
 
 
+@pytest.mark.parametrize(
+    ("key", "old"),
+    [
+        ("sorting.group_batches=2", "sorting.group_batches"),
+        ("sorting.max_wait=2", None),  # a section that ended may still be somebody else's
+        ("streaming.enable=true", "streaming.enable"),
+        ("actor_rollout_ref.rollout.custom.sorting.mode=partial", "sorting.mode"),
+        ("rhyme.sorting.mode=partial", "sorting.mode"),
+    ],
+)
+def test_an_earlier_option_that_was_appended_elsewhere_is_refused(world, key, old):
+    told = [check.detail for check in preflight(world[1:], "+rhyme=full", f"+{key}").checks if check.name == "rhyme"]
+    ended = f"{key.partition('=')[0]}: {R}.custom.rhyme.{old} has ended: "
+    assert [detail.startswith(ended) for detail in told] == [old is not None]
+
+
 def test_what_is_somebody_elses_is_left_alone(world):
     mine = ["+weights.mine=1", "+events=x", "+history={}", "+reward.custom_reward_function.reward_kwargs.rhyme=0.5"]
     found = preflight(world[1:], "+rhyme=histospec", *mine, "+trainer.rhyme.scheme=abab")
@@ -717,7 +733,9 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
             ["rhyme.enable=false"],
             rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
         ),
-        (["+rhyme=sorted", "rhyme.sorting.order=0"], rf"did you mean {R}\.custom\.rhyme\.sorting\.order\?$"),
+        (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
+        (["+rhyme=sorted", "rhyme.sorting.order=0"], r"rhyme\.sorting\.order has ended: set scheduling\.order$"),
+        (["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"], r"sorting\.mode has ended: set max_staleness"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (
