@@ -89,7 +89,8 @@ class Scheduler:
         """Prompts in flight at most, those to come in place of others included, and those put off not."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._owed
-        batches = 1 if self._own_round else self.rules.load_batches(self.batches_left)
+        left = math.inf if self.batches_left is None else max(0, self.batches_left)
+        batches = 1 if self._own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def owe(self, load_size: int) -> None:
