@@ -41,9 +41,10 @@ import typer
 from omegaconf import OmegaConf
 
 from benchmarks.machine import commit
-from verl_rhyme.config import SchedulingConfig, StreamingConfig
-from verl_rhyme.config.presets import PRESETS
+from verl_rhyme.config import RhymeConfig, StreamingConfig
+from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
+from verl_rhyme.config_tree import parse
 from verl_rhyme.scheduling.allocation.planner import plan
 from verl_rhyme.scheduling.ledger import Harvest
 from verl_rhyme.scheduling.rules import Rules, Unit, of_options
@@ -66,8 +67,6 @@ PROMPT = 300
 #: Updates of an epoch, and those before the ones that are counted.
 EPOCH, WARM = 4, 8
 DRAFTS = Drafts(acceptance=(1.61, 2.25), overhead=2.77)
-#: verl's bound of its separate_async: a prompt spans 8 versions at most (``max_off_policy_threshold``).
-VERLS_STALENESS = 7
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ class Arm:
 
     Attributes:
         name: Name in the tables.
-        preset: Preset whose options it has; ``None``: verl's own mode.
+        preset: Preset whose options it has.
         staleness: Bound, in policy versions.
         separate: Engines have GPUs of their own.
         options: Options in addition to the preset's.
-        early: Prompts start between the collection of a batch and its policy.
+        verls: It is verl's own mode.
         drafts: Responses are drafted.
         unit: What stays together in an update batch.
     """
@@ -90,7 +89,7 @@ class Arm:
     staleness: int
     separate: bool = True
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    early: bool = False
+    verls: bool = False
     drafts: bool = False
     unit: Unit = "group"
 
@@ -99,16 +98,20 @@ class Arm:
         where = "separate" if self.separate else "colocated"
         return f"{self.name}, k={self.staleness}, {where}{', drafts' * self.drafts}"
 
-    def all_options(self) -> dict[str, Any]:
-        """Options of the preset and its own, by path."""
-        return {**(PRESETS[self.preset] if self.preset else {}), **self.options}
+    @property
+    def rhyme(self) -> RhymeConfig:
+        """Options of the preset and its own."""
+        found = parse(tree(self.preset or "off", {**self.options, "max_staleness": self.staleness}))
+        assert found is not None
+        return found
 
     def rules(self, batch_prompts: int, samples: int) -> Rules:
         """Rules of updates of so many prompts, each with so many samples."""
-        section = "scheduling."
-        told = {name.removeprefix(section): v for name, v in self.all_options().items() if name.startswith(section)}
-        rules = of_options(
-            SchedulingConfig(**told),
+        if self.verls:
+            rules = cluster_file.verls_rules(batch_prompts, samples, separate=self.separate)
+            return replace(rules, unit=self.unit, relayed=self.separate, drafts=self.drafts)
+        return of_options(
+            self.rhyme.scheduling,
             self.staleness,
             separate=self.separate,
             batch_prompts=batch_prompts,
@@ -117,16 +120,10 @@ class Arm:
             relayed=self.separate,
             drafts=self.drafts,
         )
-        return replace(rules, start_early=self.early)
 
 
-def _verls(name: str, staleness: int, separate: bool, in_flight: float, early: bool = False) -> Arm:
-    return Arm(name, None, staleness, separate, {"scheduling.in_flight": in_flight}, early)
-
-
-#: verl's modes: ``sync``, and two batches in flight that start at once, whatever their staleness comes to.
-SYNC = _verls("verl, sync", 0, separate=False, in_flight=1)
-SEPARATE_ASYNC = _verls("verl, separate_async", VERLS_STALENESS, separate=True, in_flight=2, early=True)
+SYNC = Arm("verl, sync", None, 0, separate=False, verls=True)
+SEPARATE_ASYNC = Arm("verl, separate_async", None, cluster_file.VERLS_STALENESS, verls=True)
 #: Responses under one version each, five batches in flight, as in Laminar (arXiv:2510.12633; without its repacking).
 LAMINAR = Arm(
     "like Laminar",
@@ -271,7 +268,6 @@ def simulate(arm: Arm, at: Setting, share: float | None = None) -> dict[str, Any
 
 def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
     """What runs on a slice's costs."""
-    told = arm.all_options()
     rules = arm.rules(like.rules.batch_prompts, like.rules.batch_samples // like.rules.batch_prompts)
     streaming, limit, lot = None, None, 1
     if arm.preset:  # as the pipeline has it in training
@@ -284,7 +280,7 @@ def _scenario(arm: Arm, like: Scenario, lengths: np.ndarray) -> Scenario:
         rules=rules,
         streaming=streaming,
         colocated=not arm.separate,
-        placement=told.get("placement.policy") or "least_loaded",
+        placement=arm.rhyme.placement.policy or "least_loaded",
         drafts=DRAFTS if arm.drafts else Drafts(),
         limit=limit,
         lot=lot,

@@ -113,10 +113,6 @@ SPLITS = (1 / 4, 3 / 8, 1 / 2, 5 / 8)
 ABLATION = [(SKEWED, COLOCATED, 1.08), (STREAM_SKEWED, COLOCATED, 1.23), (ASYNC_SKEWED, COLOCATED, 1.48)]
 #: Over all models and lengths, from and to: over verl.
 RANGES = [(STREAM_SKEWED, COLOCATED, (1.12, 2.12)), (ASYNC_SKEWED, COLOCATED, (1.30, 2.66))]
-#: And over the authors' own colocated system.
-OWN_RANGE = (1.06, 1.41)
-#: What the best split gains over an even one, asynchronous, 32B and 72B at 20k.
-BALANCED = 1.25
 
 
 def changed(model: str, limit: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from verl_rhyme import config_tree
-from verl_rhyme.config import PIPELINES, PRESETS, STOCK_ARM, RhymeConfig
+from verl_rhyme.config import PIPELINES, STOCK_ARM, RhymeConfig, presets
 
 #: Sections that change which samples an update trains, or where they are made.
 _SCHEDULE = ("max_staleness", "scheduling", "streaming", "placement")
@@ -31,22 +31,15 @@ def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     if rhyme is None:
         return STOCK_ARM
     has = dict(_leaves(rhyme.to_dict()))
-    presets = PIPELINES if rhyme.pipeline else ("histospec",)
-    usual = {name: dict(_leaves(_preset(PRESETS[name]).to_dict())) for name in presets}
+    near = PIPELINES if rhyme.pipeline else ("histospec",)
+    usual = {name: dict(_leaves(_preset(name).to_dict())) for name in near}
     preset = min(usual, key=lambda name: len(_differing(has, usual[name], _SCHEDULE)))
     sections = _SCHEDULE + (_SWITCHES if switches else ())
     return "-".join([preset, *(_told(*each) for each in _differing(has, usual[preset], sections).items())])
 
 
-def _preset(options: Mapping[str, Any]) -> RhymeConfig:
-    tree: dict[str, Any] = {}
-    for path, value in options.items():
-        *sections, option = path.split(".")
-        inside = tree
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[option] = value
-    rhyme = config_tree.parse(tree)
+def _preset(name: str) -> RhymeConfig:
+    rhyme = config_tree.parse(presets.tree(name))
     assert rhyme is not None, "no preset turns rhyme off"
     return rhyme
 

@@ -21,10 +21,11 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.real_sizes.virtual import Actor, Clock, Queue
+from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.cost import ReplicaCost
-from verl_rhyme.scheduling.placement import PLANNED, Move
+from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
 from verl_rhyme.workers import coordinator, crew, stored_attempts
@@ -234,7 +235,7 @@ class World:
         self._order = self._prompts()
         self._of: dict[str, tuple[int, int]] = {}  # epoch and prompt of those that are here
         self._keys: dict[str, str] = {}
-        planned = policy in PLANNED
+        planned = policy in LENGTH_PLACEMENTS
         self.router = Actor(
             lambda: PlacementRouter(
                 self.replicas,
@@ -294,7 +295,7 @@ class World:
 
     async def _train(self, steps: int) -> None:
         told, count = self.coordinator, len(self.replicas)
-        planned = self.policy in PLANNED
+        planned = self.policy in LENGTH_PLACEMENTS
         rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
         slots = count * self.cost.slots
         finite = math.isfinite(self.cost.room)

@@ -114,7 +114,6 @@ def test_each_of_verls_modes_yields_the_pipeline_and_colocated_ones_are_one(fork
 import verl
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 
 seen = []
@@ -128,7 +127,6 @@ for stale in (0, 1):
         get_trainer_cls(mode)(config=config)
 colocated, separate = ("RhymePipelineColocated", "colocate_async"), ("RhymePipelineSeparate", "separate_async")
 assert seen == [colocated, colocated, separate] * 2, seen
-assert "rhyme_sorted" not in TRAINER_REGISTRY
 """
     forks.python(code)
 

@@ -179,9 +179,6 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
     ("settings", "told"),
     [
         ("RHYME=histpospec", "RHYME=histpospec is unknown; use one of full histopipe histospec off sorted stream"),
-        ("RHYME=sorted SORTED_MODE=partial", "SORTED_MODE is gone: set STALENESS"),
-        ("RHYME=full STALENESS=-1", "STALENESS=-1 is no whole number"),
-        ("STALENESS=1", "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
         (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
         (f"RHYME=full +{TREE}.sorting.mode=partial", "sorting.mode has ended: set max_staleness"),
         ("RHYME=off MODE=separate_async", "backend=relay: it needs"),

@@ -4,21 +4,11 @@ import pytest
 
 from verl_rhyme import config_tree
 from verl_rhyme.arms import arm_name
-from verl_rhyme.config import PRESETS
+from verl_rhyme.config import PRESETS, presets
 
 
 def rhyme(preset, **changes):
-    tree = {}
-    for path, value in {
-        **PRESETS[preset],
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }.items():
-        *sections, option = path.split(".")
-        inside = tree
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[option] = value
-    return config_tree.parse(tree)
+    return config_tree.parse(presets.tree(preset, {name.replace("__", "."): v for name, v in changes.items()}))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

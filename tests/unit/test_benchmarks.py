@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import typer
-from omegaconf import OmegaConf
 
 from benchmarks import (
     allocation,
@@ -34,11 +33,8 @@ from benchmarks.real_sizes import budget, planning
 from benchmarks.regrowth import Regrown, previous_of
 from benchmarks.replay import replay
 from examples.roads import maps
-from verl_rhyme import config_tree
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.config.presets import PRESETS
 from verl_rhyme.lengths.ranker import LOSSES
-from verl_rhyme.scheduling.rules import of_config
 
 
 @pytest.fixture(scope="module")
@@ -230,29 +226,6 @@ def test_rankers_are_measured_between_chance_and_an_oracle(task):
 def test_who_reads_a_map_sees_its_roads():
     way = maps.Map((("bath", "bury"), ("bury", "cork"), ("deal", "bath"), ("derby", "deal")), "bath", "cork")
     assert length_pairs.seen_in_a_map(way) == [5, 4, 2, 1, 2, 6 / 5, 2, 10 / 5, 4, 2]
-
-
-def test_what_is_simulated_of_a_preset_is_what_a_run_of_it_does():
-    for arm in full_scale.ARMS:
-        if arm.preset is None:
-            continue
-        tree: dict = {"max_staleness": arm.staleness}
-        for path, value in PRESETS[arm.preset].items():
-            section, _, name = path.rpartition(".")
-            if section:
-                tree.setdefault(section, {})[name] = value
-        rhyme = config_tree.parse(tree)
-        mode = "separate_async" if arm.separate else "sync"
-        config = OmegaConf.create(
-            {
-                "trainer": {"v1": {"trainer_mode": mode}},
-                "data": {"train_batch_size": 512},
-                "algorithm": {"adv_estimator": "grpo"},
-                "actor_rollout_ref": {"rollout": {"n": 16, "checkpoint_engine": {"backend": "relay"}}},
-            }
-        )
-        rules = of_config(config, rhyme)
-        assert arm.rules(512, 16) == dataclasses.replace(rules, drafts=arm.drafts)
 
 
 def test_arms_on_many_gpus_keep_their_bounds_of_staleness():

@@ -23,6 +23,7 @@ from verl_rhyme.config import (
     RhymeConfig,
     generate,
     options,
+    presets,
 )
 from verl_rhyme.config_tree import GONE, parse
 from verl_rhyme.lengths.ranker import LOSSES
@@ -173,14 +174,7 @@ def test_the_command_lists_them():
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "off"])
 def test_a_preset_sets_what_its_mapping_says_and_no_more(preset):
-    expected = RhymeConfig().to_dict()
-    for path, value in PRESETS[preset].items():
-        *sections, name = path.split(".")
-        node = expected
-        for section in sections:
-            node = node[section]
-        node[name] = value
-    assert config_tree.from_verl(compose([f"+rhyme={preset}"])) == parse(expected)
+    assert config_tree.from_verl(compose([f"+rhyme={preset}"])) == parse(presets.tree(preset))
 
 
 def test_a_preset_is_overridden_without_a_plus():

@@ -395,6 +395,11 @@ def test_a_trainer_mode_of_ones_own_is_known_to_its_module(world, monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_rhyme.plugin,mine")
     found = complaints(preflight(world, mode))
     assert "a module of VERL_USE_EXTERNAL_MODULES has to register it" in found["trainer mode", "warn"]
+    found = complaints(preflight(world, mode, f"{R}.custom.rhyme.max_staleness=1"))
+    assert "trainer_mode=my_async" in found["rhyme", "fail"]
+    assert not [name for name, _ in found if name == "trainer mode"], (
+        "the pipeline has none of its own, and says so once"
+    )
 
 
 def test_findings_come_first(world):

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from verl_rhyme import config_tree
 from verl_rhyme.checks import queue_room
-from verl_rhyme.config import CONFIG_PATH, PRESETS
+from verl_rhyme.config import CONFIG_PATH, presets
 from verl_rhyme.preflight.compose import compose
 
 VERL = 100_000  # its default
@@ -22,9 +22,7 @@ def refused(preset, prompts, samples, *, limit=VERL, **changes):
             "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
-    OmegaConf.update(found, CONFIG_PATH, {}, force_add=True)
-    for path, value in {**PRESETS[preset], **changes}.items():
-        OmegaConf.update(found, f"{CONFIG_PATH}.{path}", value, force_add=True)
+    OmegaConf.update(found, CONFIG_PATH, presets.tree(preset, changes), force_add=True)
     OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
     return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 

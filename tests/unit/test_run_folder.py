@@ -129,15 +129,6 @@ def test_drafts_may_be_switched_off_and_on_again(tmp_path, preset):
         assert run_folder.refusal(config) is None
 
 
-def test_a_run_of_earlier_rules_is_told_why_it_does_not_resume(tmp_path):
-    config = run_in(tmp_path, "partial")
-    run_folder.claim(config)
-    marker = tmp_path / "run.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "arm": "sorted-partial", "mode": "rhyme_sorted"}))
-    told = "arm sorted-partial there, sorted-k1 here; mode rhyme_sorted there, colocated here"
-    assert run_folder.refusal(config) == f"{tmp_path} belongs to another run: {told}"
-
-
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
 def test_checkpoints_without_a_marker_tell_of_themselves(world, tmp_path, engine):
     folder = tmp_path / "run" / "checkpoints"

@@ -25,6 +25,24 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "off": {},
 }
 
+
+def tree(preset: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Options of a preset, nested as in our tree.
+
+    Args:
+        preset: Its name.
+        changes: Options that are otherwise, by path.
+    """
+    nested: dict[str, Any] = {}
+    for path, value in {**PRESETS[preset], **(changes or {})}.items():
+        *sections, option = path.split(".")
+        inside = nested
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[option] = value
+    return nested
+
+
 #: Presets that run the pipeline.
 PIPELINES = tuple(name for name, options in PRESETS.items() if "max_staleness" in options)
 

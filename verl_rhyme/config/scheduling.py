@@ -20,7 +20,10 @@ SINGLE_ESTIMATORS = ("gae", "reinforce_plus_plus")
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Of the pipeline (``max_staleness`` not null). Presets set what the papers do; the product leaves all at null."""
+    """Of the pipeline (``max_staleness`` not null); ``tool_timeout`` and ``lost_after`` of verl's own modes, too.
+
+    Presets set what the papers do; the product leaves all at null.
+    """
 
     tool_timeout: float = option(
         3600.0,
@@ -29,8 +32,8 @@ class SchedulingConfig:
     )
     in_flight: float | None = option(
         None,
-        "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), 1 "
-        "to 1.25 on-policy, max_staleness + 1 with take=loaded.",
+        "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), "
+        "1.125 on-policy (1 without put_off), max_staleness + 1 with take=loaded.",
     )
     put_off: float | None = option(
         None,

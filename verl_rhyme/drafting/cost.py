@@ -71,11 +71,6 @@ class StepCost:
         a, b, c, d = self._coefficients.tolist()
         return a, b, c, d
 
-    def predict(self, rows: int, drafted: int) -> float:
-        """Seconds of a step; 0 before there is a fit."""
-        a, b, c, d = self._coefficients
-        return float(a + b * rows + c * drafted + d * (drafted > 0))
-
 
 @njit(cache=True, nogil=True)
 def _add(xx, xy, decay, rows, drafted, weight):

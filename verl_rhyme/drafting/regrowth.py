@@ -33,7 +33,6 @@ STEADY, SUBSTITUTED, BY_NGRAM, ASTRAY = range(4)
 KINDS = 4
 #: Runs of agreement (tokens) at which a new class begins, beside 0.
 _RUNS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
-_N_RUNS = len(_RUNS) + 1
 
 #: Tokens out of step before an n-gram is looked for; up to when at every token, and from then on at every so many, as
 #: texts may have parted for good.

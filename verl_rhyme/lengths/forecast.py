@@ -59,12 +59,6 @@ class Forecast:
         """float64[B], expected final length in tokens, the emitted ones included."""
         return self.quantile((np.arange(_MEAN_OVER)[:, None] + 0.5) / _MEAN_OVER).mean(axis=0)
 
-    def exceeds(self, tokens: int | Floats) -> Floats:
-        """float64[B], probability that each gets longer than so many tokens (one number, or one for each)."""
-        bound = np.maximum(np.broadcast_to(np.asarray(tokens, dtype=np.float64), (len(self),)), self.emitted)
-        longer = np.exp(self._before() - self._hazard(bound))
-        return np.where(bound >= self.limit, 0.0, np.minimum(longer, 1.0))
-
     def outlook(self) -> Outlook:
         """What each may yet add."""
         bounds = edges(self.limit)

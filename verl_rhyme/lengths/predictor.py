@@ -35,7 +35,8 @@ _SPREAD_PRIOR = 12.0
 _SPREAD_KEPT = 0.7
 #: The least variances: rounding to whole tokens alone makes some.
 _LEAST = 1e-4
-
+#: Groups after which what is common to all prompts counts 1/e.
+_MEMORY = 1024
 
 #: What is kept of each prompt, and of all together.
 _COLUMNS = ("location", "variance", "squares", "draws", "visits")
@@ -93,13 +94,12 @@ class LengthPredictor:
 
     Args:
         limit: Tokens a response can have (``data.max_response_length``).
-        memory: Groups after which what is common to all prompts counts 1/e.
 
     Raises:
         ValueError: ``limit`` is not positive.
     """
 
-    def __init__(self, limit: int, memory: int = 1024) -> None:
+    def __init__(self, limit: int) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit}: a response must have room for a token")
         self.limit = limit
@@ -109,15 +109,14 @@ class LengthPredictor:
         self._visits = np.zeros(0, dtype=np.int64)
         self._open: dict[int, _Open] = {}
         # Common to all prompts, from weak guesses.
-        self._typical = _Average(np.log(max(limit / 4, 1.0)), memory, 0.1)
-        self._between = _Average(0.5, memory, 2.0)
-        self._within = _Average(0.2, 16.0 * memory, 4.0)
-        self._drift = _Average(0.0, memory / 4, 8.0)
-        self._wander = _Average(0.01, memory, 8.0)
+        self._typical = _Average(np.log(max(limit / 4, 1.0)), _MEMORY, 0.1)
+        self._between = _Average(0.5, _MEMORY, 2.0)
+        self._within = _Average(0.2, 16.0 * _MEMORY, 4.0)
+        self._drift = _Average(0.0, _MEMORY / 4, 8.0)
+        self._wander = _Average(0.01, _MEMORY, 8.0)
         # Of prompts that a ranker told of: how much longer they are than that, and the variance around it.
         self._ranked: dict[int, float] = {}
         self._ranker = 0
-        self._memory = memory
         self._bias, self._miss = self._trust()
         self._shapes = (Residuals(), Residuals())  # of prompts never seen, and of others
 
@@ -236,9 +235,10 @@ class LengthPredictor:
 
     # ---- within ----
 
-    def _trust(self) -> tuple[_Average, _Average]:
+    @staticmethod
+    def _trust() -> tuple[_Average, _Average]:
         """Bias and variance of a ranker's word, before anything of it is known."""
-        return _Average(0.0, self._memory / 4, 8.0), _Average(0.2, self._memory, 8.0)
+        return _Average(0.0, _MEMORY / 4, 8.0), _Average(0.2, _MEMORY, 8.0)
 
     def _known(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Of which prompts anything is known: history, or a ranker's word."""

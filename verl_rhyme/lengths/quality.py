@@ -13,17 +13,14 @@ Floats = npt.NDArray[np.float64]
 TAILS = (0.05, 0.1, 0.2)
 #: Quantiles that are held against what came.
 QUANTILES = (0.1, 0.5, 0.9)
+#: Samples that are kept, the latest ones.
+_KEPT = 65536
 
 
 class Quality:
-    """Collects groups, each with what was forecast before it began, and tells how good that was.
+    """Collects groups, each with what was forecast before it began, and tells how good that was."""
 
-    Args:
-        samples: The latest ones that are kept.
-    """
-
-    def __init__(self, samples: int = 65536) -> None:
-        self._samples = samples
+    def __init__(self) -> None:
         self._groups: list[tuple[Floats, ...]] = []
         self._count = 0
 
@@ -39,7 +36,7 @@ class Quality:
         median, seen, mean, ranked = np.repeat(np.array(alike, dtype=np.float64), len(lengths), axis=1)
         self._groups.append((median, lengths, covered, seen, mean, ranked))
         self._count += len(lengths)
-        while self._count - len(self._groups[0][1]) >= self._samples:
+        while self._count - len(self._groups[0][1]) >= _KEPT:
             self._count -= len(self._groups.pop(0)[1])
 
     def take(self) -> dict[str, float]:

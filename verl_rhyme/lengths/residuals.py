@@ -19,6 +19,8 @@ EDGES: Floats = np.linspace(-6, 6, 241)
 _BEYOND = 6.0
 #: Residuals that the normal counts for.
 _PRIOR = 32.0
+#: Residuals after which one counts 1/e.
+_MEMORY = 8192
 
 
 #: Of these, in each bin and beyond the last.
@@ -28,14 +30,9 @@ _LONGER = float(_PRIOR * ndtr(-EDGES[-1]))
 
 
 class Residuals:
-    """The distribution of residuals, by its cumulative hazard ``H(z) = -log P(Z > z)``.
+    """The distribution of residuals, by its cumulative hazard ``H(z) = -log P(Z > z)``."""
 
-    Args:
-        memory: Residuals after which one counts 1/e.
-    """
-
-    def __init__(self, memory: int = 8192) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._ended, self._longer = _NORMAL.copy(), _LONGER
         self._cut = np.zeros_like(self._ended)
         self._hazard: Floats | None = None
@@ -47,7 +44,7 @@ class Residuals:
             residuals: float64[n].
             ended: bool[n], false for a response that was cut short.
         """
-        kept = np.exp(-len(residuals) / self._memory)
+        kept = np.exp(-len(residuals) / _MEMORY)
         bins = np.clip(np.searchsorted(EDGES, residuals, side="right") - 1, 0, len(EDGES) - 2)
         self._ended = kept * self._ended + (1 - kept) * _NORMAL + np.bincount(bins[ended], minlength=len(EDGES) - 1)
         self._cut = kept * self._cut + np.bincount(bins[~ended], minlength=len(EDGES) - 1)

@@ -98,11 +98,6 @@ class Occupancy:
         self._room += passed * self._slots
         self._now, self._running = now, running
 
-    def resize(self, now: float, slots: int) -> None:
-        """There are so many slots from now on."""
-        self.at(now, self._running)
-        self._slots = slots
-
     def take(self) -> float:
         """The ratio from the last call until the latest :meth:`at`."""
         busy, room = self._busy, self._room

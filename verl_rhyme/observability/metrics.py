@@ -104,7 +104,7 @@ STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
 
 
-def fillable_slots(request_slots: int, samples: float) -> int:
+def fillable_slots(request_slots: int, samples: int) -> int:
     """``Q`` of :func:`bubble_ratio`: the request slots that a run can fill, one number for the whole run.
 
     An engine larger than the run leaves slots empty that no schedule could fill, and that cost nobody a token.
@@ -113,7 +113,7 @@ def fillable_slots(request_slots: int, samples: float) -> int:
         request_slots: Of all engines that serve together (replicas * max_num_seqs).
         samples: The most that may be started and not yet finished at a time. A sample has one request at a time.
     """
-    return max(1, min(request_slots, math.ceil(samples)))
+    return max(1, min(request_slots, samples))
 
 
 def bubble_ratio(started: npt.ArrayLike, finished: npt.ArrayLike, slots: int) -> float:

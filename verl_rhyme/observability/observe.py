@@ -213,12 +213,12 @@ class Observer:
         fillable = metrics.fillable_slots(len(self.servers) * rollout.max_num_seqs, samples)
         return int(info.get("slots") or fillable), runs_on
 
-    def _in_flight(self, tree: RhymeConfig | None) -> tuple[float, bool]:
+    def _in_flight(self, tree: RhymeConfig | None) -> tuple[int, bool]:
         """The most samples that may be started and not finished; engines run while the actor trains."""
         trainer, rollout, data = self._config.trainer, self._config.actor_rollout_ref.rollout, self._config.data
         mode = str(trainer.v1.trainer_mode)
         if (rules := of_config(self._config, tree)) is not None:
-            return rules.load_batches(None) * rules.batch_samples, rules.starts_through_training
+            return rules.samples_in_flight, rules.starts_through_training
         ahead = trainer.v1.get(mode, {}).get("num_warmup_batches", 0)
         groups = self._config.algorithm.get("filter_groups") or {}
         batches = max(1 + ahead, groups.get("max_inflight_gen_batches", 1) if groups.get("enable") else 1)

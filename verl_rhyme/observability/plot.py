@@ -19,7 +19,7 @@ def draw(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw reward, rollout speed and drafting per epoch, one colour per arm; a PNG at ``path``.
 
     Args:
-        arms: Summaries as :func:`~verl_rhyme.observability.summary.summarize` makes them, the stock arm first. Those of
+        arms: Summaries as :func:`~verl_rhyme.observability.summary.read` makes them, the stock arm first. Those of
             one name are runs of one arm: their mean is drawn, and a band from the least to the greatest.
         path: Overwritten.
     """

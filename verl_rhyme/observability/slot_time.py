@@ -177,7 +177,7 @@ def measure(requests: Columns, stages: Columns, slots: int | None, runs_on: bool
     last = max(float(finished.max()), float(ended.max(initial=0.0)))
     steps = _Steps.of(columns)
     if runs_on and steps:
-        windows = _between_harvests(started, finished, steps)
+        windows = _between_harvests(started, steps)
     else:
         windows = _between_trainings(started, finished, requests["step"][rows], steps)
     edges, reason = _reasons(columns, windows, steps, started, runs_on, last)
@@ -239,7 +239,7 @@ def _between_trainings(started: Array, finished: Array, step: Array, steps: _Ste
     return windows
 
 
-def _between_harvests(started: Array, finished: Array, steps: _Steps) -> list[Window]:
+def _between_harvests(started: Array, steps: _Steps) -> list[Window]:
     ordered = np.sort(started)
     begins = np.concatenate([ordered[:1], steps.harvested[:-1]])
     windows = []

@@ -83,11 +83,6 @@ def from_sampled(path: str | os.PathLike[str]) -> Steps:
     return dict(parse_lines(file.read_bytes().splitlines(), file)) if file.is_file() else {}
 
 
-def from_events(folder: str | os.PathLike[str], slots: int | None, rollout: str = "gen") -> Steps:
-    """The same metrics computed from the event log in a folder; see :func:`from_log`."""
-    return from_log(events.read_log(folder), slots, rollout)
-
-
 def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
     """The same metrics computed from the event log.
 

@@ -44,46 +44,6 @@ class ReportError(ValueError):
     """A run folder has nothing to report; the message says what was looked for and where."""
 
 
-def summarize(
-    run: str | os.PathLike[str],
-    arm: str | None = None,
-    metrics_file: str | os.PathLike[str] | None = None,
-    events_folder: str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
-    """Build the summary of one run.
-
-    Args:
-        run: Run folder.
-        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
-        metrics_file: verl's ``file`` logger output; default ``metrics.jsonl`` in the run folder.
-        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
-
-    Returns:
-        ``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
-        that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
-        pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
-        ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
-        arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
-        epoch has ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a
-        file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
-        trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
-        (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
-        ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside the run, of the steps
-        that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_mean`` and
-        ``staleness_max`` of its groups, and of the pipeline ``discarded_tokens`` (generated and not trained),
-        ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
-        ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
-        forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
-        and in another prompt's); ``None`` for what is unknown.
-
-    Raises:
-        ReportError: Neither metrics nor events of any training step.
-    """
-    folder = home(run)
-    log, by_step = _logged(folder, metrics_file, events_folder)
-    return _summary(folder, arm, log.info, by_step)
-
-
 def home(run: str | os.PathLike[str]) -> Path:
     """The folder that holds a run's metrics, of its event log, its checkpoint folder or the one around that."""
     folder = Path(run)
@@ -104,6 +64,23 @@ def _checkpoint_folders(parent: Path) -> list[Path]:
 
 
 def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
+    """``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
+    that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
+    pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
+    ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
+    arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
+    epoch has ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a
+    file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
+    trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
+    (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
+    ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside the run, of the steps
+    that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_mean`` and
+    ``staleness_max`` of its groups, and of the pipeline ``discarded_tokens`` (generated and not trained),
+    ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
+    ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
+    forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
+    and in another prompt's); ``None`` for what is unknown.
+    """
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for data in by_step.values():
         by_epoch.setdefault(int(data[metrics.EPOCH]) + 1, []).append(data)
@@ -122,12 +99,20 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
 def read(
     run: str | os.PathLike[str], arm: str | None = None, events_folder: str | os.PathLike[str] | None = None
 ) -> Run:
-    """A run for the page, its summary among it; arguments and errors are those of :func:`summarize`. What was warned of
-    is among its problems, too."""
+    """A run for the page, its summary among it (:func:`_summary`). What was warned of is among its problems, too.
+
+    Args:
+        run: Run folder.
+        arm: Name of the arm; by default what the event log says of itself, or the marker of the checkpoint folder.
+        events_folder: Default ``events`` in the run folder or in a folder of it (the checkpoints').
+
+    Raises:
+        ReportError: Neither metrics nor events of any training step.
+    """
     folder = home(run)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        log, by_step = _logged(folder, None, events_folder)
+        log, by_step = _logged(folder, events_folder)
     warned = list(dict.fromkeys(str(warning.message) for warning in told))
     for message in warned:
         warnings.warn(message, stacklevel=2)
@@ -136,17 +121,15 @@ def read(
     return found
 
 
-def _logged(
-    folder: Path, metrics_file: str | os.PathLike[str] | None, events_folder: str | os.PathLike[str] | None
-) -> tuple[events.Log, steps.Steps]:
+def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple[events.Log, steps.Steps]:
     """The event log, and metrics by step."""
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}: give the run's, with metrics.jsonl or checkpoints in it")
-    metrics_path = Path(metrics_file or folder / METRICS_FILE)
+    metrics_path = folder / METRICS_FILE
     events_path = Path(events_folder or _find_events(folder))
     log = events.read_log(events_path)
     by_step = steps.merge(
-        steps.from_metrics(metrics_path) if metrics_path.parent.is_dir() else {},
+        steps.from_metrics(metrics_path),
         steps.from_log(log, log.info.get("slots"), log.info.get("rollout") or "gen"),
     )
     if not by_step:

@@ -71,7 +71,7 @@ def examine(
         *machine_checks.gpus(plan, machine),
     ]
     if found:
-        there += machine_checks.gpu_memory(found, plan, machine)
+        there += machine_checks.gpu_memory(found, plan)
         there += machine_checks.host_memory(found, config, machine)
     history, copied = history_room.check(config)
     there += machine_checks.disk(config, found, copied)

@@ -60,11 +60,10 @@ def _what(tree: RhymeConfig, config: Any) -> str:
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
     if rules is not None:
-        at_version = "continue" if rules.continues else "regenerate"
         told.append(
             f"rules in force: max_staleness {rules.max_staleness}, in_flight {rules.batches:g}, put_off "
             f"{rules.put_off:g}, take {rules.take}, refill {rules.refill}, at_version "
-            f"{'finish' if rules.finishes else at_version}, unit {rules.unit}"
+            f"{rules.version_rule}, unit {rules.unit}"
         )
     return "; ".join(told)
 
@@ -97,7 +96,7 @@ TRAINER_MODES = tuple(TOPOLOGIES)
 def trainer_mode(config: Any) -> Iterator[Check]:
     """Somebody registers it; verl asks once Ray and its task runner have started."""
     mode, key = str(config.trainer.v1.trainer_mode), "trainer.v1.trainer_mode"
-    if mode in TRAINER_MODES:
+    if mode in TRAINER_MODES or _pipeline(config):  # of the pipeline the table tells it
         return
     detail = f"{key}={mode} is none of {', '.join(TRAINER_MODES)}{_near(mode, TRAINER_MODES)}"
     if own := [module for module in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if module]:
@@ -106,6 +105,11 @@ def trainer_mode(config: Any) -> Iterator[Check]:
     else:
         remedy = "set one of them; one of your own is registered by a module of VERL_USE_EXTERNAL_MODULES"
         yield Check("trainer mode", FAIL, detail, remedy)
+
+
+def _pipeline(config: Any) -> bool:
+    bound, on = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
+    return bound is not None and on is not False
 
 
 def agent_loops(config: Any) -> Iterator[Check]:
@@ -355,8 +359,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
             yield f"actor_rollout_ref.hybrid_engine=false with trainer_mode={mode}", remedy
         return
     steps = int(config.trainer.v1.separate_async.parameter_sync_step)
-    bound, on = (OmegaConf.select(config, f"{CONFIG_PATH}.{key}") for key in ("max_staleness", "enable"))
-    pipeline = bound is not None and on is not False  # one sync an update, whatever its parts
+    pipeline = _pipeline(config)  # one sync an update, whatever its parts
     if batch != steps * mini and not pipeline:
         detail = f"data.train_batch_size={batch} is not parameter_sync_step={steps} x ppo_mini_batch_size={mini}"
         yield detail, "separate_async asks for that: align the three"

@@ -245,7 +245,7 @@ def gpus(plan: Plan, machine: Machine) -> Iterator[Check]:
         yield Check("GPU memory", WARN, detail, "set GPU_MEMORY_GB to what the run's GPUs have")
 
 
-def gpu_memory(found: Estimate, plan: Plan, machine: Machine) -> Iterator[Check]:
+def gpu_memory(found: Estimate, plan: Plan) -> Iterator[Check]:
     """The fullest phase against a GPU; vLLM's share against its weights and one request of ``max_model_len``, without
     room for which vLLM does not start."""
     name, cpu = "GPU memory", plan.device == "cpu"

@@ -120,7 +120,7 @@ def fit_steps(requests: Requests) -> StepFit:
     names = [name for name in _ALL if name not in untold]
     while True:
         theta = problem.solve(names)
-        errors = problem.errors(names, theta)
+        errors = problem.errors(names)
         unsure = problem.unsure(names, theta, errors)
         if unsure is None:
             break
@@ -160,7 +160,6 @@ class _Problem:
         self.span = (requests.finished - requests.started)[order][chosen]
         self.replica = requests.replica[order][chosen]
         self.began = requests.started[order][chosen]
-        self._rank = np.argsort(np.argsort(order[requests.whole[order]]))  # back into the order of what was given
         self.scale = np.ones(len(self.steps))
 
     def constant(self) -> dict[str, str]:
@@ -207,7 +206,7 @@ class _Problem:
             spread = max(1e-4, 1.4826 * float(np.median(np.abs(residual(scaled)))))
         return np.where(scaled > 1e-9, scaled, 0.0) * start
 
-    def errors(self, names: Sequence[str], theta: Floats) -> Floats:
+    def errors(self, names: Sequence[str]) -> Floats:
         """Standard errors: a stretch of the run is left out in turn (jackknife), since neighbours err together."""
         ranks = np.argsort(np.argsort(self.began))
         fold = ranks * _FOLDS // len(ranks)

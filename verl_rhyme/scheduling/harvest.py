@@ -71,9 +71,11 @@ def promisable(
     room.append((-1, rules.batch_samples))
     found: list[str] = []
     for prompt in [ledger.prompt(uid) for uid in promised] + finished:
-        count = len(prompt.samples)
-        oldest = _oldest(prompt, list(range(count)))
-        less = [(last, left - count * (oldest > last)) for last, left in room]
+        bundles = [[number] for number in range(len(prompt.samples))]
+        if rules.unit == "group":
+            bundles = [[number for (number,) in bundles]]
+        oldest = [_oldest(prompt, numbers) for numbers in bundles for _ in numbers]
+        less = [(last, left - sum(version > last for version in oldest)) for last, left in room]
         if prompt.uid in promised or all(left >= 0 for _, left in less):
             room = less
             found.append(prompt.uid)

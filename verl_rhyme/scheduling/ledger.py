@@ -172,7 +172,6 @@ class Ledger:
         """A running response was cut short after ``tokens``; what is kept of it, the caller decides."""
         sample = self._move(uid, number, ("running",), "pending")
         sample.tokens, sample.first_version = tokens, first_version
-        sample.interruptions += 1
 
     def abandon(self, uid: str, number: int) -> None:
         """Nobody waits for this attempt any longer: the next goes on from what was told before it."""
@@ -182,7 +181,6 @@ class Ledger:
         """What a response says may not be trained any more: it is to be generated anew."""
         sample = self._move(uid, number, ("running", "generated", "finished"), "pending")
         sample.first_version = None
-        sample.interruptions += 1
 
     def restore(
         self, uid: str, number: int, attempt: int, state: State, tokens: int, first_version: int | None
@@ -251,7 +249,7 @@ class Ledger:
         self._prompts, self._tally = {}, Tally(self._tally.unit)
         self._numbers = [saved["number"] for saved in state["prompts"]]
         for saved in state["prompts"]:
-            samples = [Sample(**{"attempt": 0, **sample}) for sample in saved["samples"]]  # older states have none
+            samples = [_loaded(sample) for sample in saved["samples"]]
             self._prompts[saved["uid"]] = Prompt(**{**saved, "samples": samples})
             self._tally.changed(self._prompts[saved["uid"]])
         self.put_off = {}
@@ -277,6 +275,10 @@ def _saved(sample: Sample) -> dict[str, Any]:
         "state": "pending" if sample.state in ON_THEIR_WAY else sample.state,
         "tokens": sample.tokens,
         "first_version": sample.first_version,
-        "interruptions": sample.interruptions,
         "attempt": sample.attempt,
     }
+
+
+def _loaded(saved: dict[str, Any]) -> Sample:
+    """Older states have no attempt, and count interruptions."""
+    return Sample(saved["state"], saved["tokens"], saved["first_version"], saved.get("attempt", 0))

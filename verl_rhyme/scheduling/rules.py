@@ -136,9 +136,10 @@ class Rules:
             return TAIL_BATCHES if self.put_off else 1
         return max(2, 1 + self.max_staleness / 2)
 
-    def load_batches(self, batches_left: int | None) -> float:
-        """Update batches in flight at most; no more than there are left to train."""
-        return max(0, self.batches if batches_left is None else min(self.batches, batches_left))
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that may be started and not yet finished, at most."""
+        return math.ceil(self.batches * self.batch_samples)
 
     @property
     def rounds(self) -> bool:
@@ -163,7 +164,8 @@ class Rules:
         return math.ceil(1.1 * batches * (samples + self.batch_prompts))
 
     @property
-    def _version_rule(self) -> AtVersion:
+    def version_rule(self) -> AtVersion:
+        """``at_version``, or what ``None`` stands for."""
         if self.at_version is not None:
             return self.at_version
         if self.max_staleness > 0:
@@ -173,12 +175,12 @@ class Rules:
     @property
     def finishes(self) -> bool:
         """What runs is not interrupted at a new version."""
-        return self._version_rule == "finish"
+        return self.version_rule == "finish"
 
     @property
     def continues(self) -> bool:
         """What was interrupted, by a new version or otherwise, goes on where it stood."""
-        return self._version_rule != "regenerate"
+        return self.version_rule != "regenerate"
 
     @property
     def redrafts(self) -> bool:

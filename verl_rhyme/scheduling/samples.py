@@ -20,7 +20,6 @@ class Sample:
         state: See the module.
         tokens: Response tokens it has: kept, or to be regenerated, while it is not finished.
         first_version: Policy version of its oldest kept token; ``None`` without any.
-        interruptions: How often its generation was cut short.
         running_version: While it runs on over version changes, what its oldest token may be of; else ``None``.
         attempt: Number of its latest start, from 0; what an earlier attempt may still say is nobody's.
     """
@@ -28,7 +27,6 @@ class Sample:
     state: State = "pending"
     tokens: int = 0
     first_version: int | None = None
-    interruptions: int = 0
     attempt: int = -1
     running_version: int | None = None
 

@@ -89,7 +89,8 @@ class Scheduler:
         """Prompts in flight at most, those to come in place of others included, and those put off not."""
         if len(self.ledger) and self.rules.refill == "when_empty":
             return len(self.ledger) + self._owed
-        batches = 1 if self._own_round else self.rules.load_batches(self.batches_left)
+        left = math.inf if self.batches_left is None else max(0, self.batches_left)
+        batches = 1 if self._own_round else min(self.rules.batches, left)
         return math.ceil(round(batches * self.rules.batch_prompts, 6))
 
     def owe(self, load_size: int) -> None:
@@ -154,8 +155,8 @@ class Scheduler:
         insort(self._sorted, tokens)
         samples = self.ledger.prompt(uid).samples
         left = 2 if self.batches_left is None else self.batches_left  # one is to remain for this round
-        most = self._batch * min(1, left - 1)
-        if self._own_round or self._put_off >= most or any(sample.attempt >= 0 for sample in samples):
+        put_off = self._put_off + (1 if self._by_prompts else len(samples))
+        if self._own_round or put_off > self._batch * min(1, left - 1) or any(s.attempt >= 0 for s in samples):
             return
         if len(self._sorted) >= self.rules.batch_prompts:
             longest = self._sorted[int((1 - self.rules.put_off) * len(self._sorted))]

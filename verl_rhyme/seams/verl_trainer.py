@@ -150,7 +150,7 @@ SEAMS: tuple[Seam, ...] = (
         signature="(self, global_steps, partition_id, batch_size)",
     ),
     Seam("transfer_queue:kv_batch_get", "recorder", accepts=("keys", "partition_id", "select_fields")),
-    # ---- the sorted pipeline ----
+    # ---- the pipeline ----
     Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "pipeline: what starts a step", signature="(self)"),
     Seam(
         f"{_TRAINER}:PPOTrainer._balance_batch",

@@ -47,25 +47,11 @@ class Cluster:
 
     def touch(self, name: str) -> None:
         """An engine's next event may be another one now."""
-        engine = self.engines.get(name)
-        self._settle(name, 0 if engine is None else engine.running)
-        if engine is None:
-            return
+        engine = self.engines[name]
+        self._settle(name, engine.running)
         self._stamps[name] += 1
         if (when := engine.next_event()) < math.inf:
             self._push(max(when, self.now), name, self._stamps[name])
-
-    def add(self, name: str, engine: Engine) -> None:
-        """Another engine."""
-        self.engines[name] = engine
-        self._stamps.setdefault(name, 0)
-        self.touch(name)
-
-    def remove(self, name: str) -> None:
-        """An engine is gone; what ran there is its caller's care."""
-        del self.engines[name]
-        self._stamps[name] += 1
-        self.touch(name)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until nothing is announced any more, or ``until`` says so after an event."""
@@ -83,7 +69,7 @@ class Cluster:
                 self.touch(name)
 
     def _settle(self, name: str, rows: int) -> None:
-        change = rows - self._rows.get(name, 0)
+        change = rows - self._rows[name]
         if change:
             self._rows[name] = rows
             self._running += change

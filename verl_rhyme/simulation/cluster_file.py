@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from verl_rhyme.config import CONFIG_PATH, PRESETS, ConfigError, RhymeConfig, options
+from verl_rhyme.config import CONFIG_PATH, PRESETS, ConfigError, RhymeConfig, options, presets
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config_tree import parse
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
@@ -123,10 +123,7 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
     preset = "off" if config.preset in (None, "False") else str(config.preset)  # YAML's off
     if preset not in PRESETS:
         raise ConfigError(f"preset must be {', '.join(PRESETS)}, not {preset!r}{nearest(preset, PRESETS)}")
-    given = OmegaConf.create({})
-    for name, value in PRESETS[preset].items():
-        OmegaConf.update(given, name, value)
-    run = parse(OmegaConf.to_container(OmegaConf.merge(given, tree)))  # type: ignore[arg-type]
+    run = parse(OmegaConf.to_container(OmegaConf.merge(presets.tree(preset), tree)))  # type: ignore[arg-type]
     assert run is not None  # enable is no key here
     played, default = {option.name for option in OPTIONS}, RhymeConfig()
     for option in options():
@@ -286,14 +283,19 @@ def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
     return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead, config.siblings)
 
 
+def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:
+    """What verl's own modes do: ``sync``, or ``separate_async``, whose two batches in flight start at once."""
+    rules = Rules(batch_prompts, batch_prompts * samples, max_staleness=0, in_flight=1)
+    if not separate:
+        return rules
+    return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
+
+
 def _rules(config: ClusterFile, run: RhymeConfig, work: _Work) -> Rules:
     """The pipeline's; without ``max_staleness`` verl's own."""
     separate = config.topology == "separate"
     if run.max_staleness is None:
-        rules = Rules(config.batch_prompts, config.batch_prompts * work.samples, max_staleness=0, in_flight=1)
-        if not separate:
-            return rules
-        return replace(rules, max_staleness=VERLS_STALENESS, in_flight=2, start_early=True, separate=True)
+        return verls_rules(config.batch_prompts, work.samples, separate=separate)
     return of_options(
         run.scheduling,
         run.max_staleness,

@@ -20,12 +20,11 @@ class SimulatedRanker:
     Args:
         correlation: Rank correlation of its word with prompts' mean lengths (``rank_correlation`` of
             ``verl-rhyme ranker evaluate``), above 0, at most 1.
-        seed: Of the noise.
     """
 
-    def __init__(self, correlation: float, seed: int = 0) -> None:
+    def __init__(self, correlation: float) -> None:
         self._share = 2 * math.sin(math.pi * correlation / 6)
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._spread: tuple[float, float] | None = None
         self._told: set[str] = set()
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.placement import PLANNED, Placement
+from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.placement import Request as Asked
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
@@ -82,7 +83,7 @@ class Simulation:
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
-        planned = self.placement if scenario.placement in PLANNED else None
+        planned = self.placement if scenario.placement in LENGTH_PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -89,18 +88,13 @@ class Scenario:
 
     @property
     def slots(self) -> int:
-        """Q of the bubble ratio."""
-        return self.fillable(self.replicas)
+        """Q of the bubble ratio: slots that samples can fill, as in training."""
+        return fillable_slots(sum(cost.slots for cost in self.replicas), self.rules.samples_in_flight)
 
     @property
     def held(self) -> float:
         """Seconds for which publication holds the trainer."""
         return self.training.held(self.rules.one_by_one)
-
-    def fillable(self, replicas: Iterable[ReplicaCost]) -> int:
-        """Q of the bubble ratio with these replicas: slots that samples can fill, as in training."""
-        samples = math.ceil(self.rules.load_batches(None) * self.rules.batch_samples)
-        return fillable_slots(sum(cost.slots for cost in replicas), samples)
 
     @property
     def rests(self) -> bool:

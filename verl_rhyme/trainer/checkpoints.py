@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+#: Prompts in flight, beside verl's ``transfer_queue``.
+STATE_FILE = "rhyme_sorted.json"
 #: Of the history (also the names of one that is just being replaced), the ranker, and the prompts in flight.
-OURS = ("history", ".history.old", ".history.new", "ranker", "rhyme_sorted.json")
+OURS = ("history", ".history.old", ".history.new", "ranker", STATE_FILE)
 _STEP = re.compile(r"global_step_(\d+)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -30,13 +30,13 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_rhyme.config import CONFIG_PATH, OVERSUBSCRIPTION, ConfigError, training_order
+from verl_rhyme.config import LENGTH_PLACEMENTS, OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.placement import PLANNED
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.layout import lay_out
 from verl_rhyme.trainer.ranking import Ranking
@@ -57,9 +57,6 @@ logger = logging.getLogger(__name__)
 #: Share of its steps that drafts save a response beside a sibling, where nothing else is said: what two real replicas
 #: showed (benchmarks/README.md, "Groups together").
 SIBLING_GAIN = 0.1
-
-#: In a checkpoint folder, beside verl's ``transfer_queue``.
-STATE_FILE = "rhyme_sorted.json"
 
 
 class PipelineReplayBuffer(ReplayBufferAsync):
@@ -88,11 +85,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _build_replay_buffer(self) -> ReplayBuffer:
         config = self.config
         rules = of_config(config, self._rhyme)
-        if rules is None:
-            raise ConfigError(
-                f"trainer_mode={self.trainer_mode} needs {CONFIG_PATH}.max_staleness and enable=true, as +rhyme=full "
-                "sets them"
-            )
+        assert rules is not None, "without max_staleness verl's own trainers are made"
         self.rules = rules
         self._streaming = self._streamed()
         self._filters = self._resolve_filter_groups_metric()
@@ -144,7 +137,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
     def _samples_in_flight(self) -> int:
-        return math.ceil(self.rules.load_batches(None) * self.rules.batch_samples)
+        return self.rules.samples_in_flight
 
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
         """Before the first step: the coordinator takes up what the checkpoint told."""
@@ -205,7 +198,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
         placement, drafting = self._rhyme.placement, self._rhyme.drafting
-        if placement.policy not in PLANNED:
+        if placement.policy not in LENGTH_PLACEMENTS:
             return None
         options = dict(placement.options)
         if placement.policy == "makespan" and drafting.enable and drafting.policy == "adaptive":
@@ -433,7 +426,6 @@ class _Separate(PPOTrainerSeparateAsync):
         for ok, remedy in (
             (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: engines have nodes of their own"),
             (rollout.n_gpus_per_node > 0, "actor_rollout_ref.rollout.n_gpus_per_node must be above 0"),
-            (rollout.checkpoint_engine.backend != "naive", "checkpoint_engine.backend must be nccl, nixl or the like"),
         ):
             if not ok:
                 raise ConfigError(f"trainer_mode=separate_async: {remedy}")

@@ -23,9 +23,6 @@ from verl_rhyme.workers.replicas import Spares, obstacle
 
 logger = logging.getLogger(__name__)
 
-#: Steps whose medians the elastic rule goes by.
-WINDOW = 4
-
 
 class Reserve:
     """One for a run.
@@ -58,7 +55,7 @@ class Reserve:
             self.roster = Roster([replica.replica_rank for replica in replicas], least, config.max_replicas)
         except ValueError as error:
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic: {error}; lower min_replicas") from None
-        self.limits = Limits(least, self.roster.most, WINDOW)
+        self.limits = Limits(least, self.roster.most)
 
     def begin(self, driver: Driver) -> None:
         """Those that are not to serve at the start go to rest; the coordinator is open."""

@@ -424,7 +424,7 @@ def _score(trajectory: Any, metric: str) -> float:
 
 
 class SessionAgentLoopManager(AgentLoopManagerTQ):
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of ``+rhyme=sorted``.
+    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` of every preset with the pipeline.
 
     Makes the workers that the coordinator drives, and hands them validation prompts. A worker that died, or does not
     answer, is given up: what it was to do goes to the others.

@@ -494,7 +494,7 @@ def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str]
     return keys, [listing[TRAIN][key] for key in keys]
 
 
-def start(name: str | None = None) -> Any:
+def start() -> Any:
     """A coordinator as a Ray actor on this node; its handle outlives its process."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -502,7 +502,6 @@ def start(name: str | None = None) -> Any:
     return (
         ray.remote(Coordinator)
         .options(
-            name=name,
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=1000,

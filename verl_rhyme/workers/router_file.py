@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
+from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, ConfigError, PlacementConfig
 from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
-from verl_rhyme.scheduling.placement import PLANNED, Placement
+from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.simulation import profile
 from verl_rhyme.simulation.typed_yaml import ClusterError
 from verl_rhyme.workers.router import PlacementRouter
@@ -89,7 +89,7 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
 def settings(placement: PlacementConfig) -> dict[str, Any]:
     """What stands in the file."""
     router = f"{PlacementRouter.__module__}.{PlacementRouter.__qualname__}"
-    if placement.policy in PLANNED:  # the coordinator's; what it does not plan for, such as validation, is spread
+    if placement.policy in LENGTH_PLACEMENTS:  # the coordinator's; what it does not place (validation) is spread
         return {"router_class": router, "policy": "least_loaded", "options": {}}
     return {"router_class": router, "policy": placement.policy, "options": dict(placement.options)}
 

@@ -6,16 +6,25 @@ import pytest
 from verl_rhyme.drafting.cost import StepCost
 
 
+def seconds(coefficients, rows, drafted):
+    a, b, c, d = coefficients
+    return a + b * rows + c * drafted + d * (drafted > 0)
+
+
+def predicted(cost, rows, drafted):
+    return seconds(cost.coefficients, rows, drafted)
+
+
 def taught(a, b, c, d=0.0, noise=0.0, outliers=0.0, seed=0, steps=600):
     rng = np.random.default_rng(seed)
     cost = StepCost()
     for _ in range(steps):
         rows = int(rng.integers(1, 65))
         drafted = int(rng.integers(0, 4 * rows)) if rng.random() < 0.9 else 0
-        seconds = (a + b * rows + c * drafted + d * (drafted > 0)) * (1 + noise * rng.standard_normal())
+        took = seconds((a, b, c, d), rows, drafted) * (1 + noise * rng.standard_normal())
         if rng.random() < outliers:
-            seconds *= 50
-        cost.observe(rows, drafted, seconds)
+            took *= 50
+        cost.observe(rows, drafted, took)
     return cost
 
 
@@ -24,9 +33,7 @@ def test_learns_the_cost_through_noise_and_pauses(truth):
     cost = taught(*truth, noise=0.1, outliers=0.01)
     assert cost.ready
     for rows, drafted in ((1, 0), (8, 16), (64, 0), (64, 200)):
-        a, b, c, d = truth
-        expected = a + b * rows + c * drafted + d * (drafted > 0)
-        assert cost.predict(rows, drafted) == pytest.approx(expected, rel=0.25)
+        assert predicted(cost, rows, drafted) == pytest.approx(seconds(truth, rows, drafted), rel=0.25)
 
 
 def test_follows_a_change():
@@ -35,7 +42,7 @@ def test_follows_a_change():
     for _ in range(3000):
         rows, drafted = int(rng.integers(1, 65)), int(rng.integers(0, 100))
         cost.observe(rows, drafted, 2e-3 + 1e-5 * drafted)
-    assert cost.predict(32, 50) == pytest.approx(2.5e-3, rel=0.1)
+    assert predicted(cost, 32, 50) == pytest.approx(2.5e-3, rel=0.1)
 
 
 def test_says_nothing_before_it_has_seen_enough():
@@ -55,9 +62,9 @@ def test_drafting_nothing_looks_cheap_until_it_was_seen():
     for _ in range(400):
         rows, drafted = int(rng.integers(1, 33)), int(rng.integers(1, 100))
         cost.observe(rows, drafted, 4e-3 + 1e-4 * rows + 2e-5 * drafted + 1e-3)
-    assert cost.predict(16, 50) == pytest.approx(7.6e-3, rel=0.02)
-    assert cost.predict(16, 0) < 5.6e-3, "the steps seen do not tell what one without drafts would take"
+    assert predicted(cost, 16, 50) == pytest.approx(7.6e-3, rel=0.02)
+    assert predicted(cost, 16, 0) < 5.6e-3, "the steps seen do not tell what one without drafts would take"
     for _ in range(32):
         cost.observe(16, 0, 5.6e-3)
-    assert cost.predict(16, 0) == pytest.approx(5.6e-3, rel=0.02)
-    assert cost.predict(16, 50) == pytest.approx(7.6e-3, rel=0.02)
+    assert predicted(cost, 16, 0) == pytest.approx(5.6e-3, rel=0.02)
+    assert predicted(cost, 16, 50) == pytest.approx(7.6e-3, rel=0.02)

@@ -18,7 +18,7 @@ import pytest
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.summary import ReportError, compare, summarize
+from verl_rhyme.observability.summary import ReportError, compare, read
 
 EPOCH_KEYS = {
     "epoch",
@@ -113,14 +113,13 @@ def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> Non
     (off / "checkpoints" / "events").mkdir(parents=True)
     (off / "checkpoints" / "events" / "run.json").write_text('{"slots": 4}')
     (off / "checkpoints" / "run.json").write_text('{"arm": "sorted-partial", "mode": "rhyme_sorted"}')
-    assert summarize(off)["arm"] == "sorted-partial"
-    assert summarize(off / "checkpoints", metrics_file=off / "metrics.jsonl")["arm"] == "sorted-partial"
+    assert read(off).summary["arm"] == "sorted-partial"
     (off / "checkpoints" / "run.json").write_text("half a fi")
-    assert summarize(off)["arm"] == "off"
+    assert read(off).summary["arm"] == "off"
 
 
 def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
-    summary = summarize(off)
+    summary = read(off).summary
     assert set(summary) == {
         *("arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"),
     }
@@ -155,7 +154,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
 
 
 def test_events_complete_the_metrics(on: Path) -> None:
-    summary = summarize(on)
+    summary = read(on).summary
     assert (summary["arm"], summary["engine"]) == ("histospec", "vllm test")
     cold, warm = summary["epochs"][:2]
     assert (cold["accept_length"], cold["accept_rate"], cold["history_hit_rate"]) == (1.0, 0.0, 0.0)
@@ -168,15 +167,15 @@ def test_events_complete_the_metrics(on: Path) -> None:
 def test_a_run_resumed_as_another_arm_names_both(on: Path) -> None:
     log = EventLog(on / "checkpoints" / "events")
     log.describe(3, arm="histospec")
-    assert summarize(on)["arm"] == "histospec"
+    assert read(on).summary["arm"] == "histospec"
     log.describe(5, arm="histospec-undrafted")
-    assert summarize(on)["arm"] == "histospec, from step 5 histospec-undrafted"
+    assert read(on).summary["arm"] == "histospec, from step 5 histospec-undrafted"
 
 
 def test_no_bubble_without_the_useful_tokens_beside_it(tmp_path: Path) -> None:
     silent = {m.GEN_S: None, m.GEN_MS_PER_TOKEN: None}
     write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0, **{m.BUBBLE_RATIO: 0.1, **silent})])
-    (epoch,) = summarize(tmp_path)["epochs"]
+    (epoch,) = read(tmp_path).summary["epochs"]
     assert (epoch["useful_tokens_per_s"], epoch["bubble_ratio"]) == (None, None)
 
 
@@ -186,7 +185,7 @@ def test_events_alone_and_validation_left_out(tmp_path: Path) -> None:
         log.append_stages(step, 0, {"stage": ["gen", "gen", "save_checkpoint"], "duration_s": [1.0, 3.0, 9.0]})
         write_events(log, step, warm=True)
         write_events(log, step, warm=False, validate=True)
-    (epoch,) = summarize(tmp_path)["epochs"]
+    (epoch,) = read(tmp_path).summary["epochs"]
     assert epoch["reward_mean"] == pytest.approx(2 / 3)
     assert (epoch["rollout_s"], epoch["tokens"], epoch["useful_tokens_per_s"]) == (8.0, 1600, 200.0)
     assert (epoch["accept_length"], epoch["staleness_max"]) == (2.5, 0)
@@ -203,20 +202,20 @@ def test_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
     assert steps.set_aside(path) == tmp_path / "metrics-002.jsonl"
     path.touch()  # a run that did nothing
     with pytest.warns(UserWarning, match=r"metrics-002.jsonl, line 3"):
-        (epoch,) = summarize(tmp_path)["epochs"]
+        (epoch,) = read(tmp_path).summary["epochs"]
     assert epoch["rollout_s"] == 1.0 + 1.0 + 10.0
 
 
 def test_unknown_is_null_not_a_guess(tmp_path: Path) -> None:
     broken = {m.REWARD_MEAN: None, m.GEN_MS_PER_TOKEN: None}
     write_metrics(tmp_path / "metrics.jsonl", [stock(1, 0), stock(2, 0, **broken), stock(3, 1, **broken)])
-    part, nothing = summarize(tmp_path)["epochs"]
+    part, nothing = read(tmp_path).summary["epochs"]
     assert (part["tokens"], part["rollout_s"], part["reward_mean"]) == (None, 8.0, pytest.approx(0.1))
     assert (nothing["tokens"], nothing["reward_mean"], nothing["useful_tokens_per_s"]) == (None, None, None)
 
 
 def test_compare_takes_warm_epochs_only(off: Path, on: Path) -> None:
-    result = compare(summarize(off), summarize(on))
+    result = compare(read(off).summary, read(on).summary)
     assert list(result["arms"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
     assert result["rollout_speedup_warm_spread"] == [2.0, 2.0]
@@ -228,14 +227,14 @@ def test_stock_engines_that_run_on_generate_all_through_a_step(off: Path) -> Non
     """Of such a step ``timing_s/gen`` is what the trainer waited; rhyme's own log says how long it was."""
     rows = [stock(step, (step - 1) // 2, **{m.STEP_S: 20.0}) for step in range(1, 9)]
     write_metrics(off / "metrics.jsonl", rows)
-    assert summarize(off)["epochs"][1]["rollout_s"] == 8.0
+    assert read(off).summary["epochs"][1]["rollout_s"] == 8.0
     config = off / steps.CONFIG_FILE
     config.parent.mkdir(parents=True)
     for mode, seconds in (("sync", 8.0), ("separate_async", 40.0)):
         config.write_text(f"trainer: {{v1: {{trainer_mode: {mode}}}}}")
-        assert summarize(off)["epochs"][1]["rollout_s"] == seconds
+        assert read(off).summary["epochs"][1]["rollout_s"] == seconds
     config.write_text("trainer: [")
-    assert summarize(off)["epochs"][1]["rollout_s"] == 8.0
+    assert read(off).summary["epochs"][1]["rollout_s"] == 8.0
 
 
 def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
@@ -303,7 +302,7 @@ def test_bubbles_of_other_numbers_of_slots_are_told_apart(on: Path, off: Path, c
     """The drafted run's event log tells 4; of stock verl's the observer knows."""
     if slots:
         write_metrics(off / "sampled.jsonl", [{"step": 2, "data": {m.BUBBLE_SLOTS_SAMPLED: slots}}])
-    assert (summarize(on)["bubble_slots"], summarize(off)["bubble_slots"]) == (4, slots)
+    assert (read(on).summary["bubble_slots"], read(off).summary["bubble_slots"]) == (4, slots)
     _, lines = told(capfd, on, off)
     assert any("which differ (histospec 4, off 8): they do not compare" in line for line in lines) == (slots == 8)
 
@@ -313,17 +312,17 @@ def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, of
     (off / "checkpoints" / "run.json").write_text('{"arm": "off"}')
     write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
     for run in (on, off):
-        assert summarize(run / "checkpoints") == summarize(run)
-    assert summarize(on / "checkpoints" / "events") == summarize(on)
-    assert summarize(on)["epochs"][0]["bubble_ratio"] == 0.25
+        assert read(run / "checkpoints").summary == read(run).summary
+    assert read(on / "checkpoints" / "events").summary == read(on).summary
+    assert read(on).summary["epochs"][0]["bubble_ratio"] == 0.25
     assert report.main([str(on / "checkpoints")]) == 0
     assert (on / "report.html").is_file()
     # verl may log into the checkpoint folder; of two runs below one folder its metrics may be of either
     shutil.move(on / "metrics.jsonl", on / "checkpoints")
-    assert summarize(on / "checkpoints") == summarize(on)
+    assert read(on / "checkpoints").summary == read(on).summary
     shutil.copytree(on / "checkpoints", on / "other")
     shutil.move(on / "checkpoints" / "metrics.jsonl", on)
-    assert summarize(on / "checkpoints")["epochs"][0]["bubble_ratio"] != 0.25
+    assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25
 
 
 @pytest.mark.parametrize("name", ["off", "sorted-partial-rolling-loaded-longest (a folder [of] mine)"])
@@ -426,7 +425,7 @@ def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd
         assert f"{off / 'metrics.jsonl'}, line {number} is no metrics line and is left out" in " ".join(lines)
         assert f"line {number} is no metrics line" in (on / "report.html").read_text()
     with pytest.warns(UserWarning, match="is left out"):
-        assert summarize(off)["epochs"][0]["rollout_s"] == 3 * 4.0
+        assert read(off).summary["epochs"][0]["rollout_s"] == 3 * 4.0
 
 
 def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None:

@@ -240,7 +240,7 @@ def test_a_run_with_two_servers_is_measured(tmp_path, serve):
     assert all(path == observe.PATHS[0] for path in first.asked)
     assert second.asked[:2] == list(observe.PATHS)
     assert set(second.asked[2:]) == {observe.PATHS[1]}
-    (row,) = summary.summarize(tmp_path)["epochs"]
+    (row,) = summary.read(tmp_path).summary["epochs"]
     assert row["bubble_ratio"] is None
     assert row["bubble_ratio_sampled"] == pytest.approx(1 - 9 / 16, abs=0.08)
     assert row["bubble_ratio_sampled_unknown"] is None
@@ -271,7 +271,7 @@ def test_servers_that_do_not_answer_leave_null_and_a_reason(tmp_path, serve, bro
     assert len(told) == len(set(told)) <= 2
     if broken == "other":
         assert any(f"has no {observe.GAUGE}" in text for text in told)
-    (row,) = summary.summarize(tmp_path)["epochs"]
+    (row,) = summary.read(tmp_path).summary["epochs"]
     assert row["bubble_ratio_sampled"] is None
     assert row["bubble_ratio_sampled_unknown"].startswith("3 of 3 steps: ")
     assert re.search(why, row["bubble_ratio_sampled_unknown"])

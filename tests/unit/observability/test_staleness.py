@@ -11,9 +11,9 @@ import pytest
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import steps
 from verl_rhyme.observability.batches import batch_metrics
-from verl_rhyme.observability.events import EventLog
+from verl_rhyme.observability.events import EventLog, read_log
 from verl_rhyme.observability.page import document
-from verl_rhyme.observability.summary import read, summarize
+from verl_rhyme.observability.summary import read
 from verl_rhyme.scheduling.attempts import Ended
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules, Unit
@@ -75,7 +75,7 @@ def test_the_event_log_tells_the_same(tmp_path: Path) -> None:
         "validate": False,
     }
     log.append_requests(2, 0, columns)
-    assert staleness(steps.from_events(tmp_path / "events", slots=4)[2]) == pytest.approx(crossing("group"))
+    assert staleness(steps.from_log(read_log(tmp_path / "events"), slots=4)[2]) == pytest.approx(crossing("group"))
 
 
 def write(folder: Path, *rows: dict[str, float]) -> Path:
@@ -87,13 +87,13 @@ def write(folder: Path, *rows: dict[str, float]) -> Path:
 def test_the_summary_is_of_groups_not_of_steps(tmp_path: Path) -> None:
     sizes = ((0.0, 0, 8), (1.0, 1, 8), (2.0, 3, 24), (0.0, 0, 8))
     rows = [{m.STALENESS_MEAN: mean, m.STALENESS_MAX: most, m.STALENESS_GROUPS: many} for mean, most, many in sizes]
-    summary = summarize(write(tmp_path, *rows))
+    summary = read(write(tmp_path, *rows)).summary
     assert (summary["staleness_mean"], summary["staleness_max"]) == ((8 + 48) / 48, 3)
     assert [(row["staleness_mean"], row["staleness_max"]) for row in summary["epochs"]] == [(0.5, 1), (1.5, 3)]
 
 
 def test_without_the_pipeline_it_is_that_of_verls_trajectories(tmp_path: Path) -> None:
-    summary = summarize(write(tmp_path, *[{m.VERL_STALENESS_MEAN: 1.5, m.VERL_STALENESS_MAX: 4.0}] * 2, {}))
+    summary = read(write(tmp_path, *[{m.VERL_STALENESS_MEAN: 1.5, m.VERL_STALENESS_MAX: 4.0}] * 2, {})).summary
     assert (summary["staleness_mean"], summary["staleness_max"]) == (1.5, 4)
     assert [row["partial"] for row in summary["epochs"]] == [[], []]
     assert summary["epochs"][1]["staleness_max"] is None, "nobody told"

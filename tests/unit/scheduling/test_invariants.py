@@ -95,6 +95,7 @@ def wanted(world):
 
 @checked
 @example(rules(3, refill="when_empty", unit="trajectory"), 1, 0.0, 0.3, 8)  # a batch's end within a prompt
+@example(rules(1, max_staleness=0, put_off=0.1, unit="trajectory"), 16789, 0.02, 0.0, 6)  # a dropped one's rest
 @given(colocated, seeds, st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05, 0.3]), st.integers(1, UPDATES))
 def test_stopped_engines_each_sample_is_trained_once_within_the_bound(rules, seed, mishaps, losses, updates):
     world = Stopping(rules, seed, mishaps, losses)

@@ -371,6 +371,28 @@ def test_what_the_next_batches_could_not_all_take_is_waited_for_before():
     assert built.begin(3) == []
 
 
+def test_what_is_promised_leaves_room_for_single_trajectories_that_are_due():
+    """p0 has one trajectory of the old policy and one of the new, of which only the first is due."""
+    built = scheduler(2, **{**SEPARATE, "max_staleness": 1, "in_flight": 2, "refill": "always", "unit": "trajectory"})
+    finish(built, "p2", 3, 3)
+    finish(built, "p3", 3, 3)
+    built.harvest()
+    built.begin(1)
+    built.generate("p0", 0, 3, 0)
+    built.finish("p0", 0)
+    for uid, number, tokens in (("p0", 1, 0), ("p1", 0, 3), ("p1", 1, 0)):
+        built.interrupt(uid, number, tokens, 0)
+    load(built)
+    built.dispatch()
+    built.generate("p0", 1, 3, 1)
+    built.finish("p0", 1)
+    finish(built, "p4", 3, 3, version=1)
+    assert built.promise(["p0", "p4"]) == ["p0"]
+    built.generate("p1", 0, 9, 0)
+    built.finish("p1", 0)
+    assert {("p0", 0), ("p0", 1), ("p1", 0)} <= set(built.harvest().samples)
+
+
 def test_where_more_is_due_than_a_batch_holds_the_rest_is_not_waited_for():
     built = scheduler(max_staleness=1, **FINISHING)
     built.begin(1)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from verl_rhyme.cli import app
 from verl_rhyme.observability import metrics, slot_time, steps, trace
 from verl_rhyme.observability.batches import SlotAccount
+from verl_rhyme.observability.events import read_log
 from verl_rhyme.observability.page import lanes
 from verl_rhyme.observability.slot_time import BUSY
 from verl_rhyme.observability.summary import read
@@ -65,7 +66,7 @@ def test_engines_that_run_on(tmp_path) -> None:
     assert run.slot_time is not None
     assert run.slot_time.shares.sum() == pytest.approx(1.0)
     assert run.slot_time.shares[BUSY] > 0.1
-    logged = steps.from_events(tmp_path / "run" / "events", run.slot_time.slots, "step")
+    logged = steps.from_log(read_log(tmp_path / "run" / "events"), run.slot_time.slots, "step")
     windows = {window.step: window.bubble(run.slot_time.slots) for window in run.slot_time.windows}
     assert {step: logged[step][metrics.BUBBLE_RATIO] for step in windows} == pytest.approx(windows)
 

@@ -76,7 +76,8 @@ def test_a_slow_replica_is_worth_less():
     """The rule looks at the fleet there would be: one that is four times as slow would hardly help."""
     told = []
     for paces in ({}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 4.0}):
-        roster = Roster(range(5), start=4)
+        roster = Roster(range(5))
+        roster.look(range(4), [4])
         roster.paced(paces)
         balance = Balance(setting(), roster, Limits(1, 5, window=1))
         told.append(balance.observe(4, 20.0, 12.0, reply(0.0)))

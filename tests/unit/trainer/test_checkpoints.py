@@ -9,7 +9,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_rhyme.trainer import base
 from verl_rhyme.trainer.base import RhymeTrainerMixin
-from verl_rhyme.trainer.pipeline import STATE_FILE
+from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.workers import ranker_service
 
 

@@ -43,7 +43,6 @@ def curve(
     write: Callable[[float], str] = short,
     low: float | None = None,
     high: float | None = None,
-    title: str | None = None,
 ) -> str | None:
     """A line with dots for each run that has points.
 
@@ -57,7 +56,7 @@ def curve(
     if not values:
         return None
     places = [place for _, points in runs for place, _ in points]
-    chart = Chart(_whole(places, x), _around(values, y, write, low, high), title or f"{y} by {x}")
+    chart = Chart(_whole(places, x), _around(values, y, write, low, high), f"{y} by {x}")
     for index, (run, points) in enumerate(runs):
         chart.line(points, f"s{index}")
         if len(points) <= _BARS:

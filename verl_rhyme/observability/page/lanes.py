@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
@@ -160,9 +160,9 @@ def detail(
     return _figure(plot, "".join(names), begin, end, top, title, origin), len(chosen)
 
 
-def legend(codes: Sequence[int] = range(len(REASONS))) -> str:
+def legend() -> str:
     """Of the colours."""
-    keys = "".join(f'<span><i class="{reason_class(code)}"></i>{REASONS[code]}</span>' for code in codes)
+    keys = "".join(f'<span><i class="{reason_class(code)}"></i>{REASONS[code]}</span>' for code in range(len(REASONS)))
     return f'<div class="legend">{keys}</div>'
 
 

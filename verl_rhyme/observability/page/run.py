@@ -26,7 +26,7 @@ class Run:
 
     Attributes:
         folder: Where it lies.
-        summary: Of ``summary.summarize``.
+        summary: Of ``summary.read``, which names its fields.
         steps: Metrics by step.
         requests, stages: Columns of its event log; empty without one.
         predicted: float64[N], tokens that each request was predicted to add; NaN where nothing was.

@@ -140,9 +140,9 @@ class Chart:
         width, height = max(0.2, right - left), max(0.0, bottom - top)
         self.marks.append(tag("rect", title, x=left, y=top, width=width, height=height, class_=class_))
 
-    def note(self, x: float, y: float, text: str, class_: str = "note", **attributes: object) -> None:
+    def note(self, x: float, y: float, text: str, **attributes: object) -> None:
         a, b = self.at(x, y)
-        self.marks.append(label(a, b, text, class_, **attributes))
+        self.marks.append(label(a, b, text, "note", **attributes))
 
     def draw(self) -> str:
         """The SVG."""

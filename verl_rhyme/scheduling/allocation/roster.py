@@ -34,8 +34,7 @@ class Roster:
 
     Args:
         replicas: Ranks of those that were launched.
-        least, most: How many generate; ``most=None``: all.
-        start: How many begin; ``None``: as many as may.
+        least, most: How many generate; ``most=None``: all. As many as may begin.
 
     Attributes:
         serving, resting: Ranks; each known replica is in one of them.
@@ -44,14 +43,11 @@ class Roster:
         ValueError: There are not so many.
     """
 
-    def __init__(
-        self, replicas: Sequence[int], least: int = 1, most: int | None = None, start: int | None = None
-    ) -> None:
+    def __init__(self, replicas: Sequence[int], least: int = 1, most: int | None = None) -> None:
         self.least, self.most = least, min(len(replicas), most or len(replicas))
-        start = self.most if start is None else start
-        if not 1 <= least <= start <= self.most:
-            raise ValueError(f"{least} to {most} replicas, {start} at the start, of {len(replicas)} that there are")
-        self.serving, self.resting = list(replicas[:start]), list(replicas[start:])
+        if not 1 <= least <= self.most:
+            raise ValueError(f"{least} to {most or len(replicas)} replicas of {len(replicas)} that there are")
+        self.serving, self.resting = list(replicas[: self.most]), list(replicas[self.most :])
         self._paces: dict[int, float] = {}
 
     def look(self, serving: Sequence[int], resting: Sequence[int]) -> None:
@@ -88,9 +84,3 @@ class Roster:
         if change < 0 and len(self.serving) > self.least:
             return Change(self.order()[len(self.serving) - 1], False)
         return None
-
-    def changed(self, change: Change) -> None:
-        """It was carried out."""
-        leaves, joins = (self.resting, self.serving) if change.serves else (self.serving, self.resting)
-        leaves.remove(change.replica)
-        joins.append(change.replica)

@@ -2,12 +2,11 @@
 
 from verl_rhyme.scheduling.placement.fleet import Fleet
 from verl_rhyme.scheduling.placement.least_loaded import LeastLoaded
-from verl_rhyme.scheduling.placement.placement import PLANNED, POLICIES, NoReplica, Placement
+from verl_rhyme.scheduling.placement.placement import POLICIES, NoReplica, Placement
 from verl_rhyme.scheduling.placement.policy import Ahead, Load, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.scheduling.placement.sticky_group import StickyGroup
 
 __all__ = [
-    "PLANNED",
     "POLICIES",
     "Ahead",
     "Fleet",

@@ -7,11 +7,11 @@ is not known, but the distribution of each is, given what it has; so N and A are
 maximum, from the product of all distributions: it is what a crowd of short ones may hold that decides, not its mean.
 
 **Planned.** What comes together is placed in two ways: one after another where all is done first, in the order of
-falling length (``Rules.start_order``; Graham's LPT, SIAM J. Appl. Math. 1969, on machines that slow down as they fill
-up); and replica by replica, the longest first, each for so many seconds as just suffice, so that long ones are among
-few of their like and all others elsewhere. The latter is better where lengths are known well, and a gamble where they
-are not. So lengths are drawn from the distributions, and the plan that is done first, on average, is taken.
-Siblings have one forecast and stay together as far as that goes.
+falling length (as :mod:`~verl_rhyme.scheduling.admission` starts them; Graham's LPT, SIAM J. Appl. Math. 1969, on
+machines that slow down as they fill up); and replica by replica, the longest first, each for so many seconds as just
+suffice, so that long ones are among few of their like and all others elsewhere. The latter is better where lengths are
+known well, and a gamble where they are not. So lengths are drawn from the distributions, and the plan that is done
+first, on average, is taken. Siblings have one forecast and stay together as far as that goes.
 
 **In pairs.** Where siblings help each other's drafts (``sibling_gain``) a third plan is the first with two and two of
 them together: one sibling is what makes the difference here, and pairs are spread nearly as well as single ones. What

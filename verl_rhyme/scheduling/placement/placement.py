@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
 from verl_rhyme.scheduling.placement.fleet import REQUESTS, TOKENS, Fleet
 from verl_rhyme.scheduling.placement.histopipe import HistoPipe
@@ -26,8 +25,6 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "makespan": Makespan,
     "skewness_aware": SkewnessAware,
 }
-#: Those that go by forecasts of lengths: a coordinator plans with them.
-PLANNED = frozenset(LENGTH_PLACEMENTS)
 
 
 class NoReplica(RuntimeError):

@@ -12,7 +12,7 @@ anew, single samples by their own distributions of lengths, not prompts. Slots t
 shortest that wait for other pools, as those are soonest gone, but only as many as would wait even if no slot stood
 idle: where there are slots for all, one is left free so that steps beside a long response are short.
 
-Within a replica the longest go first (``Rules.start_order``).
+Within a replica the longest go first (:mod:`~verl_rhyme.scheduling.admission`).
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.lengths.outlook import CELLS, certain, edges
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
-from verl_rhyme.scheduling.placement import PLANNED, POLICIES, Ahead, Load, Placement, Progress, Request
+from verl_rhyme.scheduling.placement import POLICIES, Ahead, Load, Placement, Progress, Request
 
 COST = ReplicaCost(StepCost(10e-3, 33e-6, 26e-9), slots=8, room=50_000)
 LENGTHS = st.lists(st.one_of(st.none(), st.floats(1, 20_000)), min_size=1, max_size=40)
@@ -42,7 +43,7 @@ def place(placement, lengths, samples=2, likely=None):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(PLANNED)), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
+@given(st.sampled_from(LENGTH_PLACEMENTS), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
 def test_whatever_comes_is_placed_and_leaves_nothing(policy, lengths, replicas, samples, data):
     placement = fleet(policy, replicas)
     placement.plan(0, loads(lengths, samples))
