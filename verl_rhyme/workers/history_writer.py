@@ -36,9 +36,6 @@ TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar"
 READ = "read"
 #: Bytes of values that one answer has, and one value more.
 _ANSWER_BYTES = 64 << 20
-#: Of values that other nodes fetched, how much stays in Ray's store: samples of a prompt start on several nodes at
-#: about the same time, and a node that has a value passes it on.
-_SHARED_BYTES = 256 << 20
 
 
 def node_history_dir(base: str, node_id: str) -> str:
@@ -58,10 +55,14 @@ class HistoryWriter:
         folder: See :func:`node_history_dir`. What killed runs left beside it is deleted
             (:func:`~verl_rhyme.history.owner.remove_dead`).
         run: What another run left in the folder is deleted; what a dead writer of this run left is taken over.
+        shared_bytes: Of values that other nodes fetched, how much stays in Ray's store: samples of a prompt start on
+            several nodes at about the same time, and a node that has a value passes it on.
     """
 
-    def __init__(self, folder: str, namespace: str, config: HistoryConfig, run: str) -> None:
-        self._folder = Path(folder)
+    def __init__(
+        self, folder: str, namespace: str, config: HistoryConfig, run: str, shared_bytes: int = 256 << 20
+    ) -> None:
+        self._folder, self._shared_bytes = Path(folder), shared_bytes
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
         self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first of their keys
@@ -199,7 +200,7 @@ class HistoryWriter:
         version = version_of(value)
         if version not in self._shared:
             self._shared[version] = ray.put(np.frombuffer(value, np.uint8)), len(value)
-            while len(self._shared) > 1 and sum(size for _, size in self._shared.values()) > _SHARED_BYTES:
+            while len(self._shared) > 1 and sum(size for _, size in self._shared.values()) > self._shared_bytes:
                 self._shared.popitem(last=False)
         self._shared.move_to_end(version)
         return self._shared[version][0]

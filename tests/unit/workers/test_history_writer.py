@@ -239,7 +239,7 @@ def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
     sharing.record([[Trajectory(key, text + i, 1.0, 0, 0, 0) for i, key in enumerate(keys)]], 1)
     size = len(sharing.values({keys[0]: b""})[keys[0]])
     monkeypatch.setattr(history_writer, "_ANSWER_BYTES", 2 * size)
-    monkeypatch.setattr(history_writer, "_SHARED_BYTES", 2 * size)
+    sharing._shared_bytes = 2 * size
     wanted = dict.fromkeys(keys, b"")
     found = {}
     while wanted:
