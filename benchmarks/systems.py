@@ -54,11 +54,13 @@ SETTINGS = {"rollout-bound": Clock(150, 190, 3), "steady": Clock(60, 150, 4)}
 
 @dataclass(frozen=True)
 class Arm:
-    """A preset and its ``max_staleness`` (of ``histospec``, verl's own bound)."""
+    """A preset and its ``max_staleness`` (of ``histospec``, verl's own bound), and batches in flight where they are not
+    the preset's."""
 
     preset: str
     staleness: int
     separate: bool = True
+    in_flight: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -76,6 +78,8 @@ class Arm:
 ARMS = {
     "sync, drafts": Arm("histospec", 0, separate=False),
     "full, staleness 0": Arm("full", 0, separate=False),
+    "loads of 2": Arm("sorted", 0, separate=False, in_flight=2),
+    "loads of 3": Arm("sorted", 0, separate=False, in_flight=3),
     "sorted, staleness 0": Arm("sorted", 0, separate=False),
     "separate_async, drafts": Arm("histospec", VERLS),
     "full, staleness 1": Arm("full", 1),
@@ -94,9 +98,11 @@ def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
 def train(cell: Cell, out: Path) -> None:
     """Make a run."""
     arm, clock, folder = ARMS[cell.arm], SETTINGS[cell.setting], cell.folder(out)
+    in_flight = f"{ROLLOUT}.custom.rhyme.scheduling.in_flight={arm.in_flight}"
     settings = {"EPOCHS": str(clock.epochs), "PROMPTS": str(STEPS_AN_EPOCH * BATCH), "SEED": str(cell.seed)}
     overrides = [
         *tiny_run.sizes(BATCH, SAMPLES, SLOTS, arm.ranks),
+        *([in_flight] if arm.in_flight else ()),
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
         # or each part would be padded to a micro-batch of the whole
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",
