@@ -71,10 +71,8 @@ def promisable(
     room.append((-1, rules.batch_samples))
     found: list[str] = []
     for prompt in [ledger.prompt(uid) for uid in promised] + finished:
-        bundles = [[number] for number in range(len(prompt.samples))]
-        if rules.unit == "group":
-            bundles = [[number for (number,) in bundles]]
-        oldest = [_oldest(prompt, numbers) for numbers in bundles for _ in numbers]
+        whole = list(range(len(prompt.samples)))
+        oldest = [_oldest(prompt, whole if rules.unit == "group" else [number]) for number in whole]
         less = [(last, left - sum(version > last for version in oldest)) for last, left in room]
         if prompt.uid in promised or all(left >= 0 for _, left in less):
             room = less
