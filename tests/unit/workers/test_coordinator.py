@@ -54,7 +54,7 @@ def test_a_queue_that_stays_full_ends_the_run_and_is_named(monkeypatch):
 
 def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):
     """No request runs at one that rests, and one that returns has the current weights: the world looks."""
-    worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(4)]
+    worlds = [simulate(mode, seed, 0, monkeypatch) for mode in MODES if "elastic" in mode for seed in range(10)]
     assert all(world.deaths == [] for world in worlds)
     assert sum(world.rested for world in worlds) > 3
     assert sum(world.returned for world in worlds) > 3
