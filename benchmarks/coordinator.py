@@ -45,7 +45,8 @@ from benchmarks.simulated_fleet import (
     latencies,
     size,
 )
-from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
+from verl_rhyme.config import SchedulingConfig
+from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
 from verl_rhyme.workers import coordinator
@@ -115,8 +116,9 @@ class Trainer:
         )
         self.topology = topology(SimpleNamespace(checkpoint_manager=manager, standalone_checkpoint_manager=manager))
         self.topology.mend = lambda version: 0
-        put_off = 0.0 if staleness else TAIL_SHARE
-        rules = Rules(batch, batch * SAMPLES, staleness, put_off=put_off, separate=self.topology.separate)
+        rules = of_options(
+            SchedulingConfig(), staleness, batch_prompts=batch, samples=SAMPLES, separate=self.topology.separate
+        )
         setting = Setting(rules=rules, filters=None, limit=slots, lot=1, slots=slots, lost_after=60.0)
         coordinator.Coordinator = ProbedCoordinator  # type: ignore[misc]
         self.driver = CountedDriver(setting, self.load, lambda: [])

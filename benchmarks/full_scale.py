@@ -12,8 +12,8 @@ recorded traces (``roads``, adaptive drafts at ``floor=0.05``: results/draft_qua
 Replicas and batch are a slice, an eighth of 1,024 GPUs and a quarter of 128, which trains a token as many times slower:
 each replica has the same to do, and an update takes as long.
 
-Figures are of eight updates (two epochs) after eight, so that no arm runs empty. On-policy they are of twelve: tail
-batching has a long round after two short ones, SortedRL's loads are four updates, and both are to be counted whole.
+Figures are of eight updates (two epochs) after eight, so that no arm runs empty. On-policy they are of twelve: loads
+are of three or four updates, tail batching has a long round after two short ones, and all are to be counted whole.
 
 Every row has a ``fingerprint``: a hash of what the ``--quick`` run of all arms with drafts gives with the code that
 made the row. Rows of ``results/full_scale.jsonl`` whose fingerprint is not that of today's code fail a unit test, as
@@ -47,7 +47,7 @@ from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
 from verl_rhyme.config_tree import parse
 from verl_rhyme.scheduling.allocation.planner import plan
 from verl_rhyme.scheduling.ledger import Harvest
-from verl_rhyme.scheduling.rules import Rules, Unit, of_options
+from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
@@ -144,7 +144,9 @@ ARMS = [
     Arm("histopipe", "histopipe", 1),
     LAMINAR,
 ]
-ARMS = [replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS]
+#: The schedule of ``full`` without drafts.
+TAIL_BATCHING = Arm("tail batching", "full", 0, separate=False, options={"scheduling.put_off": TAIL_SHARE}, drafts=True)
+ARMS = [*(replace(arm, drafts=drafts) for drafts in (True, False) for arm in ARMS), TAIL_BATCHING]
 
 #: Other models and recipes, for the dial: cluster file, GPUs that roll out, by the planner's profile, and the unit.
 MODELS: dict[str, tuple[str, str, Unit]] = {

@@ -22,7 +22,7 @@ import typer
 
 from benchmarks import traces
 from benchmarks.machine import commit
-from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
+from verl_rhyme.scheduling.rules import LOADED_BATCHES, TAIL_SHARE, Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -30,14 +30,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 SAMPLES, BATCH, SLOTS, ROUNDS, LOAD = 8, 8, 64, 8, 4
 _SORTED: dict[str, Any] = {"in_flight": LOAD, "refill": "when_empty"}
 ARMS: dict[str, dict[str, Any]] = {
-    "full, k = 0": {"max_staleness": 0, "put_off": TAIL_SHARE},
+    "full, k = 0": {"max_staleness": 0, "in_flight": LOADED_BATCHES, "refill": "when_empty"},
+    "tail batching": {"max_staleness": 0, "put_off": TAIL_SHARE},
     "full, k = 1": {"max_staleness": 1},
     "full, k = 2": {"max_staleness": 2},
     "sorted, k = 0": {"max_staleness": 0, **_SORTED},
     "sorted, k = 3": {"max_staleness": 3, **_SORTED},
     "stream, k = 1": {"max_staleness": 1, "take": "loaded"},
 }
-ARMS |= {f"{name}, fresh": ARMS[name] for name in ("full, k = 0", "sorted, k = 0")}
+ARMS |= {f"{name}, fresh": ARMS[name] for name in ("full, k = 0", "tail batching", "sorted, k = 0")}
 
 
 class Engine:

@@ -32,7 +32,7 @@ from benchmarks.tiny_run import RHYME
 from verl_rhyme.config import OVERSUBSCRIPTION
 from verl_rhyme.observability import events, metrics, steps
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
-from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules
+from verl_rhyme.scheduling.rules import LOADED_BATCHES, Rules
 from verl_rhyme.simulation import fitted, recorded
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
@@ -77,7 +77,7 @@ CASES = {
     "no drafts": Case(_SORTED, 3, _SORTED_ENV, (_SORTED_LOAD, f"{RHYME}.drafting.enable=false"), forecast=False),
     "sync": Case({"max_staleness": 0}, 6, {"RHYME": "histospec"}, forecast=False),
     "full, on-policy": Case(
-        {"max_staleness": 0, "put_off": TAIL_SHARE},
+        {"max_staleness": 0, "in_flight": LOADED_BATCHES, "refill": "when_empty"},
         seed=2,
         env={"RHYME": "full", "STALENESS": "0"},
         placement="longest_first",

@@ -32,6 +32,7 @@ from benchmarks.real_run import Cell, Kept, faults, short
 from benchmarks.tiny_run import ROLLOUT
 from verl_rhyme.observability import metrics, steps
 from verl_rhyme.observability.report import SUMMARY_FILE
+from verl_rhyme.scheduling.rules import TAIL_SHARE
 from verl_rhyme.simulation import recorded
 
 DEVICES, BATCH, SAMPLES, SLOTS, LIMIT, STEPS_AN_EPOCH = 3, 9, 4, 6, 384, 4
@@ -54,13 +55,13 @@ SETTINGS = {"rollout-bound": Clock(150, 190, 3), "steady": Clock(60, 150, 4)}
 
 @dataclass(frozen=True)
 class Arm:
-    """A preset and its ``max_staleness`` (of ``histospec``, verl's own bound), and batches in flight where they are not
-    the preset's."""
+    """A preset and its ``max_staleness`` (of ``histospec``, verl's own bound), and the share of prompts that tail
+    batching puts off."""
 
     preset: str
     staleness: int
     separate: bool = True
-    in_flight: int | None = None
+    put_off: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -78,8 +79,7 @@ class Arm:
 ARMS = {
     "sync, drafts": Arm("histospec", 0, separate=False),
     "full, staleness 0": Arm("full", 0, separate=False),
-    "loads of 2": Arm("sorted", 0, separate=False, in_flight=2),
-    "loads of 3": Arm("sorted", 0, separate=False, in_flight=3),
+    "tail batching": Arm("full", 0, separate=False, put_off=TAIL_SHARE),
     "sorted, staleness 0": Arm("sorted", 0, separate=False),
     "separate_async, drafts": Arm("histospec", VERLS),
     "full, staleness 1": Arm("full", 1),
@@ -98,11 +98,11 @@ def cells(settings: Iterable[str], repeats: int) -> Iterator[Cell]:
 def train(cell: Cell, out: Path) -> None:
     """Make a run."""
     arm, clock, folder = ARMS[cell.arm], SETTINGS[cell.setting], cell.folder(out)
-    in_flight = f"{ROLLOUT}.custom.rhyme.scheduling.in_flight={arm.in_flight}"
+    put_off = f"{ROLLOUT}.custom.rhyme.scheduling.put_off={arm.put_off}"
     settings = {"EPOCHS": str(clock.epochs), "PROMPTS": str(STEPS_AN_EPOCH * BATCH), "SEED": str(cell.seed)}
     overrides = [
         *tiny_run.sizes(BATCH, SAMPLES, SLOTS, arm.ranks),
-        *([in_flight] if arm.in_flight else ()),
+        *([put_off] if arm.put_off else ()),
         *(f"{ROLLOUT}.temperature={TEMPERATURE}", "trainer.save_freq=-1"),
         # or each part would be padded to a micro-batch of the whole
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={SAMPLES}",

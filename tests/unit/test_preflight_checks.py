@@ -265,7 +265,12 @@ def test_carriers_are_those_that_verl_registers():
         (
             "full",
             [f"{R}.custom.rhyme.max_staleness=0"],
-            "max_staleness 0, in_flight 1.125, put_off 0.25, take finished",
+            "max_staleness 0, in_flight 3, put_off 0, take finished, refill when_empty, at_version regenerate",
+        ),
+        (
+            "full",
+            [f"{R}.custom.rhyme.max_staleness=0", f"{R}.custom.rhyme.drafting.enable=false"],
+            "max_staleness 0, in_flight 1.125, put_off 0.25, take finished, refill always, at_version regenerate",
         ),
         ("sorted", [], "max_staleness 0, in_flight 4, put_off 0, take finished, refill when_empty, at_version regen"),
     ],
@@ -612,8 +617,9 @@ def test_what_is_in_flight_is_told_in_figures_and_sizes_of_several_mini_batches_
     assert (load.status, load.remedy) == ("ok", "")
     assert load.detail.endswith("an update is 1 optimizer step, sorted by length (order 1)")
     assert told("+rhyme=full").remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
-    tail = told("+rhyme=full", f"{R}.custom.rhyme.max_staleness=0")
-    assert tail.detail.startswith("1.125 updates of 64 prompts x 8 in flight: 576 samples")
+    on_policy = told("+rhyme=full", f"{R}.custom.rhyme.max_staleness=0")
+    assert on_policy.detail.startswith("3 updates of 64 prompts x 8 in flight: 1536 samples")
+    assert on_policy.remedy.startswith("set data.train_batch_size=32 for updates of one optimizer step")
     assert not [check for check in preflight(world).checks if check.name == "load"]
 
 

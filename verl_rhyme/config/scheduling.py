@@ -33,12 +33,13 @@ class SchedulingConfig:
     in_flight: float | None = option(
         None,
         "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), "
-        "1.125 on-policy (1 without put_off), max_staleness + 1 with take=loaded.",
+        "max_staleness + 1 with take=loaded; on-policy 3 that are loaded together, or tail batching's 1.125 with "
+        "put_off or without drafts.",
     )
     put_off: float | None = option(
         None,
-        "Share of prompts, the longest expected first, that wait for an update of their own (max_staleness=0); null: "
-        "by the pipeline.",
+        "Tail batching (max_staleness=0): share of prompts, the longest expected first, that wait for an update of "
+        "their own; null: 0, and 0.25 without drafts.",
     )
     take: Literal["finished", "loaded"] = option(
         "finished", "What an update trains: the groups that finish first, or the prompts that were loaded first."

@@ -31,7 +31,10 @@ Refill = Literal["always", "when_empty"]
 #: again, its text at most a draft.
 AtVersion = Literal["continue", "finish", "regenerate"]
 
-#: Tail batching (RollPacker, NSDI'26) where nothing is set: batches in flight, and the share of prompts put off.
+#: On-policy, where nothing is set. Batches that are loaded together, as SortedRL does, where what is interrupted drafts
+#: from its own text, so that generating it again costs little.
+LOADED_BATCHES = 3.0
+#: Elsewhere tail batching (RollPacker, NSDI'26): batches in flight, and the share of prompts put off.
 TAIL_BATCHES, TAIL_SHARE = 1.125, 0.25
 
 #: Seconds for which stopped engines wait for samples that are busy elsewhere (a tool, a judge), and an update batch for
@@ -235,19 +238,21 @@ def of_options(
     Raises:
         ValueError: The rules contradict each other.
     """
-    put_off = options.put_off
-    if put_off is None:  # tail batching, where nothing else is set
-        plain = options.in_flight is None and options.take == "finished" and options.refill == "always"
-        put_off = TAIL_SHARE if plain and max_staleness == 0 else 0.0
+    in_flight, put_off, refill = options.in_flight, options.put_off, options.refill
+    if max_staleness == 0 and (in_flight, put_off, options.take, refill) == (None, None, "finished", "always"):
+        if drafts:
+            in_flight, refill = LOADED_BATCHES, "when_empty"
+        else:
+            put_off = TAIL_SHARE
     return Rules(
         batch_prompts=batch_prompts,
         batch_samples=batch_prompts * samples,
         max_staleness=max_staleness,
-        in_flight=options.in_flight,
-        put_off=put_off,
+        in_flight=in_flight,
+        put_off=put_off or 0.0,
         unit=unit,
         take=options.take,
-        refill=options.refill,
+        refill=refill,
         at_version=options.at_version,
         separate=separate,
         relayed=separate and relayed,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from verl_rhyme.observability import events
 from verl_rhyme.scheduling.cost_fit import Requests
-from verl_rhyme.simulation.scenario import Drafts
+from verl_rhyme.simulation.scenario import AGAIN, Drafts
 from verl_rhyme.simulation.workload import Prompt
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -243,7 +243,8 @@ _MOST_VISITS = 7
 
 
 def acceptance(run: Run) -> Drafts:
-    """Acceptance lengths by how often a prompt was visited before, and draft tokens for each that was gained."""
+    """Acceptance lengths by how often a prompt was visited before, and draft tokens for each that was gained. What was
+    regenerated from its own text is left out: a simulation has such text of its own."""
     columns = run.requests
     rows = ~columns["validate"] & (columns["response_tokens"] > 0)
     drafted, accepted = (int(columns[name][rows].sum()) for name in ("drafted_tokens", "accepted_tokens"))
@@ -259,7 +260,8 @@ def acceptance(run: Run) -> Drafts:
             visits[uid] = before[key]
             before[key] += 1
         sums = tokens.setdefault(min(visits[uid], _MOST_VISITS), [0.0, 0.0])
-        sums[0] += float(columns["response_tokens"][row])
-        sums[1] += float(steps[row])
-    paces = [max(1.0, made / taken) for _, (made, taken) in sorted(tokens.items())]
+        again = float(columns["reverified_tokens"][row])
+        sums[0] += float(columns["response_tokens"][row]) - again
+        sums[1] += float(steps[row]) - again / AGAIN
+    paces = [max(1.0, made / max(taken, 1.0)) for _, (made, taken) in sorted(tokens.items())]
     return Drafts(tuple(paces), max(1.0, drafted / accepted))

@@ -89,6 +89,7 @@ class Simulation:
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._loaded: dict[str, Prompt] = {}
         self._open: dict[str, int] = {}  # samples of each prompt that have not ended
+        self._texts: dict[str, dict[int, int]] = {}  # tokens that each sample of a prompt has to draft from
         self._latest: dict[str, float] = {}  # when the latest of them ended that did
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
@@ -154,6 +155,7 @@ class Simulation:
                 self._count_loaded += 1
                 self._loaded[uid] = prompt
                 self._open[uid] = len(prompt.lengths)
+                self._texts[uid] = {}
                 handed.append((uid, len(prompt.lengths)))
                 if len(handed) == wanted:
                     break
@@ -210,7 +212,8 @@ class Simulation:
             sample.started = max(self._versions[replica], start.version)
             self._under_way[start.name] = sample
             length, known = prompt.response(attempt.number, self._version)
-            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), known)
+            text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, known, text)
             request = Request(
                 *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, *drafts),
             )
@@ -307,6 +310,7 @@ class Simulation:
         self.expectations.prompted(uid, prompt.tokens)
         self.expectations.generated(uid, number, tokens)
         self._open[uid] -= 1
+        self._texts[uid][number] = tokens
         self._latest[uid] = self.cluster.now
         if not self._open[uid]:
             self._seen[prompt.key] = self._seen.get(prompt.key, 0) + 1
@@ -360,7 +364,7 @@ class Simulation:
         seconds, parts, rest = self._trainer.update(tokens + prompts)
         for uid in {uid for uid, _ in batch.harvest.samples}:
             if uid not in scheduler.ledger:
-                del self._loaded[uid], self._open[uid]
+                del self._loaded[uid], self._open[uid], self._texts[uid]
                 self._latest.pop(uid, None)
 
         def ended() -> None:
@@ -416,6 +420,7 @@ class Simulation:
                 self._left(name, sample)
                 if tokens:
                     sample.first_version = sample.first
+                self._texts[sample.attempt.uid][sample.attempt.number] = tokens
                 sample.kept = emitted
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
             self.cluster.touch(replica)

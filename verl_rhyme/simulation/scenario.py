@@ -10,6 +10,9 @@ from verl_rhyme.observability.metrics import fillable_slots
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
+#: Tokens a step of a regenerated response's own text as draft, verified in long runs (docs/coupling.md).
+AGAIN = 20.0
+
 
 @dataclass(frozen=True)
 class Drafts:
@@ -19,11 +22,13 @@ class Drafts:
         acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
         overhead: Verified draft tokens for each token gained.
         siblings: So much more tokens a step, as a share, beside a sibling (:mod:`verl_rhyme.simulation.engine`).
+        again: Tokens a step of text that is regenerated with itself as draft (``Rules.redrafts``).
     """
 
     acceptance: tuple[float, ...] = (1.0,)
     overhead: float = 1.5
     siblings: float = 0.0
+    again: float = AGAIN
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
@@ -31,12 +36,24 @@ class Drafts:
         if not 0 <= self.siblings < math.inf:
             raise ValueError(f"siblings must be a share of at least 0, not {self.siblings}")
 
-    def of(self, seen: int, known: float | None = None) -> tuple[float, float, float, float]:
-        """Tokens a step and draft tokens a step, and what is added to both beside a sibling; a pace that is known has
-        that in it."""
+    def of(
+        self, seen: int, tokens: float, known: float | None = None, text: float = 0.0
+    ) -> tuple[float, float, float, float]:
+        """Tokens a step and draft tokens a step of a response, and what is added to both beside a sibling.
+
+        Args:
+            seen: Times that its prompt was seen before.
+            tokens: Its length.
+            known: Its pace, with what siblings and its own text help.
+            text: Tokens of it that were generated before, and are regenerated with that text as draft.
+        """
         pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
         more = pace * self.siblings if known is None else 0.0
-        return pace, (pace - 1) * self.overhead, more, more * self.overhead
+        drafts = (pace - 1) * self.overhead
+        if (text := min(text, tokens)) and known is None:
+            steps, again = (tokens - text) / pace, text / self.again
+            pace, drafts, more = tokens / (steps + again), (drafts * steps + text) / (steps + again), 0.0
+        return pace, drafts, more, more * self.overhead
 
 
 class Streaming(NamedTuple):
@@ -85,6 +102,11 @@ class Scenario:
     forecasts: Literal["history", "oracle", "none"] = "history"
     response_limit: int = 1 << 20
     ranker: float | None = None
+
+    @property
+    def redrafts(self) -> bool:
+        """What is regenerated has its own text as draft."""
+        return self.rules.redrafts and max(self.drafts.acceptance) > 1
 
     @property
     def slots(self) -> int:

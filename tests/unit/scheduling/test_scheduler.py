@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl_rhyme.scheduling.rules import Rules
+from verl_rhyme.config import SchedulingConfig
+from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: SortedRL's loads of three batches, of a prompt with two samples each; on-policy, partial.
@@ -581,3 +582,19 @@ def test_rules_that_contradict_each_other_say_how_to_mend_them(rules, words):
 )
 def test_batches_in_flight_follow_from_the_bound(rules, batches):
     assert Rules(1, 2, **rules).batches == batches
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts", "batches", "refill", "put_off"),
+    [
+        ({}, True, 3, "when_empty", 0),
+        ({}, False, 1.125, "always", 0.25),
+        ({"put_off": 0.25}, True, 1.125, "always", 0.25),
+        ({"in_flight": 1.0}, True, 1, "always", 0),
+        ({"refill": "when_empty"}, True, 1, "when_empty", 0),
+        ({"take": "loaded"}, True, 1, "always", 0),
+    ],
+)
+def test_on_policy_more_is_loaded_where_text_is_drafted_again(options, drafts, batches, refill, put_off):
+    found = of_options(SchedulingConfig(**options), 0, separate=False, drafts=drafts)
+    assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)
