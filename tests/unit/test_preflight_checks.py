@@ -269,7 +269,7 @@ def test_carriers_are_those_that_verl_registers():
         ),
         (
             "full",
-            [f"{R}.custom.rhyme.max_staleness=0", f"{R}.custom.rhyme.drafting.enable=false"],
+            [f"{R}.custom.rhyme.max_staleness=0", f"{R}.custom.rhyme.sampling.coupled=false"],
             "max_staleness 0, in_flight 1.125, put_off 0.25, take finished, refill always, at_version regenerate",
         ),
         ("sorted", [], "max_staleness 0, in_flight 4, put_off 0, take finished, refill when_empty, at_version regen"),

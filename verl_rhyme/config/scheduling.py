@@ -34,12 +34,12 @@ class SchedulingConfig:
         None,
         "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), "
         "max_staleness + 1 with take=loaded; on-policy 3 that are loaded together, or tail batching's 1.125 with "
-        "put_off or without drafts.",
+        "put_off, without drafts or coupled sampling.",
     )
     put_off: float | None = option(
         None,
         "Tail batching (max_staleness=0): share of prompts, the longest expected first, that wait for an update of "
-        "their own; null: 0, and 0.25 without drafts.",
+        "their own; null: 0, and 0.25 without drafts or coupled sampling.",
     )
     take: Literal["finished", "loaded"] = option(
         "finished", "What an update trains: the groups that finish first, or the prompts that were loaded first."

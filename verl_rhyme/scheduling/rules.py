@@ -32,7 +32,7 @@ Refill = Literal["always", "when_empty"]
 AtVersion = Literal["continue", "finish", "regenerate"]
 
 #: On-policy, where nothing is set. Batches that are loaded together, as SortedRL does, where what is interrupted drafts
-#: from its own text, so that generating it again costs little.
+#: from its own text with its own noise, so that generating it again costs little and its length stays.
 LOADED_BATCHES = 3.0
 #: Elsewhere tail batching (RollPacker, NSDI'26): batches in flight, and the share of prompts put off.
 TAIL_BATCHES, TAIL_SHARE = 1.125, 0.25
@@ -222,6 +222,7 @@ def of_options(
     unit: Unit = "group",
     relayed: bool = False,
     drafts: bool = True,
+    coupled: bool = True,
 ) -> Rules:
     """The rules that a run's options stand for.
 
@@ -234,13 +235,14 @@ def of_options(
         unit: What ``options.unit`` comes to.
         relayed: Weights go by the relay.
         drafts: Drafting is on.
+        coupled: So is coupled sampling, at ``max_staleness=0``: else interrupting many shortens what is trained.
 
     Raises:
         ValueError: The rules contradict each other.
     """
     in_flight, put_off, refill = options.in_flight, options.put_off, options.refill
     if max_staleness == 0 and (in_flight, put_off, options.take, refill) == (None, None, "finished", "always"):
-        if drafts:
+        if drafts and coupled:
             in_flight, refill = LOADED_BATCHES, "when_empty"
         else:
             put_off = TAIL_SHARE
@@ -282,4 +284,5 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
         drafts=rhyme.drafting.enable,
+        coupled=rhyme.coupled,
     )

@@ -585,16 +585,17 @@ def test_batches_in_flight_follow_from_the_bound(rules, batches):
 
 
 @pytest.mark.parametrize(
-    ("options", "drafts", "batches", "refill", "put_off"),
+    ("options", "given", "batches", "refill", "put_off"),
     [
-        ({}, True, 3, "when_empty", 0),
-        ({}, False, 1.125, "always", 0.25),
-        ({"put_off": 0.25}, True, 1.125, "always", 0.25),
-        ({"in_flight": 1.0}, True, 1, "always", 0),
-        ({"refill": "when_empty"}, True, 1, "when_empty", 0),
-        ({"take": "loaded"}, True, 1, "always", 0),
+        ({}, {}, 3, "when_empty", 0),
+        ({}, {"drafts": False}, 1.125, "always", 0.25),
+        ({}, {"coupled": False}, 1.125, "always", 0.25),
+        ({"put_off": 0.25}, {}, 1.125, "always", 0.25),
+        ({"in_flight": 1.0}, {}, 1, "always", 0),
+        ({"refill": "when_empty"}, {}, 1, "when_empty", 0),
+        ({"take": "loaded"}, {}, 1, "always", 0),
     ],
 )
-def test_on_policy_more_is_loaded_where_text_is_drafted_again(options, drafts, batches, refill, put_off):
-    found = of_options(SchedulingConfig(**options), 0, separate=False, drafts=drafts)
+def test_on_policy_more_is_loaded_where_text_is_drafted_again(options, given, batches, refill, put_off):
+    found = of_options(SchedulingConfig(**options), 0, separate=False, **given)
     assert (found.batches, found.refill, found.put_off) == (batches, refill, put_off)
