@@ -19,9 +19,13 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
 
         ours = OmegaConf.select(config, CONFIG_PATH) is not None
         if ours or any(config_tree.misplaced(config, sections=False)):
+            from verl_rhyme.config import ConfigError
             from verl_rhyme.startup import check
 
-            check(config)
+            try:
+                check(config)
+            except ConfigError as error:  # one line; hydra shows a traceback with every other exception
+                raise SystemExit(f"verl-rhyme: {error}") from None
         original(config, *args, **kwargs)
 
     return validate_config

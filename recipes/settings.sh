@@ -17,6 +17,7 @@ one_of() { # one_of VARIABLE VALUE...
 }
 
 number() { # number VARIABLE LEAST [WHAT THE LEAST IS]
+  [[ ! "${!1}" =~ ^-[0-9]+$ ]] || refuse "$1=${!1} is below $2${3:+, $3}"
   [[ "${!1}" =~ ^[0-9]{1,9}$ ]] || refuse "$1=${!1} is no whole number"
   [ "$((10#${!1}))" -ge "$2" ] || refuse "$1=${!1} is below $2${3:+, $3}"
 }
@@ -44,7 +45,7 @@ check_preset() { # RHYME, STALENESS, MODE; hydra's overrides for them: PRESET_AR
   [ -n "${STALENESS:-}" ] || return 0
   [[ ! "$RHYME" =~ ^(off|histospec)$ ]] || refuse "STALENESS=$STALENESS bounds the pipeline, which RHYME=$RHYME has not;" \
     "drop it, or set RHYME=full"
-  number STALENESS 0
+  number STALENESS 0 "which is on-policy"
   PRESET_ARGS+=("actor_rollout_ref.rollout.custom.rhyme.max_staleness=$((10#$STALENESS))")
 }
 

@@ -277,7 +277,11 @@ TABLE = (
             Option(
                 _MODE, lambda mode, run: str(mode) not in TOPOLOGIES, f"set {_MODE} to one of {', '.join(TOPOLOGIES)}"
             ),
-            Option(MANAGER, lambda manager, run: manager in (None, DRAFTING_MANAGER), f"use {_OTHERS}, which set it"),
+            Option(
+                MANAGER,
+                lambda manager, run: manager in (None, DRAFTING_MANAGER),
+                f"use {_OTHERS}, which set it, or drop {CONFIG_PATH}.max_staleness",
+            ),
             Option(
                 f"{_ROLLOUT}.scheduling_policy",
                 lambda policy, run: policy != "priority",
@@ -306,7 +310,7 @@ TABLE = (
         lambda run: run.pipeline,
         "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an "
         "update trains, and that each update is a policy version",
-        f"drop the first, or set {CONFIG_PATH}.max_staleness=null (verl's own schedule)",
+        "drop the first, or use +rhyme=histospec (verl's own schedule)",
         (_BOUND,),
     ),
     Row(
@@ -379,7 +383,7 @@ TABLE = (
             Option(
                 _PLACEMENT,
                 lambda policy, run: policy in LENGTH_PLACEMENTS and not run.pipeline,
-                f"use {_OTHERS}, or set {CONFIG_PATH}.placement.policy=sticky_group or least_loaded",
+                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=sticky_group or least_loaded",
                 (_BOUND,),
             ),
             Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),

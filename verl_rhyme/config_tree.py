@@ -143,6 +143,8 @@ def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -
             continue
         if key == "rhyme" and (near or _has_only(value, _OPTIONS)):
             yield _belongs(here, _first(value), _first(value) or ("enable",))
+        elif near and sections and key == "max_staleness":
+            yield _belongs(here, (), (key,))
         elif near and sections and _has_only(value, _SECTIONS.get(key, set())):
             yield _belongs(here, _first(value), (key, *_first(value)))
         elif isinstance(value, Mapping):

@@ -131,11 +131,13 @@ def _why(plans: Sequence[Plan], found: Plan, objective: Objective) -> str:
         return f"max_staleness={found.max_staleness}, as given"
     measure = "tokens/s" if objective == "time" else "samples for the price"
     first, best = plans[0], min(plans, key=lambda plan: value(plan.best, objective))
-    gain = value(first.best, objective) / value(found.best, objective)
+    before = min((first.best, *filter(None, [first.turns])), key=lambda split: value(split, objective))
+    gain = value(before, objective) / value(found.best, objective)
     most = value(found.best, objective) / value(best.best, objective) - 1
     told = f"max_staleness={found.max_staleness} is profitable: "
     if found is not first:
-        told += f"{gain:.2f} times the {measure} of max_staleness={first.max_staleness}; "
+        where = ", in turns on the same GPUs" if before.colocated else ""
+        told += f"{gain:.2f} times the {measure} of max_staleness={first.max_staleness}{where}; "
     if most < 0.01:
         return told + f"more gains nothing, for the step stands on: {found.best.binds}"
     return told + f"more gains {most:.0%} at most (below {PROFIT:.0%}, at max_staleness={best.max_staleness})"

@@ -46,8 +46,12 @@ def simulate(
             _check_file("--timeline", timeline)
         for line in loaded.unread:
             print(f"verl-rhyme simulate: {line}", file=sys.stderr)
-        batch = loaded.scenario.rules.batch_prompts
-        print(f"verl-rhyme simulate: {loaded.total} prompts, {loaded.updates} updates of {batch}", file=sys.stderr)
+        rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
+        told = (
+            f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}; rules in force: {rules.told}"
+        )
+        without = "" if drafts else "; without drafts (drafts.acceptance)"
+        print(f"verl-rhyme simulate: {told}{without}", file=sys.stderr)
         segments: list | None = [] if timeline or out else None
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -24,7 +24,7 @@ if MODE != "patched":
 def attempt(function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
 
 

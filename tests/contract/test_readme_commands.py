@@ -193,7 +193,7 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         ("RHYME=sorted COMPARE=1", "COMPARE=1 compares off and histospec; drop RHYME=sorted"),
         ("PROMPTS=008", "PROMPTS=008 is below 16"),
         ("PEOPLE=abc", "PEOPLE='abc' is no list of numbers"),
-        ("SEED=-1", "SEED=-1 is no whole number"),
+        ("SEED=-1", "SEED=-1 is below 0"),
         ("DRY_RUN=yes", "DRY_RUN=yes is unknown; use one of 0 1"),
         ("RUN_DIR=runs/lr=1", "/runs/lr=1 contains =, which hydra cannot read in a path"),
         ("RUN_DIR=/dev/null/run", "cannot write to /dev/null/run/checkpoints (Not a directory)"),

@@ -113,7 +113,7 @@ CASES = [
     (
         "full",
         ["trainer.v1.sampler.custom_sampler.path=mine.py"],
-        ["custom_sampler.path=mine.py with", "what an update trains", f"{K}=null"],
+        ["custom_sampler.path=mine.py with", "what an update trains", "+rhyme=histospec"],
     ),
     ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "what is loaded and started"]),
     ("full", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "scheduling.order=0 shuffles"]),
@@ -147,7 +147,7 @@ CASES = [
     (
         "histospec",
         [f"{CONFIG_PATH}.placement.policy=makespan"],
-        ["placement.policy=makespan with", "max_staleness=null: ", "lengths that the pipeline expects", "use +rhyme="],
+        ["placement.policy=makespan with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
     ),
     (
         "histospec",
@@ -211,7 +211,6 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("histospec", [f"{E}.distributed_executor_backend=uni", f"{E}.config_format=hf"]),
         ("histospec", [SEPARATE, f"{BACKEND}=relay"]),
         ("histospec", ["trainer.v1.trainer_mode=my_async", f"{BACKEND}=relay"]),
-        ("sorted", [f"{K}=null", f"{R}.agent.agent_loop_manager_class=null"]),
         # on-policy: every token is the current policy's
         ("sorted", [f"{R}.enable_rollout_routing_replay=true", f"{R}.calculate_log_probs=false"]),
         ("full", [f"{K}=0", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
@@ -325,7 +324,6 @@ def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> Non
 def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: bool) -> None:
     changes = [f"{CONFIG_PATH}.scheduling.{change}" if change.startswith("unit") else change for change in changes]
     assert ["tear groups apart" in str(refusal) for refusal in refused(config("full", *changes))] == [True] * torn
-    assert refused(config("histospec", *changes)) == []
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_names_of_earlier_versions_are_refused_with_the_new_one():
 
 
 def test_numbers_may_be_written_as_the_other_number():
-    parsed = parse({"history": {"max_bytes": 1e9}, "scheduling": {"in_flight": 2}})
+    parsed = parse({"history": {"max_bytes": 1e9}, "max_staleness": 1, "scheduling": {"in_flight": 2}})
     assert [(value, type(value)) for value in (parsed.history.max_bytes, parsed.scheduling.in_flight)] == [
         (10**9, int),
         (2.0, float),

@@ -647,6 +647,7 @@ def test_what_is_trained_in_parts_is_not_told_as_sorted(world):
         ("actor_rollout_ref.rollout.rhyme.enable=false", "enable"),
         ("actor_rollout_ref.rollout.rhyme=false", "enable"),
         ("trainer.rhyme.max_staleness=1", "max_staleness"),
+        ("max_staleness=2", "max_staleness"),
     ],
 )
 def test_an_option_that_was_appended_elsewhere_is_refused(world, key, wanted):

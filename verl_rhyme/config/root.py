@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_rhyme.config.checks import option, require
+from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, option, require
 from verl_rhyme.config.drafting import DraftingConfig, HistoryConfig, SamplingConfig
 from verl_rhyme.config.placement import LengthsConfig, PlacementConfig
 from verl_rhyme.config.scheduling import SchedulingConfig, StreamingConfig
@@ -66,6 +66,11 @@ class RhymeConfig:
         allowed = "null without max_staleness (+rhyme=full): verl's own order asks for no expected length"
         kind = self.lengths.ranker.kind
         require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
+        if not self.pipeline and self.scheduling != SchedulingConfig():
+            where = f"{CONFIG_PATH}.scheduling.*"
+            raise ConfigError(
+                f"{where} is the pipeline's: set {CONFIG_PATH}.max_staleness, or drop it (+rhyme=histospec)"
+            )
 
     @property
     def pipeline(self) -> bool:

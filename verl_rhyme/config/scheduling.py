@@ -50,7 +50,8 @@ class SchedulingConfig:
     at_version: Literal["continue", "finish", "regenerate"] | None = option(
         None,
         "What running responses do at a new policy: continue under it, finish under the old one (separate engines, "
-        "weights by the relay), or be regenerated; null: continue, regenerate on-policy.",
+        "weights by the relay), or be regenerated; null: continue; on-policy regenerate, or finish where nothing runs "
+        "at a new policy.",
     )
     unit: Literal["group", "trajectory"] | None = option(
         None,

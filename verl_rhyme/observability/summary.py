@@ -179,8 +179,15 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_events(run: Path) -> Path:
     """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
-    found = [path for pattern in (EVENTS_FOLDER, f"*/{EVENTS_FOLDER}") for path in sorted(run.glob(pattern))]
-    return next((path for path in found if path.is_dir()), run / EVENTS_FOLDER)
+    own = run / EVENTS_FOLDER
+    below = [path for path in sorted(run.glob(f"*/{EVENTS_FOLDER}")) if path.is_dir()]
+    if own.is_dir() or not below:
+        return own
+    if len(below) > 1:
+        raise ReportError(
+            f"{run} has several runs below it: name one of {', '.join(str(path.parent) for path in below)}"
+        )
+    return below[0]
 
 
 def _logged_arm(info: Mapping[str, Any]) -> str:

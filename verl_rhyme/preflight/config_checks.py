@@ -60,11 +60,7 @@ def _what(tree: RhymeConfig, config: Any) -> str:
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
     if rules is not None:
-        told.append(
-            f"rules in force: max_staleness {rules.max_staleness}, in_flight {rules.batches:g}, put_off "
-            f"{rules.put_off:g}, take {rules.take}, refill {rules.refill}, at_version "
-            f"{rules.version_rule}, unit {rules.unit}"
-        )
+        told.append(f"rules in force: {rules.told}")
     return "; ".join(told)
 
 

@@ -176,6 +176,14 @@ class Rules:
         return "finish" if self.separate and self.batches <= 1 else "regenerate"  # nothing runs then
 
     @property
+    def told(self) -> str:
+        """What is in force, in one line."""
+        return (
+            f"max_staleness {self.max_staleness}, in_flight {self.batches:g}, put_off {self.put_off:g}, "
+            f"take {self.take}, refill {self.refill}, at_version {self.version_rule}, unit {self.unit}"
+        )
+
+    @property
     def finishes(self) -> bool:
         """What runs is not interrupted at a new version."""
         return self.version_rule == "finish"

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from verl_rhyme.config import CONFIG_PATH, PRESETS, ConfigError, RhymeConfig, options, presets
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
 from verl_rhyme.config.checks import nearest
-from verl_rhyme.config_tree import parse
+from verl_rhyme.config_tree import ended, parse
 from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.placement import Placement
 from verl_rhyme.scheduling.rules import Rules, of_options
@@ -107,7 +107,9 @@ def _check_keys(own: Mapping[str, Any], path: Path) -> None:
             f"{path}: rules has ended: set batch_prompts, preset, max_staleness, and scheduling.* as of docs/options.md"
         )
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
-    for key in own:
+    for key, value in own.items():
+        if remedy := ended(key) or ended(f"{key}.{next(iter(value), '')}" if isinstance(value, Mapping) else ""):
+            raise ClusterError(f"{path}: {key} has ended: {remedy}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
@@ -130,8 +132,12 @@ def _run(config: ClusterFile, tree: dict[str, Any]) -> RhymeConfig:
         value = attrgetter(option.name)
         if option.name not in played and value(run) != value(default):
             raise ConfigError(f"{option.name} is not simulated: drop it")
-    if run.max_staleness is None and run.scheduling != default.scheduling:
-        raise ConfigError("scheduling.* is the pipeline's: set max_staleness, or a preset that has it (preset=full)")
+    if (run.max_staleness is None) != (preset not in PIPELINES):
+        bound = "null" if run.max_staleness is None else run.max_staleness
+        raise ConfigError(
+            f"preset={preset} with max_staleness={bound}: presets with the pipeline ({', '.join(PIPELINES)}) "
+            "have a bound, off and histospec are verl's own schedule"
+        )
     return run
 
 

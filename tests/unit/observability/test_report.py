@@ -352,6 +352,16 @@ def test_folder_without_a_run_is_one_clear_error(capfd, tmp_path: Path) -> None:
         assert why in lines[0]
 
 
+def test_a_folder_of_several_runs_asks_which(capfd, on: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        shutil.copytree(on / "checkpoints", tmp_path / "runs" / name)
+    code, lines = told(capfd, tmp_path / "runs")
+    assert code != 0
+    assert "has several runs below it: name one of" in lines[0]
+    assert str(tmp_path / "runs" / "other") in lines[0]
+    assert not list((tmp_path / "runs").glob("summary.json"))
+
+
 def test_one_page_is_made_though_the_other_run_is_missing(on: Path, capfd, tmp_path: Path) -> None:
     status, lines = told(capfd, on, tmp_path / "nowhere")
     assert (status, len(lines)) == (1, 1)

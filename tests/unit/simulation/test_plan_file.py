@@ -104,7 +104,9 @@ def test_it_says_which_bound_is_profitable_and_why():
     assert few["dial"][-1]["binds"] == "trainer"
     assert many["dial"][0]["binds"] == "longest response"
     told = run().stdout
-    assert "max_staleness=1 is profitable: " in told
+    turns = few["dial"][0]["colocated_step_s"]
+    assert turns < few["dial"][0]["step_s"]
+    assert f"max_staleness=1 is profitable: {turns / few['best']['step_s']:.2f} times the tokens/s of max_st" in told
     assert "+rhyme=full" in told
     one = run("max_staleness=2").stdout
     assert "max_staleness=2, as given" in one
