@@ -12,6 +12,7 @@ from verl_rhyme.patches.core import Patch
 def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        import ray
         from omegaconf import OmegaConf
 
         from verl_rhyme import config_tree
@@ -24,8 +25,10 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
 
             try:
                 check(config)
-            except ConfigError as error:  # one line; hydra shows a traceback with every other exception
-                raise SystemExit(f"verl-rhyme: {error}") from None
+            except ConfigError as error:
+                if ray.is_initialized():  # in a worker, which would die of it
+                    raise
+                raise SystemExit(f"verl-rhyme: {error}") from None  # hydra shows all else with a traceback
         original(config, *args, **kwargs)
 
     return validate_config

@@ -40,8 +40,8 @@ check_preset
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
 [ -n "${VERL_USE_EXTERNAL_MODULES:-}" ] || one_of MODE sync colocate_async separate_async
-[ "$RHYME-$MODE" != off-separate_async ] || refuse "MODE=separate_async sends weights by our relay, which RHYME=off" \
-  "has not; use RHYME=histospec, or another MODE"
+[ "$MODE" != separate_async ] || { [ "$RHYME" != off ] && [ "$COMPARE" = 0 ]; } ||
+  refuse "MODE=separate_async sends weights by our relay, which RHYME=off has not, an arm of COMPARE=1; use another MODE"
 one_of ENGINE fsdp megatron
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"

@@ -131,8 +131,10 @@ def _why(plans: Sequence[Plan], found: Plan, objective: Objective) -> str:
         return f"max_staleness={found.max_staleness}, as given"
     measure = "tokens/s" if objective == "time" else "samples for the price"
     first, best = plans[0], min(plans, key=lambda plan: value(plan.best, objective))
-    before = min((first.best, *filter(None, [first.turns])), key=lambda split: value(split, objective))
-    gain = value(before, objective) / value(found.best, objective)
+    before, after = (
+        min((of.best, *filter(None, [of.turns])), key=lambda split: value(split, objective)) for of in (first, found)
+    )
+    gain = value(before, objective) / value(after, objective)
     most = value(found.best, objective) / value(best.best, objective) - 1
     told = f"max_staleness={found.max_staleness} is profitable: "
     if found is not first:

@@ -206,6 +206,7 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
         ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
         ("histospec", [f"{R}.data_parallel_size=2", NO_DRAFTS]),
+        ("histospec", [f"{CONFIG_PATH}.scheduling.tool_timeout=60", f"{CONFIG_PATH}.scheduling.lost_after=30"]),
         ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
         ("histospec", [f"{E}.async_scheduling=true", NO_DRAFTS]),
         ("histospec", [f"{E}.distributed_executor_backend=uni", f"{E}.config_format=hf"]),

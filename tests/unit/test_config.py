@@ -68,7 +68,7 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("scheduling.in_flight", float("inf"), "must be finite"),
         ("scheduling.put_off", 1, "null, or at least 0 and below 1"),
         ("scheduling.take", "lodaed", "finished or loaded, not 'lodaed'; did you mean loaded"),
-        ("scheduling.refill", None, "always or when_empty, not None"),
+        ("scheduling.refill", 3, "always or when_empty or null, not 3"),
         ("scheduling.at_version", "stop", "continue or finish or regenerate or null"),
         ("scheduling.order", 1.5, "null, or from 0 to 1"),
         ("scheduling.lost_after", 0, "above 0"),

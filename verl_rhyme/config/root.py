@@ -66,11 +66,10 @@ class RhymeConfig:
         allowed = "null without max_staleness (+rhyme=full): verl's own order asks for no expected length"
         kind = self.lengths.ranker.kind
         require(kind is None or self.pipeline, "lengths.ranker.kind", kind, allowed)
-        if not self.pipeline and self.scheduling != SchedulingConfig():
-            where = f"{CONFIG_PATH}.scheduling.*"
-            raise ConfigError(
-                f"{where} is the pipeline's: set {CONFIG_PATH}.max_staleness, or drop it (+rhyme=histospec)"
-            )
+        patience = SchedulingConfig(tool_timeout=self.scheduling.tool_timeout, lost_after=self.scheduling.lost_after)
+        if self.enable and not self.pipeline and self.scheduling != patience:
+            remedy = "use +rhyme=full or another preset with max_staleness, or drop it"
+            raise ConfigError(f"{CONFIG_PATH}.scheduling: only the pipeline has what is set there; {remedy}")
 
     @property
     def pipeline(self) -> bool:

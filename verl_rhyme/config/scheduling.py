@@ -33,8 +33,7 @@ class SchedulingConfig:
     in_flight: float | None = option(
         None,
         "Update batches of prompts in flight, at most (a fraction is allowed); null: max(2, 1 + max_staleness / 2), "
-        "max_staleness + 1 with take=loaded; on-policy 3 that are loaded together, or tail batching's 1.125 with "
-        "put_off, without drafts or coupled sampling.",
+        "max_staleness + 1 with take=loaded; on-policy 3 with refill=when_empty, 1.125 with put_off, else 1.",
     )
     put_off: float | None = option(
         None,
@@ -44,8 +43,10 @@ class SchedulingConfig:
     take: Literal["finished", "loaded"] = option(
         "finished", "What an update trains: the groups that finish first, or the prompts that were loaded first."
     )
-    refill: Literal["always", "when_empty"] = option(
-        "always", "When prompts are loaded: at every policy version, or when all in flight are trained."
+    refill: Literal["always", "when_empty"] | None = option(
+        None,
+        "When prompts are loaded: at every policy version, or when all in flight are trained; null: always, and "
+        "when_empty on-policy but for put_off, take=loaded, and without drafts or coupled sampling.",
     )
     at_version: Literal["continue", "finish", "regenerate"] | None = option(
         None,

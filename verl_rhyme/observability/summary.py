@@ -183,7 +183,7 @@ def _find_events(run: Path) -> Path:
     below = [path for path in sorted(run.glob(f"*/{EVENTS_FOLDER}")) if path.is_dir()]
     if own.is_dir() or not below:
         return own
-    if len(below) > 1:
+    if len(below) > 1 and not (run / METRICS_FILE).exists():
         raise ReportError(
             f"{run} has several runs below it: name one of {', '.join(str(path.parent) for path in below)}"
         )

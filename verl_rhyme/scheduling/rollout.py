@@ -351,7 +351,7 @@ class Rollout:
         self._failed, self._filtered = state.get("failed", 0), Counter(dict(state.get("filtered", [])))
         self._stock = dict([*state.get("stock", []), *handed])
         self.scheduler.batches_left = batches_left
-        load_size = self.scheduler.load_size()  # nothing was trained since
+        load_size = self._whole_updates(self.scheduler.load_size())  # nothing was trained since
         recovery = Recovery(self.scheduler, self._remembered, evidence)
         gone = recovery.load(self._stock, prompts, load_size)
         self._failed += len(gone)
@@ -372,6 +372,13 @@ class Rollout:
         return gone
 
     # ---- within ----
+
+    def _whole_updates(self, load_size: int) -> int:
+        """A load of whole updates: one that began under other rules may have another size."""
+        rules = self.scheduler.rules
+        if rules.refill == "always" or rules.unit == "trajectory" or rules.batches % 1:
+            return load_size
+        return math.ceil(load_size / rules.batch_prompts) * rules.batch_prompts
 
     def _on_its_way(self, attempt: Attempt) -> Any:
         """The ledger's sample, if it is this attempt that is worked on; else ``None``."""

@@ -242,17 +242,20 @@ def of_options(
         samples: Samples of a prompt.
         unit: What ``options.unit`` comes to.
         relayed: Weights go by the relay.
-        drafts: Drafting is on.
+        drafts: Drafting is on, also from a response's own text.
         coupled: So is coupled sampling, at ``max_staleness=0``: else interrupting many shortens what is trained.
 
     Raises:
         ValueError: The rules contradict each other.
     """
     in_flight, put_off, refill = options.in_flight, options.put_off, options.refill
-    if max_staleness == 0 and (in_flight, put_off, options.take, refill) == (None, None, "finished", "always"):
-        if drafts and coupled:
-            in_flight, refill = LOADED_BATCHES, "when_empty"
-        else:
+    if max_staleness == 0 and options.take == "finished":
+        if drafts and coupled and not put_off:
+            whole = (in_flight or LOADED_BATCHES) % 1 == 0  # a load is whole updates
+            refill = refill or ("when_empty" if whole else "always")
+            if in_flight is None and refill == "when_empty":
+                in_flight = LOADED_BATCHES
+        elif (in_flight, put_off, refill) == (None, None, None):
             put_off = TAIL_SHARE
     return Rules(
         batch_prompts=batch_prompts,
@@ -262,7 +265,7 @@ def of_options(
         put_off=put_off or 0.0,
         unit=unit,
         take=options.take,
-        refill=refill,
+        refill=refill or "always",
         at_version=options.at_version,
         separate=separate,
         relayed=separate and relayed,
@@ -291,6 +294,6 @@ def of_config(config: Any, rhyme: RhymeConfig | None) -> Rules | None:
         samples=int(OmegaConf.select(config, f"{rollout}.n") or 1),
         unit=trained_unit(rhyme.scheduling.unit, str(OmegaConf.select(config, "algorithm.adv_estimator"))),
         relayed=OmegaConf.select(config, f"{rollout}.checkpoint_engine.backend") == "relay",
-        drafts=rhyme.drafting.enable,
+        drafts=rhyme.drafting.enable and rhyme.drafting.policy == "adaptive",
         coupled=rhyme.coupled,
     )

@@ -420,7 +420,8 @@ class Simulation:
                 self._left(name, sample)
                 if tokens:
                     sample.first_version = sample.first
-                self._texts[sample.attempt.uid][sample.attempt.number] = tokens
+                texts = self._texts[sample.attempt.uid]  # what an earlier attempt had beyond it stays
+                texts[sample.attempt.number] = max(tokens, texts.get(sample.attempt.number, 0))
                 sample.kept = emitted
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
             self.cluster.touch(replica)

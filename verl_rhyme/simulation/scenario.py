@@ -52,7 +52,8 @@ class Drafts:
         drafts = (pace - 1) * self.overhead
         if (text := min(text, tokens)) and known is None:
             steps, again = (tokens - text) / pace, text / self.again
-            pace, drafts, more = tokens / (steps + again), (drafts * steps + text) / (steps + again), 0.0
+            more *= steps / (steps + again)
+            pace, drafts = tokens / (steps + again), (drafts * steps + text) / (steps + again)
         return pace, drafts, more, more * self.overhead
 
 

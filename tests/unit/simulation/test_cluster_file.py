@@ -117,7 +117,7 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ),
         ("preset=full scheduling.at_version=finish", "at_version=finish needs replicas that take versions one by one"),
         ("preset=full scheduling.put_off=0.2", "put_off=0.2 is for max_staleness=0"),
-        ("scheduling.in_flight=2", "scheduling.* is the pipeline's: set max_staleness, or drop it"),
+        ("scheduling.in_flight=2", "scheduling: only the pipeline has what is set there; use +rhyme=full or"),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
         ("preset=full max_staleness=null placement.policy=least_loaded", "preset=full with max_staleness=null"),
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
