@@ -55,7 +55,7 @@ class Rules:
         unit: See :data:`Unit`.
         take: See :data:`Take`.
         refill: See :data:`Refill`. Prompts that were dropped are replaced at all times.
-        at_version: See :data:`AtVersion`; ``None``: ``continue``, and ``regenerate`` on-policy.
+        at_version: See :data:`AtVersion`; ``None``: see :attr:`version_rule`.
         start_early: Prompts also start between the collection of a batch and its policy, as in verl's separate_async
             (simulated only: verl's own trainer runs it).
         separate: Engines have devices of their own, and run while the actor trains.
