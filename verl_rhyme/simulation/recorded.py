@@ -243,8 +243,8 @@ _MOST_VISITS = 7
 
 
 def acceptance(run: Run) -> Drafts:
-    """Acceptance lengths by how often a prompt was visited before, and draft tokens for each that was gained. What was
-    regenerated from its own text is left out: a simulation has such text of its own."""
+    """Acceptance lengths by how often a prompt was visited before, without what was regenerated from its own text,
+    which a simulation has of its own; and draft tokens for each that was gained, of all."""
     columns = run.requests
     rows = ~columns["validate"] & (columns["response_tokens"] > 0)
     drafted, accepted = (int(columns[name][rows].sum()) for name in ("drafted_tokens", "accepted_tokens"))
