@@ -420,8 +420,7 @@ class Simulation:
                 self._left(name, sample)
                 if tokens:
                     sample.first_version = sample.first
-                texts = self._texts[sample.attempt.uid]  # what an earlier attempt had beyond it stays
-                texts[sample.attempt.number] = max(tokens, texts.get(sample.attempt.number, 0))
+                self._texts[sample.attempt.uid][sample.attempt.number] = tokens
                 sample.kept = emitted
                 self.rollout.ended(Ended(name, "interrupted", tokens, sample.first_version if tokens else None))
             self.cluster.touch(replica)
