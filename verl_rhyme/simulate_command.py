@@ -47,11 +47,9 @@ def simulate(
         for line in loaded.unread:
             print(f"verl-rhyme simulate: {line}", file=sys.stderr)
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
-        told = (
-            f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}; rules in force: {rules.told}"
-        )
+        load = f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}"
         without = "" if drafts else "; without drafts (drafts.acceptance)"
-        print(f"verl-rhyme simulate: {told}{without}", file=sys.stderr)
+        print(f"verl-rhyme simulate: {load}; rules in force: {rules.summary}{without}", file=sys.stderr)
         segments: list | None = [] if timeline or out else None
         simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -60,7 +60,7 @@ def _what(tree: RhymeConfig, config: Any) -> str:
     if tree.placement.policy:
         told.append(f"placement {tree.placement.policy}")
     if rules is not None:
-        told.append(f"rules in force: {rules.told}")
+        told.append(f"rules in force: {rules.summary}")
     return "; ".join(told)
 
 

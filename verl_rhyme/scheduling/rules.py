@@ -176,8 +176,8 @@ class Rules:
         return "finish" if self.separate and self.batches <= 1 else "regenerate"  # nothing runs then
 
     @property
-    def told(self) -> str:
-        """What is in force, in one line."""
+    def summary(self) -> str:
+        """The rules in one line."""
         return (
             f"max_staleness {self.max_staleness}, in_flight {self.batches:g}, put_off {self.put_off:g}, "
             f"take {self.take}, refill {self.refill}, at_version {self.version_rule}, unit {self.unit}"
