@@ -95,7 +95,7 @@ class Coordinator:
             setting: The run's.
             workers: The agent loop workers.
             before: What was begun.
-            fresh: Nothing is being trained: what TransferQueue holds for nobody may go at once.
+            fresh: Nothing is being trained: what TransferQueue holds for nobody goes before this returns.
 
         Returns:
             The state it begins with.
@@ -143,7 +143,9 @@ class Coordinator:
             self._serve(before.serving)
         crew.abandon([name for name in running if not rollout.may_train(name)])
         if fresh:
-            self._leftovers.clear(rollout, listing, keep=set())
+            # Waited for: who dies before it is done is opened as fresh again.
+            await self._leftovers.clear(rollout, listing, keep=set())
+            self._still(opening)
         early, self._early = self._early, []
         await self.ended(early)
         self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")

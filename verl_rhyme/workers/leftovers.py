@@ -84,7 +84,7 @@ class Leftovers:
             padding = {key for key, tag in listing.get(TRAIN, {}).items() if tag.get("is_padding")}
             self.clear(needs, listing, keep | padding)  # verl's padding of parts goes with the trainer's batch
 
-    def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> None:
+    def clear(self, needs: Needs, listing: dict[str, Iterable[str]], keep: set[str]) -> asyncio.Task[None]:
         """What nobody needs goes; also what is trained, but ``keep``."""
 
         def wanted(partition: str, key: str) -> bool:
@@ -100,3 +100,4 @@ class Leftovers:
             for partition in (SESSIONS, PROMPTS, TRAIN)
         }
         self._clearing = asyncio.ensure_future(clear(gone, self._clearing))
+        return self._clearing

@@ -13,6 +13,8 @@ from training_world import BATCH, MODES, simulate
 SLOW = os.environ.get("RHYME_SLOW") == "1"
 SCHEDULES = 1000 if SLOW else 4
 KILLS = 5
+#: Seeds of schedules that once failed.
+FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding of the run before stayed in the queue
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -20,7 +22,7 @@ KILLS = 5
 def test_whatever_dies_all_is_trained_once(mode, monkeypatch):
     seeds = range(SCHEDULES)
     if not SLOW:  # others for each mode
-        seeds = [10_000 + zlib.crc32(mode.encode()) % 10_000 + number for number in seeds]
+        seeds = [10_000 + zlib.crc32(mode.encode()) % 10_000 + number for number in seeds] + FOUND.get(mode, [])
     worlds = [simulate(mode, seed, KILLS, monkeypatch) for seed in seeds]
     deaths = [death for world in worlds for death in world.deaths]
     assert deaths
