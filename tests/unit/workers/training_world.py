@@ -5,6 +5,7 @@ Engines, rewards and the training itself are made up. Things die at random; what
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import random
@@ -749,6 +750,7 @@ async def store(self, output, validate, **kwargs):
 def install(world, monkeypatch):
     """Into the modules that speak to Ray and TransferQueue."""
     queue, cluster = world.queue, world.cluster
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # all processes are this one, which would keep every world
     tq = SimpleNamespace(
         init=lambda: None,
         async_kv_batch_put=queue.put,
