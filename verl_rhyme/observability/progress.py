@@ -59,7 +59,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
         count = f"{tokens:,.0f}".replace(",", " ")
         parts.append(f"{count} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tok/s)")
         bubble = value(metrics.BUBBLE_RATIO)  # never without the tokens per second
-    parts += _drafting(value)
+    parts += _drafting(data, value)
     parts += _dropped(value)
     if bubble is not None:
         parts.append(f"bubble {bubble:.0%}")
@@ -69,7 +69,7 @@ def step_line(step: int, data: Mapping[str, Any], total_steps: int | None = None
     return " | ".join(parts)
 
 
-def _drafting(value: Any) -> list[str]:
+def _drafting(data: Mapping[str, Any], value: Any) -> list[str]:
     parts = []
     drafted, accepted, verified = (
         value(name) for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
@@ -82,6 +82,8 @@ def _drafting(value: Any) -> list[str]:
             parts.append(f"{rate:.0%} accepted")
     if (hits := value(metrics.HISTORY_HIT_RATE)) is not None:
         parts.append(f"{hits:.0%} with history")
+    little = metrics.little_from_drafts(accepted, metrics.response_tokens(data), metrics.entropy(data))
+    parts += [] if little is None else [little]
     return [", ".join(parts)] if parts else []
 
 

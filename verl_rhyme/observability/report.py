@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import plot, trace
+from . import metrics, plot, trace
 from .page import document
 from .page.run import Run
 from .page.words import PARTIAL
@@ -166,8 +166,20 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     if any(row["partial"] for arm in arms for row in arm["epochs"]):
         console.print(PARTIAL, highlight=False, markup=False)
+    for name, arm in zip(names, arms, strict=True):
+        if (little := _little(arm)) is not None:
+            console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
+
+
+def _little(arm: Mapping[str, Any]) -> str | None:
+    """Of an arm whose drafts give next to nothing in its last epoch: that, and what to do."""
+    last = arm["epochs"][-1] if arm["epochs"] else {}
+    if (share := last.get("accepted_share")) is None:
+        return None
+    told = metrics.little_from_drafts(share, 1.0, last["entropy"])
+    return None if told is None else f"in its last epoch {told}; what to expect of which entropy: docs/benchmarks.md"
 
 
 def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:

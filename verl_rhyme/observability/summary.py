@@ -244,6 +244,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens": None if total is None else int(total),
         "accept_length": length,
         "accept_rate": rate,
+        "accepted_share": accepted / total if drafted and total else None,
+        "entropy": _mean(rows, metrics.ENTROPY, metrics.VERL_ENTROPY, weight=metrics.TRAINED_TOKENS),
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # never without it

@@ -147,6 +147,8 @@ class Recorder:
         for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
             if compared := self._tokens[f"{how}compared"]:
                 metrics[name] = self._tokens[f"{how}similar"] / compared
+        if sampled := self._tokens["sampled"]:
+            metrics[names.ENTROPY] = self._tokens["nats"] / sampled
         metrics[names.HISTORY_UNTRAINED], self._untrained = float(self._untrained), 0
         self._seconds = 0.0
         self._tokens.clear()

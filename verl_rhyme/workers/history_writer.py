@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ _NICENESS = 19
 _BOUND_FILE = "max_bytes"
 #: What is counted by append, as opposed to what the store says of itself.
 STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
-#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/history/similarity*``.
-TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar")
+#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes
+#: ``rollout/history/similarity*`` and ``rollout/entropy``.
+TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar", "sampled", "nats")
 
 #: The actor's concurrency group of :meth:`HistoryWriter.values`: a thread of its own, beside recording.
 READ = "read"
@@ -156,10 +157,14 @@ class HistoryWriter:
 
     def record(self, pieces: Iterable[list[Trajectory]], step: int) -> dict[str, Any]:
         """Record one step, of which no two pieces have the same prompt; see :meth:`append`."""
-        counts: Counter[str] = Counter(dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0))
+        counts: dict[str, float] = dict.fromkeys((*STORE_COUNTS, *TOKEN_COUNTS), 0)
         for trajectories in pieces:
             did = self._store.append(trajectories, step)
-            counts.update({name: getattr(did, name, 0) for name in counts})
+            for name in counts:
+                counts[name] += getattr(did, name, 0)
+            known = [t.logprobs for t in trajectories if t.logprobs is not None]
+            counts["sampled"] += sum(map(len, known))
+            counts["nats"] -= sum(float(logprobs.sum(dtype=np.float64)) for logprobs in known)
         with self._reading:
             counts["sent_bytes"], self._sent = self._sent, 0
         return {**counts, **self._store.stats()}

