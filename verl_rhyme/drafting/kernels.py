@@ -23,7 +23,7 @@ from verl_rhyme.drafting.arrays import Scratch
 #: Tokens of one block of live text.
 BLOCK = 128
 #: Shortest match looked for among live texts of the same group (tokens).
-GROUP_NGRAM = 2
+GROUP_NGRAM = 1
 #: Lengths of the contexts of which all responses' next tokens are counted.
 ORDERS = (1, 2, 3, 4, 6)
 #: Entries of one bucket of the counts, a cache line; at most so many next tokens of a context are known.
@@ -37,13 +37,15 @@ _TOLD_ONCE = 3
 #: Shorter contexts are asked until one was seen so often.
 _ENOUGH = 32
 #: From this class of match on, occurrences that agree are not checked against counts, but for the first draft token.
-_SURE = 1
+_SURE = 3
 #: Tokens whose contexts are looked up in memory at once.
 _AT_ONCE = 32
 #: Latest tokens compared, at most.
 MAX_MATCH = 32
 #: Occurrences looked at, at most: in the prompt's history, in its group's live texts.
 MAX_HISTORY, MAX_GROUP = 8, 8
+#: Latest places of the last token in the group's live texts among which those of the longest matches are looked for.
+_LOOKED_AT = 32
 _MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 #: Candidates of a draft token.
 _MAX_DISTINCT = 2 * _MAX_OCCURRENCES
@@ -433,7 +435,7 @@ def _agreement(text, before, position, context, end):
 
 @njit(cache=True, nogil=True)
 def _occurrences(live, slots, scratch, slot, end, own_position):
-    """Where the tail of ``context[:end]`` was seen; longest matches in the history, latest ones in live texts."""
+    """Where the tail of ``context[:end]`` was seen; the longest matches in the history and in live texts."""
     context, positions, sources, matches = scratch.context, scratch.position, scratch.source, scratch.match
     n = 0
     size = slots.history_size[slot, 1]
@@ -445,21 +447,26 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     # As names of their own: a tuple of arrays that is passed in a loop costs more than what is done with it.
     text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
     group, owner = slots.group[slot], slots.owner[slot]
-    found, seen = 0, 0
+    first, seen = n, 0
     if end >= GROUP_NGRAM:
         links = live.link_group
         position = np.int64(live.head_group[_hash(context, end - 1, GROUP_NGRAM, group, len(live.head_group))])
-        while position >= 0 and seen < 2 * MAX_GROUP and found < MAX_GROUP:
+        while position >= 0 and seen < _LOOKED_AT:
             seen += 1
             block = position // BLOCK
             if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
                 match = _agreement(text, before, position, context, end)
-                if match >= GROUP_NGRAM and _next(fill, after, position) >= 0:
-                    positions[n] = position
-                    sources[n] = OWN if owners[block] == owner else SIBLING
-                    matches[n] = match
-                    n += 1
-                    found += 1
+                at = n
+                if n == first + MAX_GROUP:  # the oldest of the shortest matches gives way
+                    at = first
+                    for i in range(first + 1, n):
+                        if matches[i] <= matches[at]:
+                            at = i
+                if match >= GROUP_NGRAM and (at == n or match > matches[at]) and _next(fill, after, position) >= 0:
+                    positions[at] = position
+                    sources[at] = OWN if owners[block] == owner else SIBLING
+                    matches[at] = match
+                    n = max(n, at + 1)
             position = np.int64(links[position])
     return n
 
