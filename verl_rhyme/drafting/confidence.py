@@ -20,6 +20,8 @@ from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURC
 #: Weight of a vote share's logit by tier of its match, and of a recorded probability's.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)
 _RECORDED_PRIOR = 0.2
+#: What is added where the longest match has one or two tokens: it agrees by chance.
+_SHORT_PRIOR = -4.0
 #: Observations that the prior of a calibration class counts for.
 _CALIBRATION_PRIOR = 20.0
 
@@ -29,6 +31,7 @@ def prior() -> Model:
     weights = np.zeros((N_SETS, N_INPUTS))
     weights[:, : SOURCES * N_TIERS] = np.tile(_SHARE_PRIOR, SOURCES)
     weights[:, SOURCES * N_TIERS : SOURCES * N_TIERS + N_TIERS] = _RECORDED_PRIOR
+    weights[::N_TIERS, N_INPUTS - 2] = _SHORT_PRIOR
     return Model(
         weights=weights,
         calibration=np.stack([_CALIBRATION_PRIOR * bin_centres(), np.full(N_BINS, _CALIBRATION_PRIOR)], 1),

@@ -22,8 +22,6 @@ from verl_rhyme.drafting.arrays import Scratch
 
 #: Tokens of one block of live text.
 BLOCK = 128
-#: Shortest match looked for among live texts of the same group (tokens).
-GROUP_NGRAM = 1
 #: Lengths of the contexts of which all responses' next tokens are counted.
 ORDERS = (1, 2, 3, 4, 6)
 #: Entries of one bucket of the counts, a cache line; at most so many next tokens of a context are known.
@@ -251,9 +249,8 @@ def _ahead(live, slots, scratch, slot, text, length):
     """Have fetched what a row's plan looks at first, while another row is planned."""
     for order in range(_contexts(text, length, scratch.keys)):
         _prefetch(live.counts, _bucket(live.counts, scratch.keys[order])[0])
-    if length >= GROUP_NGRAM:
-        heads = live.head_group
-        _prefetch(heads, _hash(text, length - 1, GROUP_NGRAM, slots.group[slot], len(heads)))
+    heads = live.head_group
+    _prefetch(heads, _hash(text[length - 1], slots.group[slot], len(heads)))
     entries = slots.history_size[slot, 2]
     if entries > 0:
         table = carray(pointer(slots.history[slot, 3]), (entries * 3,), dtype=np.int32)
@@ -261,11 +258,9 @@ def _ahead(live, slots, scratch, slot, text, length):
 
 
 @njit(cache=True, nogil=True)
-def _hash(text, end, n, salt, size):
-    value = np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(n)
-    for i in range(n):
-        value = (value ^ np.uint64(text[end - i])) * np.uint64(0x100000001B3)
-        value ^= value >> np.uint64(29)
+def _hash(token, group, size):
+    value = (np.uint64(group) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token)) * np.uint64(0x9FB21C651E98DF25)
+    value ^= value >> np.uint64(29)
     return np.int64(value & np.uint64(size - 1))
 
 
@@ -288,11 +283,9 @@ def _append(live, slots, slot, text, first, last):
         count = min(last - first, BLOCK - fill[block])
         for index in range(first, first + count):
             texts[position] = text[index]
-            link_group[position] = -1
-            if index + 1 >= GROUP_NGRAM:
-                bucket = _hash(text, index, GROUP_NGRAM, group, in_group)
-                link_group[position] = head_group[bucket]
-                head_group[bucket] = position
+            bucket = _hash(text[index], group, in_group)
+            link_group[position] = head_group[bucket]
+            head_group[bucket] = position
             position += 1
         fill[block] += count
         first += count
@@ -448,26 +441,25 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     text, fill, before, after, owners, groups = live.text, live.fill, live.before, live.after, live.owner, live.group
     group, owner = slots.group[slot], slots.owner[slot]
     first, seen = n, 0
-    if end >= GROUP_NGRAM:
-        links = live.link_group
-        position = np.int64(live.head_group[_hash(context, end - 1, GROUP_NGRAM, group, len(live.head_group))])
-        while position >= 0 and seen < _LOOKED_AT:
-            seen += 1
-            block = position // BLOCK
-            if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
-                match = _agreement(text, before, position, context, end)
-                at = n
-                if n == first + MAX_GROUP:  # the oldest of the shortest matches gives way
-                    at = first
-                    for i in range(first + 1, n):
-                        if matches[i] <= matches[at]:
-                            at = i
-                if match >= GROUP_NGRAM and (at == n or match > matches[at]) and _next(fill, after, position) >= 0:
-                    positions[at] = position
-                    sources[at] = OWN if owners[block] == owner else SIBLING
-                    matches[at] = match
-                    n = max(n, at + 1)
-            position = np.int64(links[position])
+    links = live.link_group
+    position = np.int64(live.head_group[_hash(context[end - 1], group, len(live.head_group))])
+    while position >= 0 and seen < _LOOKED_AT:
+        seen += 1
+        block = position // BLOCK
+        if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
+            match = _agreement(text, before, position, context, end)
+            at = n
+            if n == first + MAX_GROUP:  # the oldest of the shortest matches gives way
+                at = first
+                for i in range(first + 1, n):
+                    if matches[i] <= matches[at]:
+                        at = i
+            if match > 0 and (at == n or match > matches[at]) and _next(fill, after, position) >= 0:
+                positions[at] = position
+                sources[at] = OWN if owners[block] == owner else SIBLING
+                matches[at] = match
+                n = max(n, at + 1)
+        position = np.int64(links[position])
     return n
 
 

@@ -1,9 +1,8 @@
 """What this engine's requests say and lately said, indexed token by token, in bounded memory.
 
 Texts lie in linked blocks of a ring: the blocks filled longest ago are overwritten first, so a finished request serves
-its group until newer text needs the room. A hash table holds the latest position of every short n-gram by group, and
-each position links to the one before with the same n-gram: latest first is also the order in which occurrences are
-looked at.
+its group until newer text needs the room. A hash table holds the latest position of every token by group, and each
+position links to the one before with the same token: latest first is also the order in which occurrences are looked at.
 
 Of all responses together it is counted how often each token followed the latest 1, 2, 3, 4 and 6: a table of entries
 (context, token, count) in buckets of one cache line, of which a lookup reads one for each length. The idea is that of
