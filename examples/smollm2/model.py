@@ -51,7 +51,10 @@ def folder() -> Path:
 
 def _install(packages: Path) -> None:
     command = ["uv", "pip", "install", "-q", "--no-deps", "--require-hashes", "--target", str(packages), "-r"]
-    done = subprocess.run([*command, str(LOCK)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        done = subprocess.run([*command, str(LOCK)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        raise RuntimeError("uv is not there: pip install uv") from None
     if done.returncode:
         raise RuntimeError(f"{LOCK.name} cannot be installed: {done.stderr.strip()}")
 

@@ -30,7 +30,7 @@ COMMANDS = [
 PYTHON = f"""#!{sys.executable}
 import json, os, pathlib, sys
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] else ""
-if module in ("examples.tiny_world.data", "examples.tiny_world.untie"):
+if module in ("examples.tiny_world.data", "examples.tiny_world.untie", "examples.smollm2.data"):
     sys.exit()
 if module not in ("verl_rhyme.observability.progress", "verl.trainer.main_ppo"):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

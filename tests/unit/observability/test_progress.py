@@ -29,9 +29,9 @@ FULL = {
     m.REWARD_MEAN: 0.41,
     m.GEN_S: 4.1,
     m.GEN_MS_PER_TOKEN: 4100 / 3512,
-    m.SPEC_DRAFTED: 100.0,
-    m.SPEC_ACCEPTED: 61.0,
-    m.SPEC_VERIFY_STEPS: 46.0,
+    m.SPEC_DRAFTED: 2000.0,
+    m.SPEC_ACCEPTED: 1220.0,
+    m.SPEC_VERIFY_STEPS: 920.0,
     m.HISTORY_HIT_RATE: 0.98,
     m.BUBBLE_RATIO: 0.22,
 }
@@ -70,6 +70,16 @@ def test_a_step_line_says_what_was_dropped_and_why() -> None:
     assert step_line(3, dropped) == "step 3 | 40 groups dropped: one score each (mean 0.25), 3 prompts failed"
     assert step_line(3, {m.FILTERED_GROUPS: 1.0}) == "step 3 | 1 group dropped: one score each"  # verl's own modes
     assert step_line(3, {m.FILTERED_GROUPS: 0.0, m.FAILED_PROMPTS: 0.0}) == "step 3"
+
+
+def test_a_step_line_says_that_drafts_give_little_and_at_which_entropy() -> None:
+    little = {**FULL, m.SPEC_ACCEPTED: 61.0, m.GEN_MS_PER_TOKEN: 1.0}  # of 4100 tokens
+    told = "drafts gave 1% of the tokens"
+    assert f"98% with history, {told} |" in step_line(12, little)
+    assert f"{told} at an entropy of 2.44 nats a token |" in step_line(12, {**little, m.VERL_ENTROPY: 2.44})
+    recorded = {**little, m.VERL_ENTROPY: 2.44, m.ENTROPY: 2.19}
+    assert "2.19 nats" in step_line(12, recorded)
+    assert "nats" not in step_line(12, {**recorded, m.SPEC_ACCEPTED: 2000.0})
 
 
 def test_the_waiting_lines_say_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
