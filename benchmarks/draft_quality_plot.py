@@ -1,5 +1,7 @@
 """Draws ``results/draft_quality.jsonl``: the frontier of acceptance length against verification overhead.
 
+Of the tiny models; :mod:`benchmarks.entropy_plot` has the real one.
+
 python -m benchmarks.draft_quality_plot docs/pictures/draft_quality.png
 """
 
@@ -14,6 +16,8 @@ matplotlib.use("Agg")
 import typer
 from matplotlib import pyplot
 
+from benchmarks.entropy_plot import REAL
+
 RESULTS = Path(__file__).parent / "results" / "draft_quality.jsonl"
 #: Arms that are one policy at several settings are one line.
 _LINES = {"adaptive floor": ("adaptive (ours)", "tab:red"), "arctic factor": ("arctic-inference", "tab:blue")}
@@ -23,7 +27,7 @@ _POINTS = {"paper HistoSpec": "tab:green", "released HistoSpec": "tab:olive", "n
 def main(out: Path) -> None:
     """Write the picture."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    names = sorted({row["trace"] for row in rows})
+    names = sorted({row["trace"] for row in rows if not row["trace"].startswith(REAL)})
     figure, axes = pyplot.subplots(2, len(names), figsize=(3.4 * len(names), 6), sharex=True, sharey="row")
     for column, name in enumerate(names):
         for line, epochs in enumerate(("first", "later")):

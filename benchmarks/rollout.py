@@ -110,7 +110,7 @@ class Engine:
         from vllm import LLM
 
         speculative, more = settings_of(arm, folder)
-        self.arm = arm
+        self.arm, self._end = arm, end_of(model)
         chosen = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -142,6 +142,7 @@ class Engine:
 
         engine = self._llm.llm_engine
         waiting = list(enumerate(responses, first))[::-1]
+        longest = max(len(response.tokens) for response in responses)
         running = 0
         tokens = 0
         started = time.perf_counter()
@@ -150,8 +151,8 @@ class Engine:
                 number, response = waiting.pop()
                 params = SamplingParams(
                     temperature=1.0,
-                    max_tokens=MODEL_LEN - 128,
-                    stop_token_ids=[1],
+                    max_tokens=longest,
+                    stop_token_ids=[self._end],
                     detokenize=False,
                     logprobs=0,
                     extra_args={"path": number, "rhyme": {"key": response.key.hex(), "sample": response.sample}},
@@ -171,6 +172,12 @@ class Engine:
 
     def count(self) -> dict[str, Any]:
         return self._llm.collective_rpc("count")[0]
+
+
+def end_of(model: str) -> int:
+    """The token that ends the model's responses."""
+    end = json.loads((Path(model) / "config.json").read_text())["eos_token_id"]
+    return int(end)
 
 
 def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
