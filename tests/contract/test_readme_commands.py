@@ -182,7 +182,7 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
         (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
         (f"RHYME=full +{TREE}.sorting.mode=partial", "sorting.mode has ended: set max_staleness"),
         ("RHYME=off MODE=separate_async", "our relay, which RHYME=off has not"),
-        ("MODEL=nope", "MODEL=nope is neither qwen2, llama nor a model folder"),
+        ("MODEL=nope", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use one of sync colocate_async separate_async"),
         ("ENGINE=foo", "ENGINE=foo is unknown; use one of fsdp megatron"),
         ("EPOCHS=0", "EPOCHS=0 is below 1"),

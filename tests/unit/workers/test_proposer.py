@@ -321,7 +321,8 @@ def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait, copied):
     prompt, response = [1, 2, 3], np.random.default_rng(0).permutation(VOCABULARY - 4)[:30] + 4
-    recorded = [Trajectory(prompt_key(prompt), response.astype(np.int32), 1.0, 0, 0, 0)]
+    said = np.concatenate([prompt, response]).astype(np.int32)  # so that a first token has a context
+    recorded = [Trajectory(prompt_key(prompt), said, 1.0, 0, 0, 0)]
     if copied:  # from another node
         Copies(tmp_path / "h.copies", 1 << 22).put(recorded[0].key, PromptHistory.build(recorded).encode(), 5)
     else:
