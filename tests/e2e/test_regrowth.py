@@ -49,7 +49,7 @@ def test_the_same_again_is_reverified(engine, stock):
     for count in take_counts(engine, "again", 8):
         # One of nine tokens is the target's own: a draft has eight at most.
         assert count["verify_steps"] <= 100 / 9 + 3
-        assert count["reverified"] > 64, "of 88; a window or two may come from a source that promises more"
+        assert count["reverified"] > 72, "of 88, in windows of 8: one window may come from a source that promises more"
     assert generate(engine, prompts, [[]] * 8, "drafted", **greedy) == texts
     assert all(count["reverified"] == 0 for count in take_counts(engine, "drafted", 8))
     halves = [text[:50] for text in texts]

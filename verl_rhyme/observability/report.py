@@ -178,8 +178,8 @@ def _little(arm: Mapping[str, Any]) -> str | None:
     last = arm["epochs"][-1] if arm["epochs"] else {}
     if (share := last.get("accepted_share")) is None:
         return None
-    told = metrics.little_from_drafts(share, 1.0, last["entropy"])
-    return None if told is None else f"in its last epoch {told}; what to expect of which entropy: docs/benchmarks.md"
+    line = metrics.little_from_drafts(share, 1.0, last["entropy"])
+    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/benchmarks.md"
 
 
 def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
