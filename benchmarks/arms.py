@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,6 +185,26 @@ class Hindsight(NoDrafts):
         self._texts.clear()
 
 
+class Oracle(NoDrafts):
+    """A ceiling: drafts the recorded tokens up to the first one of which it does not know that it comes.
+
+    Args:
+        known: bool[n] by response: the tokens that it knows.
+    """
+
+    def __init__(self, known: Mapping[str, np.ndarray]) -> None:
+        self._known = known
+
+    def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
+        drafts = []
+        for response, length, limit in zip(responses, done.lengths, done.limits, strict=True):
+            at = length - len(response.prompt)
+            known = self._known[response.id][at : at + limit]
+            n = len(known) if known.all() else int(np.argmin(known))
+            drafts.append(response.tokens[at : at + n].tolist())
+        return drafts
+
+
 @njit(cache=True)
 def _longest_copy(text, context, future, limit):
     most = 0
@@ -200,6 +220,11 @@ def _longest_copy(text, context, future, limit):
     return most
 
 
+def adaptive(floor: float, epochs: int = 4) -> Rhyme:
+    """Ours, which drafts what is accepted with a probability of ``floor`` at least, whatever verifying costs."""
+    return Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0), epochs)
+
+
 #: Arms by name; every call makes a fresh one.
 ARMS: dict[str, Callable[[], Arm]] = {
     "none": NoDrafts,
@@ -207,15 +232,8 @@ ARMS: dict[str, Callable[[], Arm]] = {
     **{f"arctic factor {factor}": (lambda factor=factor: Arctic(factor)) for factor in (1, 2, 4)},
     "released HistoSpec": released,
     "paper HistoSpec": lambda: Rhyme(DraftingConfig(policy="paper")),
-    **{
-        f"adaptive floor {floor}": (
-            lambda floor=floor: Rhyme(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0))
-        )
-        for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)
-    },
-    "adaptive floor 0.1, 8 epochs": lambda: Rhyme(
-        DraftingConfig(floor=0.1, weigh_cost=False, tail_weight=1.0), epochs=8
-    ),
+    **{f"adaptive floor {floor}": (lambda floor=floor: adaptive(floor)) for floor in (0.6, 0.4, 0.2, 0.1, 0.05, 0.02)},
+    "adaptive floor 0.1, 8 epochs": lambda: adaptive(0.1, epochs=8),
     "hindsight, match of 4": Hindsight,
     "hindsight, match of 1": lambda: Hindsight(least=1),
 }

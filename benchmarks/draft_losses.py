@@ -1,20 +1,20 @@
 """Where drafts end, and why: what is lost between the adaptive drafter's accepted tokens and what could be had.
 
-    python -m benchmarks.draft_losses [--policy DIR --temperature T] [--json] TRACE.parquet ...
+    python -m benchmarks.draft_losses [--policy DIR --temperature T] [--json] [--quick] TRACE.parquet ...
 
 Every verify step ends with a token that no draft gave. Of that token it is asked, in this order:
 
-limit           the draft was as long as it may be, and all of it right
-below floor     it was planned, and estimated below ``drafting.floor``
-random          it is not the policy's likeliest one: no drafter that does not know the noise drafts it
-another drafted it is the likeliest one, and a source knows it: another token was drafted or planned
-unknown         it is the likeliest one, and no source knows it
+draft full          the draft was as long as it may be, and all of it right
+below floor         it was planned, and estimated below ``drafting.floor``
+not the likeliest   the policy drew another token than its likeliest one
+wrong candidate     it is the likeliest one, and a source knows it: another token was drafted or planned
+in no source        it is the likeliest one, and no source knows it
 
 A source knows a token that followed the same two tokens in the prompt's history, in the group's live texts or in the
 request's own text, or the same three in any response. The likeliest token needs the policy: ``--policy``, its folder,
-of a trace whose policy was not trained; without it "random" is part of the two after it. The ceilings are tokens a
-verify step of drafters that always draft the likeliest token, that draft every token which a source knows, and of the
-best copy in hindsight.
+of a trace whose policy was not trained; without it "not the likeliest" is part of the two after it. The ceilings are
+acceptance lengths of drafters that always draft the likeliest token, and that draft every token which a source knows;
+that of the best copy in hindsight is an arm of :mod:`benchmarks.draft_quality`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ import numpy as np
 import typer
 
 from benchmarks import traces
-from benchmarks.arms import Hindsight, Rhyme
+from benchmarks.arms import Oracle, Rhyme
 from benchmarks.machine import commit
 from benchmarks.replay import Tally, replay
 from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.policy import DecodeStep
 
-REASONS = ("limit", "below floor", "random", "another drafted", "unknown")
+REASONS = ("draft full", "below floor", "not the likeliest", "wrong candidate", "in no source")
+FLOOR = 0.1
 #: Of :func:`benchmarks.replay.replay`.
 LONGEST = 32
 _BATCH = 16
@@ -51,12 +52,11 @@ class Known:
 
     def add(self, key: bytes, text: np.ndarray, first: int, last: int, prompt: int) -> None:
         """Take in ``text[first:last]``, of which ``prompt`` tokens are the prompt."""
-        tokens = text[max(0, first - 3) : last].tolist()
-        for i in range(first - max(0, first - 3), len(tokens)):
-            if i >= 2:
-                self._group[key, tokens[i - 2], tokens[i - 1]].add(tokens[i])
-            if i >= 3 and max(0, first - 3) + i >= prompt:
-                self._all[tokens[i - 3], tokens[i - 2], tokens[i - 1]].add(tokens[i])
+        for i in range(max(first, 2), last):
+            a, b, token = text[i - 2 : i + 1].tolist()
+            self._group[key, a, b].add(token)
+            if i >= max(3, prompt):
+                self._all[int(text[i - 3]), a, b].add(token)
 
     def has(self, key: bytes, before: np.ndarray, token: int) -> bool:
         """Whether ``token`` has followed the last tokens of ``before``."""
@@ -65,13 +65,22 @@ class Known:
 
 
 class Watched(Rhyme):
-    """The adaptive drafter, asked at every step why its draft ends where it does."""
+    """The adaptive drafter, asked at every step why its draft ends where it does.
 
-    def __init__(self, floor: float, likeliest: dict[str, np.ndarray] | None) -> None:
-        super().__init__(DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0))
-        self._likeliest, self._known, self._length = likeliest, Known(), dict[str, int]()
-        self.reasons: Counter[tuple[int, str]] = Counter()  # by epoch
-        self.oracle: Counter[tuple[int, bool]] = Counter()  # tokens by epoch, and whether a source knew them
+    Attributes:
+        reasons: Verify steps by epoch and reason.
+        known: bool[n] by response: the tokens that a source knew.
+    """
+
+    def __init__(self, likeliest: dict[str, np.ndarray] | None) -> None:
+        super().__init__(DraftingConfig(floor=FLOOR, weigh_cost=False, tail_weight=1.0))
+        self._likeliest, self._sources, self._length = likeliest, Known(), dict[str, int]()
+        self.reasons: Counter[tuple[int, str]] = Counter()
+        self.known: dict[str, np.ndarray] = {}
+
+    def start(self, response: Response) -> None:
+        super().start(response)
+        self.known[response.id] = np.zeros(len(response.tokens), dtype=bool)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
         for response, row, length in zip(responses, done.rows, done.lengths, strict=True):
@@ -87,22 +96,27 @@ class Watched(Rhyme):
                 self.reasons[response.epoch, self._reason(response, text, draft, right, int(future[right]))] += 1
         return drafts
 
+    def finish(self, response: Response) -> None:
+        text = np.concatenate([response.prompt, response.tokens])
+        self._take_in(response, text, len(text))
+        super().finish(response)
+
     def _take_in(self, response: Response, text: np.ndarray, length: int) -> None:
         prompt, first = len(response.prompt), self._length.get(response.id, 0)
         for end in range(max(first, prompt + 1), length):
-            self.oracle[response.epoch, self._known.has(response.key, text[:end], int(text[end]))] += 1
-        self._known.add(response.key, text, first, length, prompt)
+            self.known[response.id][end - prompt] = self._sources.has(response.key, text[:end], int(text[end]))
+        self._sources.add(response.key, text, first, length, prompt)
         self._length[response.id] = length
 
     def _reason(self, response: Response, text: np.ndarray, draft: list[int], right: int, token: int) -> str:
         if right == LONGEST:
-            return "limit"
+            return "draft full"
         slots, slot = self.policy._slots, self.policy._requests[response.id].slot
         if right == len(draft) and slots.planned[slot] > right and slots.draft[slot, right] == token:
             return "below floor"
         if self._likeliest is not None and self._likeliest[response.id][len(text) - len(response.prompt)] != token:
-            return "random"
-        return "another drafted" if self._known.has(response.key, text, token) else "unknown"
+            return "not the likeliest"
+        return "wrong candidate" if self._sources.has(response.key, text, token) else "in no source"
 
 
 def likeliest(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) -> dict[str, np.ndarray]:
@@ -118,61 +132,43 @@ def likeliest(steps: Sequence[Sequence[Response]], folder: Path, temperature: fl
     found: dict[str, np.ndarray] = {}
     responses = sorted((r for step in steps for r in step), key=lambda r: len(r.prompt) + len(r.tokens))
     for begin in range(0, len(responses), _BATCH):
-        lot = responses[begin : begin + _BATCH]
-        texts = [torch.from_numpy(np.concatenate([r.prompt, r.tokens]).astype(np.int64)) for r in lot]
+        batch = responses[begin : begin + _BATCH]
+        texts = [torch.from_numpy(np.concatenate([r.prompt, r.tokens]).astype(np.int64)) for r in batch]
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
         with torch.inference_mode():
             hidden = model.model(ids, attention_mask=mask).last_hidden_state
-            for i, r in enumerate(lot):
+            for i, r in enumerate(batch):
                 first = len(r.prompt) - 1
                 logits = model.lm_head(hidden[i, first : first + len(r.tokens)]) / temperature
                 tokens = texts[i][len(r.prompt) :, None]
-                apart = (logits.log_softmax(-1).gather(1, tokens)[:, 0] - torch.from_numpy(r.logprobs)).abs().max()
-                if float(apart) > 0.05:
+                logprobs = logits.log_softmax(-1).gather(1, tokens)[:, 0]
+                if float((logprobs - torch.from_numpy(r.logprobs)).abs().max()) > 0.05:
                     raise SystemExit(f"{folder} at temperature {temperature} is not the policy of this trace")
                 found[r.id] = logits.argmax(-1).numpy()
     return found
 
 
-def without(steps: Sequence[Sequence[Response]], right: dict[str, np.ndarray]) -> dict[int, tuple[int, int]]:
-    """Tokens and verify steps, by epoch, of a drafter that is right just at these positions."""
-    found: dict[int, tuple[int, int]] = {}
-    for step in steps:
-        for r in step:
-            tokens = verify = at = 0
-            hits, at = right[r.id], 1  # prefill gives the first
-            while at < len(hits):
-                ahead = hits[at : at + LONGEST]
-                run = len(ahead) if ahead.all() else int(np.argmin(ahead))
-                emitted = min(run + 1, len(hits) - at)
-                tokens, verify, at = tokens + emitted, verify + 1, at + emitted
-            before = found.get(r.epoch, (0, 0))
-            found[r.epoch] = before[0] + tokens, before[1] + verify
-    return found
-
-
-def rows(path: Path, floor: float, policy: Path | None, temperature: float) -> list[dict[str, Any]]:
+def rows(
+    trace: str, steps: Sequence[Sequence[Response]], policy: Path | None, temperature: float
+) -> list[dict[str, Any]]:
     """One for the first epoch, one for the later ones."""
-    steps = traces.load(path)
     best = None if policy is None else likeliest(steps, policy, temperature)
-    arm = Watched(floor, best)
-    tallies, copies = replay(steps, arm), replay(steps, Hindsight(least=1))
-    ceiling = None
+    arm = Watched(best)
+    tallies = replay(steps, arm)
+    ceilings = {"known": arm.known}
     if best is not None:
-        ceiling = without(steps, {r.id: best[r.id] == r.tokens for step in steps for r in step})
+        ceilings["likeliest"] = {r.id: best[r.id] == r.tokens for step in steps for r in step}
+    replayed = {name: replay(steps, Oracle(known)) for name, known in ceilings.items()}
     found = []
     for name, epochs in (("first", [0]), ("later", [e for e in tallies if e])):
         ended = {why: sum(arm.reasons[e, why] for e in epochs) for why in REASONS}
-        known, unknown = (sum(arm.oracle[e, had] for e in epochs) for had in (True, False))
-        row: dict[str, Any] = {"trace": path.stem, "epochs": name, "floor": floor}
+        if best is None:
+            del ended["not the likeliest"]
+        row: dict[str, Any] = {"trace": trace, "epochs": name}
         row["tokens_per_step"] = _ratio([tallies[e] for e in epochs])
         row |= {why: round(count / max(1, sum(ended.values())), 3) for why, count in ended.items()}
-        row["ceiling_known"] = round((known + unknown) / max(1, unknown), 2)
-        row["ceiling_copy"] = _ratio([copies[e] for e in epochs])
-        if ceiling is not None:
-            tokens, verify = (sum(ceiling[e][i] for e in epochs) for i in (0, 1))
-            row["ceiling_likeliest"] = round(tokens / verify, 2)
+        row |= {f"ceiling_{of}": _ratio([there[e] for e in epochs]) for of, there in replayed.items()}
         found.append(row)
     return found
 
@@ -185,12 +181,13 @@ def main(
     files: list[Path],
     policy: Annotated[Path | None, typer.Option(help="folder of the policy, where it was not trained")] = None,
     temperature: Annotated[float, typer.Option(help="of the trace")] = 1.0,
-    floor: Annotated[float, typer.Option(help="drafting.floor")] = 0.1,
+    quick: Annotated[bool, typer.Option(help="the first two steps")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
 ) -> None:
     """Replay traces and print why drafts end, as shares of the verify steps, and the ceilings."""
     for path in files:
-        for row in rows(path, floor, policy, temperature):
+        steps = traces.load(path)
+        for row in rows(path.stem, steps[:2] if quick else steps, policy, temperature):
             print(json.dumps({"benchmark": "draft_losses", **row, "commit": commit()}) if as_json else row, flush=True)
 
 

@@ -24,44 +24,57 @@ ARMS = {
     "paper HistoSpec": ("HistoSpec as in the paper", "tab:green"),
     "ngram": ("ngram (vLLM)", "tab:gray"),
 }
-#: Traces of this model are drawn as squares and joined.
-REAL = "smollm2"
+#: Marks of the pretrained model's traces, by the start of their names; those of one kind are joined.
+MARKS = {"smollm2-worked": "s-", "smollm2-free": "D-", "smollm2-trained": "^"}
+TINY = "o"
 
 
-def entropy(trace: str) -> float:
-    """Nats a token: minus the mean log-prob of what was sampled."""
+def entropies(trace: str) -> dict[str, float]:
+    """Nats per token of the first epoch and of the later ones: minus the mean log-prob of what was sampled."""
     steps = traces.load(traces.FOLDER / f"{trace}.parquet")
-    return -float(np.mean(np.concatenate([r.logprobs for step in steps for r in step])))
+    parts = {"first": [s for s in steps if s[0].epoch == 0], "later": [s for s in steps if s[0].epoch > 0]}
+    return {
+        name: -float(np.mean(np.concatenate([r.logprobs for step in part for r in step])))
+        for name, part in parts.items()
+    }
+
+
+def kind(trace: str) -> str:
+    """Traces of a kind are drawn alike."""
+    return next((start for start in MARKS if trace.startswith(start)), "")
 
 
 def main(out: Path) -> None:
     """Write the picture."""
     rows = [json.loads(line) for line in (RESULTS / "draft_quality.jsonl").read_text().splitlines()]
     losses = [json.loads(line) for line in (RESULTS / "draft_losses.jsonl").read_text().splitlines()]
-    at = {name: entropy(name) for name in sorted({row["trace"] for row in rows})}
+    at = {name: entropies(name) for name in sorted({row["trace"] for row in rows})}
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     for axis, epochs in zip(axes, ("first", "later"), strict=True):
         for arm, (label, colour) in ARMS.items():
             mine = {r["trace"]: r["tokens_per_step"] for r in rows if r["arm"] == arm and r["epochs"] == epochs}
-            for real, mark in ((True, "s"), (False, "o")):
-                points = sorted((at[name], y) for name, y in mine.items() if name.startswith(REAL) == real)
-                line = "-" if real else ""
-                axis.plot(*zip(*points, strict=True), mark + line, color=colour, label=label if real else None)
+            for one in ("", *MARKS):
+                points = sorted((at[name][epochs], y) for name, y in mine.items() if kind(name) == one)
+                mark = MARKS.get(one, TINY)
+                axis.plot(*zip(*points, strict=True), mark, color=colour, label="" if one else label)
         best = sorted(
-            (at[row["trace"]], row["ceiling_likeliest"])
+            (at[row["trace"]][epochs], row["ceiling_likeliest"])
             for row in losses
             if row["epochs"] == epochs and "ceiling_likeliest" in row
         )
-        axis.plot(*zip(*best, strict=True), "k--", label="the policy's likeliest token, always")
+        axis.plot(*zip(*best, strict=True), "kx", label="always the policy's likeliest token")
         axis.set_title("first epoch" if epochs == "first" else "later epochs")
-        axis.set_xlabel("entropy of the policy (nats a token)")
+        axis.set_xlabel("entropy of the policy (nats per token)")
         axis.set_xscale("log")
         axis.set_xticks(ticks := (0.1, 0.2, 0.3, 0.5, 1.0, 2.0), [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("tokens a decoding step (1: no drafts)")
+    axes[0].set_ylabel("acceptance length (tokens per decoding step)")
     axes[0].legend(fontsize=8)
-    figure.suptitle("squares: SmolLM2-135M, real text; circles: puzzles, routes and sums of tiny models", fontsize=9)
+    figure.suptitle(
+        "SmolLM2-135M, with few-shot examples (squares), without (diamonds), trained (triangle); tiny models (circles)",
+        fontsize=9,
+    )
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 

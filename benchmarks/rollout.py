@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,10 @@ class Cell:
     """What all arms do in a round.
 
     Attributes:
+        concurrency: Requests at a time; no more than there are to measure.
         history: Responses of earlier epochs, and of this one's steps before the warm-up.
         warm_up, measured: Responses to generate.
+        end: The token that ends them, but for those that were cut off.
     """
 
     trace: str
@@ -78,14 +81,25 @@ class Cell:
     history: list[Response]
     warm_up: list[Response]
     measured: list[Response]
+    end: int
 
 
 def cell(name: str, epoch: int, concurrency: int, steps: Sequence[Sequence[Response]], most: int = 128) -> Cell:
-    """The second step of an epoch after its first; of one request at a time, as much of them as takes seconds."""
+    """The second step of an epoch after its first, as much of them as takes seconds.
+
+    An epoch of one step is measured without the first eighth of its responses, which are the warm-up.
+    """
     first = next(i for i, step in enumerate(steps) if step[0].epoch == epoch)
     history = [r for step in steps[:first] for r in step]
     part = min(most, max(8, 4 * concurrency))
-    return Cell(name, epoch, concurrency, history, list(steps[first][-part:]), list(steps[first + 1][:part]))
+    if first + 1 < len(steps) and steps[first + 1][0].epoch == epoch:
+        warm_up, measured = steps[first], steps[first + 1]
+    else:
+        begin = max(1, len(steps[first]) // 8)
+        warm_up, measured = steps[first][:begin], steps[first][begin:]
+    warm_up, measured = list(warm_up[-part:]), list(measured[:part])
+    end, _ = Counter(int(r.tokens[-1]) for step in steps for r in step).most_common(1)[0]
+    return Cell(name, epoch, min(concurrency, len(measured)), history, warm_up, measured, end)
 
 
 def write_history(folder: Path, responses: Sequence[Response]) -> None:
@@ -110,7 +124,7 @@ class Engine:
         from vllm import LLM
 
         speculative, more = settings_of(arm, folder)
-        self.arm, self._end = arm, end_of(model)
+        self.arm = arm
         chosen = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -136,7 +150,7 @@ class Engine:
     def schedule(self, emissions: list[list[int]] | None) -> None:
         self._llm.collective_rpc("schedule", args=(emissions,))
 
-    def run(self, responses: Sequence[Response], first: int, concurrency: int) -> float:
+    def run(self, cell: Cell, responses: Sequence[Response], first: int) -> float:
         """Generate; seconds it took. ``first`` is the number of the first response among the cell's paths."""
         from vllm import SamplingParams
 
@@ -147,12 +161,12 @@ class Engine:
         tokens = 0
         started = time.perf_counter()
         while waiting or running:
-            while waiting and running < concurrency:
+            while waiting and running < cell.concurrency:
                 number, response = waiting.pop()
                 params = SamplingParams(
                     temperature=1.0,
                     max_tokens=longest,
-                    stop_token_ids=[self._end],
+                    stop_token_ids=[cell.end],
                     detokenize=False,
                     logprobs=0,
                     extra_args={"path": number, "rhyme": {"key": response.key.hex(), "sample": response.sample}},
@@ -172,12 +186,6 @@ class Engine:
 
     def count(self) -> dict[str, Any]:
         return self._llm.collective_rpc("count")[0]
-
-
-def end_of(model: str) -> int:
-    """The token that ends the model's responses."""
-    end = json.loads((Path(model) / "config.json").read_text())["eos_token_id"]
-    return int(end)
 
 
 def settings_of(arm: str, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -226,9 +234,9 @@ def once(cell: Cell, engine: Engine, folder: str, schedule: list[list[int]] | No
     engine.begin(cell, folder)
     if engine.arm == ORACLE:
         engine.schedule(schedule)
-    engine.run(cell.warm_up, 0, cell.concurrency)
+    engine.run(cell, cell.warm_up, 0)
     engine.count()
-    seconds = engine.run(cell.measured, len(cell.warm_up), cell.concurrency)
+    seconds = engine.run(cell, cell.measured, len(cell.warm_up))
     counts = engine.count()
     return {**counts, "seconds": seconds, "tokens": sum(len(r.tokens) for r in cell.measured)}
 

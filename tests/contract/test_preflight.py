@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 @pytest.mark.xdist_group("forks")
 def test_the_config_is_what_verls_main_resolves(arguments, monkeypatch, tmp_path, forks):
-    variables = {name: str(tmp_path / name) for name in ("DATA", "MODEL", "TINY_WORLD", "WORLD", "RUN_DIR")}
+    variables = {name: str(tmp_path / name) for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR")}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = forks.main_ppo(*arguments, "--cfg", "job", "--resolve", cwd=tmp_path, env=variables)

@@ -349,7 +349,7 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
 def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
     """It composes, the preflight finds nothing that would stop it, and its sizes are those of the tables."""
     separate, ours = mode == "separate_async", rhyme in PIPELINES
-    for name in ("DATA", "MODEL", "TINY_WORLD", "WORLD", "RUN_DIR"):
+    for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR"):
         monkeypatch.setenv(name, str(MODEL) if name == "MODEL" else name.lower())
     engine = ENGINES[(separate + list(PRESETS).index(rhyme)) % 2]
     # TP is 8 of a real model's heads

@@ -69,13 +69,15 @@ def test_trains_drafts_and_reports(trained):
         *("useful_tokens_per_s", "bubble_ratio", "staleness_mean", "staleness_max"),
         *("bubble_ratio_sampled", "bubble_ratio_sampled_unknown"),
         *("discarded_tokens", "reverified_tokens", "waiting_max", "migrated", "length_rank_correlation"),
-        *("similarity", "similarity_by_chance"),
+        *("similarity", "similarity_by_chance", "accepted_share", "entropy"),
     }
     assert first["partial"] == second["partial"] == []
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1
     assert 0 < second["accept_rate"] <= 1
+    assert 0 < second["accepted_share"] < 1
+    assert second["entropy"] > 0
     assert first["similarity"] is None
     assert 0 <= second["similarity_by_chance"] < second["similarity"] <= 1
     assert second["staleness_max"] == 0
@@ -146,6 +148,10 @@ def test_metrics_carry_verls_names_and_ours(trained):
     ):
         assert name in metrics
     assert metrics["rollout/history/errors"] == 0
+    both = [(m["rollout/entropy"], m["actor/entropy"]) for _, m in steps_of(trained[0]) if "rollout/entropy" in m]
+    assert len(both) >= len(steps_of(trained[0])) / 2, "recording never lags by many steps here"
+    sampled, exact = map(np.mean, zip(*both, strict=True))
+    assert sampled == pytest.approx(exact, rel=0.2)
     # What vLLM returned against the actor's own recomputation, over the whole step.
     assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert metrics["training/rollout_probs_diff_max"] < 0.02

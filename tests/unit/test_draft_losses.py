@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import draft_losses, traces
+from benchmarks.arms import Oracle
 from benchmarks.replay import replay
 from benchmarks.traces import Response
 
@@ -27,25 +28,31 @@ def test_known_is_what_followed_the_last_two_in_the_group_or_the_last_three_anyw
     assert not known.has(KEY, np.array([0, 6, 7]), 9)
 
 
-def test_a_drafter_that_is_right_at_these_positions():
+def test_an_oracle_drafts_up_to_what_it_does_not_know():
     steps = [[response(0, range(10))]]
-    right = np.ones(10, dtype=bool)
-    assert draft_losses.without(steps, {"0": right}) == {0: (9, 1)}
-    right[[4, 5]] = False
-    assert draft_losses.without(steps, {"0": right}) == {0: (9, 3)}  # 1 to 4, 5, 6 to 9
+    known = np.ones(10, dtype=bool)
+    all_known = replay(steps, Oracle({"0": known}))[0]
+    assert (all_known.emitted, all_known.steps) == (9, 1)
+    known[[4, 5]] = False
+    two_missing = replay(steps, Oracle({"0": known}))[0]
+    assert (two_missing.emitted, two_missing.steps) == (9, 3)  # 1 to 4, 5, 6 to 9
+    assert two_missing.accepted == two_missing.drafted
 
 
 @pytest.mark.parametrize("likeliest", [False, True])
 def test_every_step_ends_for_one_reason(likeliest):
     steps = traces.load(traces.FOLDER / "smollm2-worked-t08.parquet")[:2]
     best = {r.id: r.tokens for step in steps for r in step} if likeliest else None
-    arm = draft_losses.Watched(0.1, best)
+    arm = draft_losses.Watched(best)
     tallies = replay(steps, arm)
     for epoch, tally in tallies.items():
         ended = {why: arm.reasons[epoch, why] for why in draft_losses.REASONS}
         tokens = sum(len(r.tokens) - 1 for r in steps[epoch])
         assert tally.emitted == tokens == tally.accepted + sum(ended.values())
-        assert ended["random"] == 0, "what was sampled is the likeliest here, or nothing is known of it"
-        assert min(ended["below floor"], ended["another drafted"], ended["unknown"]) > 0
-        assert sum(arm.oracle[epoch, known] for known in (False, True)) <= tokens
-    assert arm.reasons[1, "unknown"] < 0.7 * arm.reasons[0, "unknown"], "the history knows more"
+        assert ended["not the likeliest"] == 0, "what was sampled is the likeliest here, or nothing is known of it"
+        assert min(ended["below floor"], ended["wrong candidate"], ended["in no source"]) > 0
+    shares = [np.concatenate([arm.known[r.id][1:] for r in step]).mean() for step in steps]
+    assert shares[0] < shares[1] < 1, "the history knows more"
+    assert arm.reasons[1, "in no source"] < 0.7 * arm.reasons[0, "in no source"]
+    ends = [arm.known[r.id][-1] for r in steps[1]]
+    assert np.mean(ends) > 0.9, "responses end as others of their group did"

@@ -14,7 +14,7 @@ class LiveArrays(NamedTuple):
     """See :class:`verl_rhyme.drafting.live_texts.LiveTexts`. A position is ``block * BLOCK + offset``."""
 
     text: np.ndarray  # int32[blocks * BLOCK]
-    link_group: np.ndarray  # int32[blocks * BLOCK], the position before with the same n-gram in the same group, or -1
+    link_group: np.ndarray  # int32[blocks * BLOCK], the position before with the same token in the same group, or -1
     head_group: np.ndarray  # int32[2**k], the latest position by hash
     counts: np.ndarray  # int64[2**k], context's mark (23 bits), count (8) and next token (32), by buckets of WAYS
     fill: np.ndarray  # int32[blocks], tokens in it

@@ -66,8 +66,8 @@ SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
 SPEC_ALARM = "rollout/spec/alarm"
-ENTROPY = "rollout/entropy"  # nats a token: minus the mean log-prob of what was sampled
-VERL_ENTROPY = "actor/entropy"
+ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of what was sampled
+VERL_ENTROPY = "actor/entropy"  # as loss_agg_mode has it: by the token with token-mean, verl's default
 HISTORY = "rollout/history"  # what the store says of itself stands below it
 HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
@@ -270,14 +270,8 @@ def response_tokens(metrics: Mapping[str, Any]) -> float | None:
     return finite(metrics, TRAINED_TOKENS)
 
 
-def entropy(metrics: Mapping[str, Any]) -> float | None:
-    """Of the policy, nats a token at the rollout's temperature; verl's own figure where nothing was recorded."""
-    recorded = finite(metrics, ENTROPY)
-    return finite(metrics, VERL_ENTROPY) if recorded is None else recorded
-
-
 def little_from_drafts(accepted: float | None, tokens: float | None, nats: float | None) -> str | None:
-    """What to say of drafts that give next to no tokens; ``None`` of others, and where nothing is known of them.
+    """What to say of drafts from history that give next to no tokens; ``None`` of others, and of what is not known.
 
     Args:
         accepted: Draft tokens that were accepted.
@@ -286,7 +280,7 @@ def little_from_drafts(accepted: float | None, tokens: float | None, nats: float
     """
     if accepted is None or not tokens or accepted >= LITTLE * tokens:
         return None
-    at = "" if nats is None else f" at an entropy of {nats:.2f} nats a token"
+    at = "" if nats is None else f" at an entropy of {nats:.2f} nats per token"
     return f"drafts gave {accepted / tokens:.0%} of the tokens{at}"
 
 

@@ -82,8 +82,9 @@ def _drafting(data: Mapping[str, Any], value: Any) -> list[str]:
             parts.append(f"{rate:.0%} accepted")
     if (hits := value(metrics.HISTORY_HIT_RATE)) is not None:
         parts.append(f"{hits:.0%} with history")
-    little = metrics.little_from_drafts(accepted, metrics.response_tokens(data), metrics.entropy(data))
-    parts += [] if little is None else [little]
+    if drafted and hits:
+        little = metrics.little_from_drafts(accepted, metrics.response_tokens(data), value(metrics.ENTROPY))
+        parts += [] if little is None else [little]
     return [", ".join(parts)] if parts else []
 
 

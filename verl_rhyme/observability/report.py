@@ -176,10 +176,10 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
 def _little(arm: Mapping[str, Any]) -> str | None:
     """Of an arm whose drafts give next to nothing in its last epoch: that, and what to do."""
     last = arm["epochs"][-1] if arm["epochs"] else {}
-    if (share := last.get("accepted_share")) is None:
+    if (share := last.get("accepted_share")) is None or not last["history_hit_rate"]:
         return None
     line = metrics.little_from_drafts(share, 1.0, last["entropy"])
-    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/benchmarks.md"
+    return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/real_model.md"
 
 
 def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:

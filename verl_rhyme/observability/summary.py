@@ -214,6 +214,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sum(metrics.finite(row, name) or 0.0 for row in rows)
         for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
     )
+    counted = _known(rows, metrics.SPEC_ACCEPTED) == len(rows)
     if verified:
         length: float | None = 1.0 + accepted / verified
     else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
@@ -244,8 +245,8 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens": None if total is None else int(total),
         "accept_length": length,
         "accept_rate": rate,
-        "accepted_share": accepted / total if drafted and total else None,
-        "entropy": _mean(rows, metrics.ENTROPY, metrics.VERL_ENTROPY, weight=metrics.TRAINED_TOKENS),
+        "accepted_share": accepted / total if drafted and total and counted else None,
+        "entropy": _mean(rows, metrics.ENTROPY, weight=metrics.TRAINED_TOKENS),
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # never without it

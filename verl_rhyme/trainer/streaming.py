@@ -47,8 +47,6 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
-#: A metric of old log-probabilities: a mean as ``loss_agg_mode`` has it; the others there are means over tokens.
-ENTROPY = "actor/entropy"
 #: ``policy_loss.loss_mode`` that are sums over tokens, divided as ``loss_agg_mode`` says. Others: ``sapo`` and
 #: ``geo_mean`` divide by sequences, whatever it says; ``clip_cov`` and ``kl_cov`` rank the tokens of a micro-batch.
 STREAMED_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo")
@@ -197,8 +195,9 @@ class Streaming:
                 batch.extra_info[PART] = True
                 trainer._update_actor(batch, metrics={})
                 del batch.extra_info[PART]
-        if actor.loss_agg_mode != BY_TOKENS and ENTROPY in of_tokens:
-            metrics[ENTROPY] = of_tokens.pop(ENTROPY)
+        # Of old log-probabilities' metrics one is a mean as loss_agg_mode has it, the others are means over tokens.
+        if actor.loss_agg_mode != BY_TOKENS and names.VERL_ENTROPY in of_tokens:
+            metrics[names.VERL_ENTROPY] = of_tokens.pop(names.VERL_ENTROPY)
         self._metrics.add_step_metrics(metrics, sample_count=len(rows))
         self._metrics.add_step_metrics(of_tokens, sample_count=sum(tag["response_len"] for tag in tags))
         self._done |= set(keys)

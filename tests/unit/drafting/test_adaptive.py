@@ -111,6 +111,24 @@ def test_learns_from_its_own_text():
     assert len(engine.follow("a", period * 6)) < 90
 
 
+def test_of_the_groups_matches_the_longest_count_not_the_latest():
+    engine = Engine(make())
+    phrase, common = list(range(10, 20)), 7
+    later = [token for i in range(20) for token in (200 + i, common, 300 + i)]
+    engine.start("first", [1, 2])
+    engine.step({"first": [*phrase, common, 100, *later]})
+    engine.start("second", [1, 2])
+    engine.step({"second": [*phrase, common]})
+    drafter = engine.drafter
+    slot, scratch = drafter._requests["second"].slot, drafter._scratch[0]
+    scratch.context[: len(phrase) + 1] = [*phrase, common]
+    n = kernels._occurrences(drafter._live.arrays, drafter._slots, scratch, slot, len(phrase) + 1, -1)
+    assert n == kernels.MAX_GROUP
+    followed = [int(drafter._live.arrays.text[position + 1]) for position in scratch.position[:n]]
+    assert scratch.match[followed.index(100)] == len(phrase) + 1
+    assert sorted(scratch.match[:n])[:-1] == [1] * (n - 1)
+
+
 def test_stops_drafting_what_is_never_accepted():
     rng = np.random.default_rng(2)
     engine = Engine(make({KEY: history(*rng.integers(0, 4, (4, 200)))}))

@@ -251,6 +251,15 @@ def test_an_answer_and_what_stays_shared_are_bounded(sharing, monkeypatch):
     assert [int(PromptHistory.decode(found[key]).response(0)[0]) for key in keys] == list(range(8))
 
 
+def test_nats_are_counted_of_the_responses_whose_log_probs_are_known(sharing):
+    text = np.arange(3, dtype=np.int32)
+    known = np.array([-0.5, -1.5, 0.0], np.float32)
+    group = [Trajectory(KEY, text, 1.0, 0, 0, 0, known), Trajectory(KEY, text, 1.0, 0, 0, 1, None)]
+    other = [Trajectory(b"o" * 16, text, 1.0, 0, 0, 0, 2 * known)]
+    counts = sharing.record([group, other], 1)
+    assert (counts["sampled"], counts["nats"]) == (6, 6.0)
+
+
 def test_values_are_read_while_a_step_is_recorded(sharing, monkeypatch):
     """Other nodes' engines would wait for it: minutes, where responses are long."""
     record(sharing, 3)
