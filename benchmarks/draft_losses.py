@@ -83,8 +83,8 @@ class Watched(Rhyme):
         self.known[response.id] = np.zeros(len(response.tokens), dtype=bool)
 
     def step(self, responses: Sequence[Response], done: DecodeStep) -> list[list[int]]:
-        for response, row, length in zip(responses, done.rows, done.lengths, strict=True):
-            self._take_in(response, done.tokens[row], int(length))
+        rows = zip(responses, done.rows, done.lengths, strict=True)
+        self._take_in([(response, done.tokens[row], int(length)) for response, row, length in rows])
         drafts = super().step(responses, done)
         for response, row, length, draft in zip(responses, done.rows, done.lengths, drafts, strict=True):
             future = response.tokens[length - len(response.prompt) :]
@@ -98,15 +98,17 @@ class Watched(Rhyme):
 
     def finish(self, response: Response) -> None:
         text = np.concatenate([response.prompt, response.tokens])
-        self._take_in(response, text, len(text))
+        self._take_in([(response, text, len(text))])
         super().finish(response)
 
-    def _take_in(self, response: Response, text: np.ndarray, length: int) -> None:
-        prompt, first = len(response.prompt), self._length.get(response.id, 0)
-        for end in range(max(first, prompt + 1), length):
-            self.known[response.id][end - prompt] = self._sources.has(response.key, text[:end], int(text[end]))
-        self._sources.add(response.key, text, first, length, prompt)
-        self._length[response.id] = length
+    def _take_in(self, texts: Sequence[tuple[Response, np.ndarray, int]]) -> None:
+        for response, text, length in texts:  # before any of this step's tokens is a source
+            prompt, first = len(response.prompt), self._length.get(response.id, 0)
+            for end in range(max(first, prompt + 1), length):
+                self.known[response.id][end - prompt] = self._sources.has(response.key, text[:end], int(text[end]))
+        for response, text, length in texts:
+            self._sources.add(response.key, text, self._length.get(response.id, 0), length, len(response.prompt))
+            self._length[response.id] = length
 
     def _reason(self, response: Response, text: np.ndarray, draft: list[int], right: int, token: int) -> str:
         if right == LONGEST:
