@@ -167,6 +167,8 @@ def rows(
         ended = {why: sum(arm.reasons[e, why] for e in epochs) for why in REASONS}
         if best is None:
             del ended["not the likeliest"]
+        if not epochs:
+            continue
         row: dict[str, Any] = {"trace": trace, "epochs": name}
         row["tokens_per_step"] = _ratio([tallies[e] for e in epochs])
         row |= {why: round(count / max(1, sum(ended.values())), 3) for why, count in ended.items()}
@@ -183,13 +185,17 @@ def main(
     files: list[Path],
     policy: Annotated[Path | None, typer.Option(help="folder of the policy, where it was not trained")] = None,
     temperature: Annotated[float, typer.Option(help="of the trace")] = 1.0,
-    quick: Annotated[bool, typer.Option(help="the first two steps")] = False,
+    quick: Annotated[bool, typer.Option(help="the first two epochs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
 ) -> None:
-    """Replay traces and print why drafts end, as shares of the verify steps, and the ceilings."""
+    """Replay traces and print why drafts end, and the ceilings (docs/real_model.md says how to read them)."""
+    if policy is not None and not (policy / "config.json").exists():
+        raise typer.BadParameter(f"--policy: {policy} is no model folder")
     for path in files:
         steps = traces.load(path)
-        for row in rows(path.stem, steps[:2] if quick else steps, policy, temperature):
+        if quick:
+            steps = [step for step in steps if step[0].epoch < 2]
+        for row in rows(path.stem, steps, policy, temperature):
             print(json.dumps({"benchmark": "draft_losses", **row, "commit": commit()}) if as_json else row, flush=True)
 
 

@@ -59,6 +59,8 @@ def main(
     slots: int = 64,
 ) -> None:
     """Replay traces against every arm."""
+    if unknown := sorted(set(arm or ()) - set(ARMS)):
+        raise typer.BadParameter(f"--arm: unknown {', '.join(unknown)}; there are {', '.join(ARMS)}")
     chosen = arm or list(ARMS)
     if quick:
         chosen = arm or ["none", "arctic factor 1", "paper HistoSpec", "adaptive floor 0.1"]

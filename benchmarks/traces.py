@@ -11,6 +11,7 @@ responses (``actor_rollout_ref.rollout.custom.rhyme.events.responses=true``), yo
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from verl_rhyme.observability import events
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "traces"
+_COLUMNS = ["step", "epoch", "prompt_key", "sample", "reward", "prompt", "tokens", "logprobs"]
 _RESPONSES_ON = "actor_rollout_ref.rollout.custom.rhyme.events.responses=true"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -47,8 +49,18 @@ class Response:
 
 
 def load(path: str | os.PathLike[str]) -> list[list[Response]]:
-    """A trace's responses by step, in the order of their prompts and samples."""
-    rows = pq.read_table(path).to_pylist()
+    """A trace's responses by step, in the order of their prompts and samples.
+
+    Raises:
+        SystemExit: It is none.
+    """
+    try:
+        rows = pq.read_table(path, columns=_COLUMNS).to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SystemExit(
+            f"{path} is no trace ({type(error).__name__}) -> make one of a run that had events.responses=true: "
+            "python -m benchmarks.traces convert RUN_DIR OUT.parquet"
+        ) from None
     steps: dict[int, list[Response]] = {}
     for i, row in enumerate(rows):
         steps.setdefault(row["step"], []).append(
@@ -90,12 +102,18 @@ def record(
     out: Path,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for recipes/run_tiny_cpu.sh")] = None,
 ) -> None:
-    """Train the tiny world for six epochs and keep what it sampled."""
+    """Train for six epochs (``--env EPOCHS=N``: others) and keep what was sampled; a run that fails is kept, too."""
+    if wrong := [item for item in env or [] if "=" not in item]:
+        raise typer.BadParameter(f"--env {wrong[0]} is not NAME=VALUE")
+    out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"EPOCHS": "6", **dict(item.split("=", 1) for item in env or [])}
-    with tempfile.TemporaryDirectory() as run_dir:
-        command = ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), _RESPONSES_ON, "trainer.save_freq=-1"]
-        subprocess.run([*command, *context.args], env={**os.environ, **settings, "RUN_DIR": run_dir}, check=True)
-        convert(Path(run_dir), out)
+    run_dir = tempfile.mkdtemp()
+    command = ["bash", str(ROOT / "recipes" / "run_tiny_cpu.sh"), _RESPONSES_ON, "trainer.save_freq=-1"]
+    done = subprocess.run([*command, *context.args], env={**os.environ, **settings, "RUN_DIR": run_dir})
+    if done.returncode:
+        raise SystemExit(f"no trace: the run ended with {done.returncode}, its folder is {run_dir}")
+    convert(Path(run_dir), out)
+    shutil.rmtree(run_dir)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ arguments=(
 tasks=(--train "$PROMPTS" --test 64 --seed "$SEED")
 if [ "$WORLD" = smollm2 ]; then
   arguments+=(tiny_cpu_world=smollm2)
-  tasks+=(--shots "$SHOTS") about="tasks=$PROMPTS with $SHOTS few-shot examples"
+  tasks+=(--shots "$SHOTS") about="puzzles=$PROMPTS tasks with $SHOTS few-shot examples"
 else
   # shellcheck disable=SC2206  # PEOPLE is a list
   tasks+=(--people $PEOPLE) about="puzzles=$PROMPTS of $PEOPLE people"

