@@ -55,4 +55,4 @@ def test_every_step_ends_for_one_reason(likeliest):
     assert shares[0] < shares[1] < 1, "the history knows more"
     assert arm.reasons[1, "in no source"] < 0.7 * arm.reasons[0, "in no source"]
     ends = [arm.known[r.id][-1] for r in steps[1]]
-    assert np.mean(ends) > 0.9, "responses end as others of their group did"
+    assert np.mean(ends) > 0.8, "most end as others of their group did; it is 0 where nobody learns how they end"
