@@ -446,6 +446,10 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
     while position >= 0 and seen < _LOOKED_AT:
         seen += 1
         block = position // BLOCK
+        following = np.int64(links[position])
+        if following >= 0:  # memory in no cache: fetched while this one is compared
+            _prefetch(links, following)
+            _prefetch(text, following)
         if position != own_position and groups[block] == group and position % BLOCK < fill[block]:
             match = _agreement(text, before, position, context, end)
             at = n
@@ -459,7 +463,7 @@ def _occurrences(live, slots, scratch, slot, end, own_position):
                 sources[at] = OWN if owners[block] == owner else SIBLING
                 matches[at] = match
                 n = max(n, at + 1)
-        position = np.int64(links[position])
+        position = following
     return n
 
 
