@@ -32,7 +32,7 @@ WORDS = (
 INSTRUCTION = "Explain your steps briefly, then give the answer."
 #: Before the answer; reward.py looks for the same words.
 ANSWER = "The answer is"
-#: Tasks made in vain, one after the other, until there are taken to be no more.
+#: After so many duplicates in a row all tasks have been generated.
 _MISSES = 10_000
 
 

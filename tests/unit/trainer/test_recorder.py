@@ -120,9 +120,9 @@ def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
         assert told.get("rollout/history/responses", 0) <= 2 * step
     history.permits.release(1000)
     recorder.drain()
-    told = recorder.take_metrics(rollout_s=1.0)
-    assert told["rollout/history/responses"] == 4 * PROMPTS
-    assert told["rollout/entropy"] == pytest.approx(0.1), "of what was recorded since the last call"
+    metrics = recorder.take_metrics(rollout_s=1.0)
+    assert metrics["rollout/history/responses"] == 4 * PROMPTS
+    assert metrics["rollout/entropy"] == pytest.approx(0.1), "of what was recorded since the last call"
     reader = HistoryReader(tmp_path / "h", "vocabulary")
     for prompt in range(PROMPTS):
         assert reader.get(prompt_key([prompt, prompt])).step.tolist() == [1, 1, 2, 2]
