@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import traces
+from benchmarks import policy_states, traces
 from benchmarks.arms import Oracle, Rhyme
 from benchmarks.machine import commit
 from benchmarks.replay import Tally, replay
@@ -40,7 +40,6 @@ REASONS = ("draft full", "below floor", "not the likeliest", "wrong candidate", 
 FLOOR = 0.1
 #: Of :func:`benchmarks.replay.replay`.
 LONGEST = 32
-_BATCH = 16
 
 
 class Known:
@@ -121,41 +120,14 @@ class Watched(Rhyme):
         return "wrong candidate" if self._sources.has(response.key, text, token) else "in no source"
 
 
-def likeliest(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) -> dict[str, np.ndarray]:
-    """The policy's likeliest token at every position, int64[n] by response.
-
-    Raises:
-        SystemExit: It gives the trace's tokens other log-probs than the trace says: it is another policy.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found: dict[str, np.ndarray] = {}
-    responses = sorted((r for step in steps for r in step), key=lambda r: len(r.prompt) + len(r.tokens))
-    for begin in range(0, len(responses), _BATCH):
-        batch = responses[begin : begin + _BATCH]
-        texts = [torch.from_numpy(np.concatenate([r.prompt, r.tokens]).astype(np.int64)) for r in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
-        with torch.inference_mode():
-            hidden = model.model(ids, attention_mask=mask).last_hidden_state
-            for i, r in enumerate(batch):
-                first = len(r.prompt) - 1
-                logits = model.lm_head(hidden[i, first : first + len(r.tokens)]) / temperature
-                tokens = texts[i][len(r.prompt) :, None]
-                logprobs = logits.log_softmax(-1).gather(1, tokens)[:, 0]
-                if float((logprobs - torch.from_numpy(r.logprobs)).abs().max()) > 0.05:
-                    raise SystemExit(f"{folder} at temperature {temperature} is not the policy of this trace")
-                found[r.id] = logits.argmax(-1).numpy()
-    return found
-
-
 def rows(
     trace: str, steps: Sequence[Sequence[Response]], policy: Path | None, temperature: float
 ) -> list[dict[str, Any]]:
     """One for the first epoch, one for the later ones."""
-    best = None if policy is None else likeliest(steps, policy, temperature)
+    best = None
+    if policy is not None:
+        states = policy_states.load(steps, policy, temperature)
+        best = {r.id: states.likeliest(r.id) for step in steps for r in step}
     arm = Watched(best)
     tallies = replay(steps, arm)
     ceilings = {"known": arm.known}

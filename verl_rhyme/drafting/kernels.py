@@ -35,7 +35,7 @@ _TOLD_ONCE = 3
 #: Shorter contexts are asked until one was seen so often.
 _ENOUGH = 32
 #: From this class of match on, occurrences that agree are not checked against counts, but for the first draft token.
-_SURE = 3
+_SURE = 1
 #: Tokens whose contexts are looked up in memory at once.
 _AT_ONCE = 32
 #: Latest tokens compared, at most.
