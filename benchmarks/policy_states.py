@@ -1,11 +1,12 @@
 """The hidden states of a policy along a recorded trace: what the engine would have at hand when it drafts.
 
-Computed once a trace with transformers on the CPU (two to nine minutes for the pretrained model), and kept in
+Computed once a trace with transformers on the CPU (minutes for the pretrained model), and kept in
 ``~/.cache/verl_rhyme/states``.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -58,26 +59,37 @@ def load(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     output = model.get_output_embeddings().weight.detach()
     embedding = model.get_input_embeddings().weight.detach()
-    responses = sorted((r for step in steps for r in step), key=lambda r: len(r.prompt) + len(r.tokens))
+    responses = [r for step in steps for r in step]
     path = _CACHE / f"{_digest(responses, folder, temperature)}.npz"
     if path.exists():
         found = dict(np.load(path))
     else:
         found = {}
-        for begin in range(0, len(responses), _BATCH):
-            batch = responses[begin : begin + _BATCH]
-            texts = [torch.from_numpy(np.concatenate([r.prompt, r.tokens]).astype(np.int64)) for r in batch]
-            ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        of_prompt: dict[bytes, list[Response]] = {}
+        for response in responses:
+            of_prompt.setdefault(response.prompt.tobytes(), []).append(response)
+        for same in of_prompt.values():
+            same.sort(key=lambda r: len(r.tokens))
+            prompt = torch.from_numpy(same[0].prompt.astype(np.int64))[None]
             with torch.inference_mode():
-                states = model.model(ids, attention_mask=mask).last_hidden_state
-                for i, r in enumerate(batch):
-                    hidden = states[i, len(r.prompt) - 1 :][: len(r.tokens)]
-                    logprobs = (hidden @ output.T / temperature).log_softmax(-1)
-                    recorded = logprobs.gather(1, texts[i][len(r.prompt) :, None])[:, 0].numpy()
-                    if float(np.abs(recorded - r.logprobs).max()) > _TOLERANCE:
-                        raise SystemExit(f"{folder} at temperature {temperature} is not the policy of this trace")
-                    found[r.id] = hidden.half().numpy()
+                read = model.model(prompt, use_cache=True)
+            for begin in range(0, len(same), _BATCH):
+                batch = same[begin : begin + _BATCH]
+                tokens = [torch.from_numpy(r.tokens.astype(np.int64)) for r in batch]
+                with torch.inference_mode():
+                    cache = copy.deepcopy(read.past_key_values)
+                    cache.batch_repeat_interleave(len(batch))
+                    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+                    after = model.model(ids, past_key_values=cache).last_hidden_state
+                    before = read.last_hidden_state[:, -1:].expand(len(batch), -1, -1)
+                    states = torch.cat([before, after], dim=1)  # a response's end gives no token
+                    for i, r in enumerate(batch):
+                        hidden = states[i, : len(r.tokens)]
+                        logprobs = (hidden @ output.T / temperature).log_softmax(-1)
+                        recorded = logprobs.gather(1, tokens[i][:, None])[:, 0].numpy()
+                        if float(np.abs(recorded - r.logprobs).max()) > _TOLERANCE:
+                            raise SystemExit(f"{folder} at temperature {temperature} is not the policy of this trace")
+                        found[r.id] = hidden.half().numpy()
         _CACHE.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(part, **found)
