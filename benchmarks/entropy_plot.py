@@ -72,7 +72,7 @@ def main(out: Path) -> None:
     axes[0].set_ylabel("acceptance length (tokens per decoding step)")
     axes[0].legend(fontsize=8)
     figure.suptitle(
-        "SmolLM2-135M, with few-shot examples (squares), without (diamonds), trained (triangles); tiny models (circles)",
+        "SmolLM2-135M with few-shot examples (squares), without (diamonds), trained (triangles); tiny models (circles)",
         fontsize=9,
     )
     figure.tight_layout()
