@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
@@ -42,11 +42,17 @@ class Server:
     """Of a replica, as far as it is asked whether it lives."""
 
     engine = True
+    killed = False
 
     async def healthy(self) -> int:
+        if self.killed:
+            raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
         if not self.engine:
             raise EngineDeadError
         return os.getpid()
+
+    async def be_killed_for_memory(self) -> None:
+        self.killed = True
 
     async def lose_engine(self) -> None:
         self.engine = False
@@ -199,6 +205,13 @@ def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, s
     threading.Timer(0.5, os.kill, (replica.pid(), signal.SIGKILL)).start()
     with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"):
         Outliving(Waiting(replicas=[replica])).update_weights(600)
+
+
+def test_nor_for_one_that_ray_killed_for_memory(replica: Replica, sender: Any) -> None:
+    """Whoever calls such an actor gets an OutOfMemoryError."""
+    threading.Timer(0.5, lambda: replica.servers[0].be_killed_for_memory.remote()).start()
+    with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*low on memory"):
+        Outliving(Waiting(replicas=[replica])).update_weights(60)
 
 
 def test_a_death_that_is_noticed_at_once_says_how_to_go_on(replica: Replica, sender: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import wrapt
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from verl_rhyme.observability.errors import last_line
 
@@ -34,7 +34,8 @@ class ReplicaDied(RuntimeError):
 def is_death(error: Exception) -> bool:
     """Of a server's process, or of its engine, which the process may outlive (vLLM's class is not imported here)."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
+    # An actor that Ray kills to save the node's memory answers with an error that is no RayActorError.
+    gone = isinstance(error, RayActorError | OutOfMemoryError) and not isinstance(error, ActorUnavailableError)
     return gone or "EngineDeadError" in kinds
 
 
