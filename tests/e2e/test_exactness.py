@@ -24,13 +24,20 @@ def sample(engine, params, n):
     return np.array([o.token_ids[:LENGTH] for output in outputs for o in output.outputs])
 
 
-@pytest.fixture(scope="module", params=["adaptive", "paper"])
+DRAFTERS = {
+    "adaptive": {},
+    "paper": {"policy": "paper"},
+    "head": {"head": {"enable": True, "share": 1.0}},  # it learns while it drafts
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
     # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
-    built = build_engine(folder, drafting={"policy": request.param, "floor": 1e-4, "weigh_cost": False})
-    built.history_folder, built.policy = folder, request.param
+    built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})
+    built.history_folder, built.drafter = folder, request.param
     return built
 
 
@@ -42,13 +49,16 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
     tokens = sample(engine, SETTINGS[setting], SAMPLES)
     after = engine.collective_rpc("draft_totals")[0]
     drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))
-    # Without a history the adaptive policy still drafts from the group's live texts.
-    assert (drafted > 0) == (kind != "empty" or engine.policy == "adaptive")
+    # Without a history the adaptive drafter still has the group's live texts.
+    assert (drafted > 0) == (kind != "empty" or engine.drafter != "paper")
     if kind == "true":
         assert 0 < accepted < drafted, "the test must see acceptances and rejections"
     if kind == "adversarial":
         assert drafted - accepted > SAMPLES / 2
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
+    if engine.drafter == "head":
+        assert after["head_updates"] > 0, "it is trained meanwhile"
+        assert after["head_seconds"] > before["head_seconds"], "it was asked"
 
 
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])

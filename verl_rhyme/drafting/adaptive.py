@@ -30,8 +30,9 @@ from verl_rhyme.drafting import confidence, kernels
 from verl_rhyme.drafting.arrays import SlotArrays
 from verl_rhyme.drafting.budget import grant, least, tail_weights
 from verl_rhyme.drafting.cost import EXPLORE_EVERY, StepCost
+from verl_rhyme.drafting.guesses import NO_GUESSES, Guesser, HeadGate
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Source
-from verl_rhyme.drafting.kernels import MAX_CANDIDATES, N_INPUTS
+from verl_rhyme.drafting.kernels import MAX_CANDIDATES, MAX_OCCURRENCES, N_INPUTS
 from verl_rhyme.drafting.live_texts import LiveTexts
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.regrowth import Regrowth
@@ -67,6 +68,7 @@ class AdaptiveDrafter:
         slots: Requests that run at a time; more may, at the price of a copy.
         vocabulary: Token ids that may be drafted are below it.
         threads: What plans the rows.
+        head: A draft head, which guesses the first draft tokens beside all other sources.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class AdaptiveDrafter:
         slots: int = 256,
         vocabulary: int = 1 << 31,
         threads: Threads | None = None,
+        head: Guesser | None = None,
     ):
         self._config, self._shared, self._vocabulary = config, Histories(histories), min(vocabulary, (1 << 31) - 1)
         self._threads = threads or OneThread()
+        self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
         self._counts = np.zeros((max(1, slots), 3), dtype=np.int64)  # drafted, accepted, steps that verified
@@ -146,6 +150,7 @@ class AdaptiveDrafter:
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         if done.seconds is not None:
             self.cost.observe(rows, int(drafted.sum()), done.seconds)
+            self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
         ids = self._slots_of(tuple(done.requests))
         verified = drafted > 0
         self._counts[ids] += np.stack([drafted, np.where(verified, accepted, 0), verified], axis=1)
@@ -159,11 +164,16 @@ class AdaptiveDrafter:
         longest = max(1, min(int(limits.max(initial=0)), self._config.max_tokens))
         draft = np.empty((rows, longest), dtype=np.int32)
         reach, planned = np.zeros((rows, longest)), np.zeros(rows, dtype=np.int64)
+        self._headed = False
         if not (self._refused >= REST_AFTER and self._steps % REST_EVERY):
             floors = np.full(rows, self._config.floor)
             if weigh and not explores:
                 np.maximum(floors, least(self.cost.coefficients, rows) / weights, out=floors)
-            self._plan(ids, row, done.tokens, lengths, self._within(budget, ids, limits), floors, draft, reach, planned)
+            within = self._within(budget, ids, limits)
+            state = ids, row, done.tokens, lengths, within, floors, draft, reach, planned
+            if self._head is not None and self._head.steps:
+                self._headed = not self._config.weigh_cost or self._gate.asks(rows)
+            self._plan_with(self._head, *state) if self._headed else self._plan(*state)
         promising = reach[:, 0] >= self._config.floor
         regrown = self._regrowth.plan(
             ids,
@@ -197,14 +207,43 @@ class AdaptiveDrafter:
             self._batch = requests, ids
         return self._batch[1]
 
-    def _plan(self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
+    def _plan_with(self, head, ids, rows, tokens, lengths, limits, floors, draft, reach, planned) -> None:
+        """All rows, the first tokens one after another, as the head guesses on from each; then the rest."""
+        state = ids, rows, tokens, lengths, limits, floors, draft, reach, planned
+        position, latest = 0, tokens[rows, lengths - 1]
+        longest = min(head.steps, int(limits.max(initial=0)))
+        going = np.flatnonzero(limits > 0)
+        while position < longest and len(going):
+            self._plan(*state, position, head.guess(position, going, latest))
+            position += 1
+            going = np.flatnonzero((planned == position) & (limits > position))
+            latest = draft[:, position - 1]
+        if len(going):
+            self._plan(*state, position)
+
+    def _plan(
+        self, ids, rows, tokens, lengths, limits, floors, draft, reach, planned, position=0, guesses=NO_GUESSES
+    ) -> None:
         """All rows, each thread a part of them: arguments as :func:`verl_rhyme.drafting.kernels.plan` has them."""
         parts = max(1, min(self._threads.count, len(ids) // ROWS_A_THREAD))
         ends = [len(ids) * part // parts for part in range(parts + 1)]
         state = self._live.arrays, self._slots, self._model
         batch = ids, rows, tokens, lengths, limits, floors, self._vocabulary, draft, reach, planned
+        guessed, probability = (np.broadcast_to(part, (len(ids), part.shape[1])).copy() for part in guesses)
         self._threads.run(
-            [partial(kernels.plan, *state, self._scratch[i], *batch, (ends[i], ends[i + 1])) for i in range(parts)]
+            [
+                partial(
+                    kernels.plan,
+                    *state,
+                    self._scratch[i],
+                    *batch,
+                    (ends[i], ends[i + 1]),
+                    position,
+                    guessed,
+                    probability,
+                )
+                for i in range(parts)
+            ]
         )
 
     def _within(self, budget: int, ids: np.ndarray, limits: np.ndarray) -> np.ndarray:
@@ -323,6 +362,8 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidates=np.zeros(slots, dtype=np.int32),
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
+        walkers=np.zeros(slots, dtype=np.int32),
+        walker=np.zeros((slots, MAX_OCCURRENCES, 3), dtype=np.int64),
     )
 
 

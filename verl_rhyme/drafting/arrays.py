@@ -47,12 +47,15 @@ class SlotArrays(NamedTuple):
     candidates: np.ndarray  # int32[slots], candidates of the first token
     candidate: np.ndarray  # int32[slots, MAX_CANDIDATES]
     candidate_inputs: np.ndarray  # float32[slots, MAX_CANDIDATES, N_INPUTS]
+    # Where a walk that goes position by position stands.
+    walkers: np.ndarray  # int32[slots], occurrences that agree with the draft so far
+    walker: np.ndarray  # int64[slots, MAX_OCCURRENCES, 3], position, source and match of each
 
 
 class Scratch(NamedTuple):
     """Room for one walk: an entry for each occurrence, and one for each candidate."""
 
-    position: np.ndarray  # int64[_MAX_OCCURRENCES], of the last token agreed on
+    position: np.ndarray  # int64[MAX_OCCURRENCES], of the last token agreed on
     source: np.ndarray  # int32
     match: np.ndarray  # int32, tokens agreed on
     following: np.ndarray  # int64, position of what follows

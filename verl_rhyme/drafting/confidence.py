@@ -15,13 +15,17 @@ from __future__ import annotations
 import numpy as np
 
 from verl_rhyme.drafting.arrays import Model
-from verl_rhyme.drafting.kernels import N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURCES
+from verl_rhyme.drafting.kernels import HEAD, N_BINS, N_INPUTS, N_SETS, N_TIERS, SOURCES
 
 #: Weight of a vote share's logit by tier of its match, and of a recorded probability's.
 _SHARE_PRIOR = (0.15, 0.25, 0.35, 0.45, 0.5)
 _RECORDED_PRIOR = 0.2
 #: What is added where the longest match has one or two tokens: it agrees by chance.
 _SHORT_PRIOR = -4.0
+#: Weight of the draft head's logit, and of all others where there is a head.
+_HEAD_PRIOR, _BESIDE_HEAD = 0.6, 0.5
+#: What is added to a token that the head does not name.
+_NOT_NAMED_PRIOR = -1.5
 #: Observations that the prior of a calibration class counts for.
 _CALIBRATION_PRIOR = 20.0
 
@@ -31,7 +35,10 @@ def prior() -> Model:
     weights = np.zeros((N_SETS, N_INPUTS))
     weights[:, : SOURCES * N_TIERS] = np.tile(_SHARE_PRIOR, SOURCES)
     weights[:, SOURCES * N_TIERS : SOURCES * N_TIERS + N_TIERS] = _RECORDED_PRIOR
-    weights[::N_TIERS, N_INPUTS - 2] = _SHORT_PRIOR
+    weights[::N_TIERS, HEAD - 2] = _SHORT_PRIOR
+    with_head = weights[N_SETS // 2 :]
+    with_head *= _BESIDE_HEAD
+    with_head[:, HEAD], with_head[:, HEAD + 1] = _HEAD_PRIOR, _NOT_NAMED_PRIOR
     return Model(
         weights=weights,
         calibration=np.stack([_CALIBRATION_PRIOR * bin_centres(), np.full(N_BINS, _CALIBRATION_PRIOR)], 1),

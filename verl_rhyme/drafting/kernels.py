@@ -44,9 +44,9 @@ MAX_MATCH = 32
 MAX_HISTORY, MAX_GROUP = 8, 8
 #: Latest places of the last token in the group's live texts among which those of the longest matches are looked for.
 _LOOKED_AT = 32
-_MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
+MAX_OCCURRENCES = MAX_HISTORY + MAX_GROUP
 #: Candidates of a draft token.
-_MAX_DISTINCT = 2 * _MAX_OCCURRENCES
+_MAX_DISTINCT = 2 * MAX_OCCURRENCES
 
 HISTORY, SIBLING, OWN, ALL = range(4)
 SOURCES = 4
@@ -54,10 +54,13 @@ SOURCES = 4
 TIERS = (3, 5, 9, 17)
 N_TIERS = len(TIERS) + 1
 _N_VOTES = SOURCES * N_TIERS
-#: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, one, recent acceptance.
-N_INPUTS = _N_VOTES + N_TIERS + 2
-#: Weight sets: by the longest match, for the first draft token and for later ones.
-N_SETS = 2 * N_TIERS
+#: Inputs of the confidence: vote shares by source and tier, recorded probability by tier, one, recent acceptance, the
+#: draft head's probability, and whether the head does not name the token.
+_ONE = _N_VOTES + N_TIERS
+_RECENT, HEAD, _NOT_NAMED = _ONE + 1, _ONE + 2, _ONE + 3
+N_INPUTS = _ONE + 4
+#: Weight sets: by the longest match, for the first draft token and for later ones, without the draft head and with it.
+N_SETS = 4 * N_TIERS
 #: Candidates of a first draft token that are learnt from.
 MAX_CANDIDATES = 8
 #: Classes of the calibration: half units of the logit from -6 to 10, for the first draft token and for later ones.
@@ -72,14 +75,14 @@ _RECENT_DECAY = 0.8
 
 
 #: By votes; the logit of a smoothed share is the difference of those for it and of those against it.
-_LOG_VOTES = np.log(np.arange(WAYS * MAX_COUNT + _MAX_OCCURRENCES + 1) + _SMOOTHING).astype(np.float32)
+_LOG_VOTES = np.log(np.arange(WAYS * MAX_COUNT + MAX_OCCURRENCES + 1) + _SMOOTHING).astype(np.float32)
 #: Probability by its code in a history; see :func:`verl_rhyme.history.record.confidence_codes`.
 _RECORDED = (1 / (1 + np.exp(-(np.arange(256.0) - 128) / 16))).astype(np.float32)
 
 
 def scratch(longest: int) -> Scratch:
     """Room for walks of up to ``longest`` draft tokens."""
-    n, candidates = _MAX_OCCURRENCES, _MAX_DISTINCT
+    n, candidates = MAX_OCCURRENCES, _MAX_DISTINCT
     return Scratch(
         position=np.zeros(n, dtype=np.int64),
         source=np.zeros(n, dtype=np.int32),
@@ -212,9 +215,26 @@ def count(counts, said, spans):
 
 @njit(cache=True, nogil=True)
 def plan(
-    live, slots, model, scratch, ids, rows, tokens, lengths, limits, floors, vocabulary, draft, reach, planned, span
+    live,
+    slots,
+    model,
+    scratch,
+    ids,
+    rows,
+    tokens,
+    lengths,
+    limits,
+    floors,
+    vocabulary,
+    draft,
+    reach,
+    planned,
+    span,
+    position,
+    guessed,
+    probability,
 ):
-    """Plan the next drafts of rows that were taken in.
+    """Plan the next drafts of rows that were taken in: whole, or one position after another as a draft head guesses.
 
     Args:
         live, model: State, read only.
@@ -229,18 +249,35 @@ def plan(
             that fell below the floor.
         planned: int64[B], zeros, filled with the tokens planned for each.
         span: The rows, from the first to before the second.
+        position: Begin at this draft token, after calls for all positions before it: of rows that got there.
+        guessed, probability: int32[B, G] and float32[B, G], what a draft head says may come at that position, and the
+            walk ends after it; G is 0 for a walk without a head, to its end.
     """
     live, slots, model, scratch = _borrowed(live), _borrowed(slots), _borrowed(model), _borrowed(scratch)
     ids, rows, tokens, lengths, limits = _borrowed((ids, rows, tokens, lengths, limits))
     floors, draft, reach, planned = _borrowed((floors, draft, reach, planned))
+    guessed, probability = _borrowed((guessed, probability))
     for b in range(span[0], span[1]):
-        if b + 1 < span[1] and limits[b + 1] > 0:
+        if position == 0 and b + 1 < span[1] and limits[b + 1] > 0:
             _ahead(live, slots, scratch, ids[b + 1], tokens[rows[b + 1]], lengths[b + 1])
-        if limits[b] > 0:
-            limit = min(limits[b], draft.shape[1])
-            text = tokens[rows[b]]
+        limit = min(limits[b], draft.shape[1])
+        if limit > position and planned[b] == position:
             planned[b] = _plan(
-                live, slots, model, scratch, ids[b], text, lengths[b], limit, floors[b], vocabulary, draft[b], reach[b]
+                live,
+                slots,
+                model,
+                scratch,
+                ids[b],
+                tokens[rows[b]],
+                lengths[b],
+                limit,
+                floors[b],
+                vocabulary,
+                draft[b],
+                reach[b],
+                position,
+                guessed[b],
+                probability[b],
             )
 
 
@@ -575,30 +612,61 @@ def _probability(logit):
 
 
 @njit(cache=True, nogil=True)
-def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabulary, draft, reach):
+def _plan(
+    live,
+    slots,
+    model,
+    scratch,
+    slot,
+    text,
+    length,
+    limit,
+    floor,
+    vocabulary,
+    draft,
+    reach,
+    planned,
+    guessed,
+    probability,
+):
     """Walk on from the occurrences of the latest tokens, each time to the candidate most likely to be accepted."""
     start = max(0, length - MAX_MATCH)
     end = length - start
     scratch.context[:end] = text[start:length]
-    own_position = np.int64(-1)
-    if slots.block[slot] >= 0:
-        own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
-    n = _occurrences(live, slots, scratch, slot, end, own_position)
+    reached = 1.0
+    if planned == 0:
+        own_position = np.int64(-1)
+        if slots.block[slot] >= 0:
+            own_position = np.int64(slots.block[slot]) * BLOCK + live.fill[slots.block[slot]] - 1
+        n = _occurrences(live, slots, scratch, slot, end, own_position)
+    else:
+        scratch.context[end : end + planned] = draft[:planned]
+        end += planned
+        reached = reach[planned - 1]
+        n = slots.walkers[slot]
+        for i in range(n):
+            scratch.position[i] = slots.walker[slot, i, 0]
+            scratch.source[i] = slots.walker[slot, i, 1]
+            scratch.match[i] = slots.walker[slot, i, 2]
     size = slots.history_size[slot, 0]
     history = carray(pointer(slots.history[slot, 0]), (size,), dtype=np.int32)
     recorded = carray(pointer(slots.history[slot, 2]), (size,), dtype=np.uint8)
     votes, total, mass, known, recent = scratch.votes, scratch.total, scratch.mass, scratch.known, slots.recent[slot]
     active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
     candidate_inputs, path_inputs = slots.candidate_inputs, slots.inputs
-    planned = 0
-    reached = 1.0
-    while planned < limit:
+    headed = len(guessed) > 0
+    last = planned + 1 if headed else limit
+    while planned < last:
         n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
         if planned == 0 or distinct != 1 or longest < _SURE:
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
+        if headed:
+            distinct = _vote_head(scratch, distinct, guessed, vocabulary)
         if distinct == 0:
             break
         weight_set = longest if planned == 0 else N_TIERS + longest
+        if headed:
+            weight_set += 2 * N_TIERS
         weights = model.weights[weight_set]
         active[0] = 1
         for k in range(N_INPUTS):
@@ -610,6 +678,12 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
         best, most = 0, -np.inf
         for j in range(distinct):
             logit = _weigh(votes, total, mass, known, active, weights, j, recent, inputs)
+            if headed:
+                inputs[HEAD], inputs[_NOT_NAMED] = 0.0, 1.0
+                for g in range(len(guessed)):
+                    if guessed[g] == candidates[j]:
+                        inputs[HEAD], inputs[_NOT_NAMED] = _logit(probability[g]), 0.0
+                logit += weights[HEAD] * inputs[HEAD] + weights[_NOT_NAMED] * inputs[_NOT_NAMED]
             if planned == 0 and j < MAX_CANDIDATES:
                 slots.candidate[slot, j] = candidates[j]
                 for k in range(N_INPUTS):
@@ -642,9 +716,34 @@ def _plan(live, slots, model, scratch, slot, text, length, limit, floor, vocabul
                 scratch.match[kept] = scratch.match[i] + 1
                 kept += 1
         lost, n = n > 0 and kept == 0, kept
-        if lost and planned < limit:  # once more; where nothing was found before, counts alone lead on
+        if (lost or (headed and n == 0)) and planned < limit:
+            # Once more; where nothing was found before, counts alone lead on, but for the head's new token.
             n = _occurrences(live, slots, scratch, slot, end, np.int64(-1))
+    if headed:
+        slots.walkers[slot] = n
+        for i in range(n):
+            slots.walker[slot, i, 0] = scratch.position[i]
+            slots.walker[slot, i, 1] = scratch.source[i]
+            slots.walker[slot, i, 2] = scratch.match[i]
     return planned
+
+
+@njit(cache=True, nogil=True)
+def _vote_head(scratch, distinct, guessed, vocabulary):
+    """Add the head's tokens to the candidates, whose number is returned."""
+    candidates = scratch.candidate
+    for g in range(len(guessed)):
+        token = guessed[g]
+        if token < 0 or token >= vocabulary:
+            continue
+        j = 0
+        while j < distinct and candidates[j] != token:
+            j += 1
+        if j == distinct and distinct < len(candidates):
+            candidates[j] = token
+            _clear(scratch.votes, scratch.mass, scratch.known, j)
+            distinct += 1
+    return distinct
 
 
 @njit(cache=True, nogil=True)
@@ -746,9 +845,9 @@ def _weigh(votes, total, mass, known, active, weights, j, recent, inputs):
 
     ``active[1:active[0]]`` are the classes of votes that there are; the inputs of all others are 0 and stay so.
     """
-    logit = weights[N_INPUTS - 2] + weights[N_INPUTS - 1] * recent
-    inputs[N_INPUTS - 2] = 1.0
-    inputs[N_INPUTS - 1] = recent
+    logit = weights[_ONE] + weights[_RECENT] * recent
+    inputs[_ONE] = 1.0
+    inputs[_RECENT] = recent
     for i in range(1, active[0]):
         k = active[i]
         inputs[k] = _LOG_VOTES[votes[j, k]] - _LOG_VOTES[total[k] - votes[j, k]]

@@ -10,6 +10,7 @@ import numpy as np
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import adaptive, kernels, paper
 from verl_rhyme.drafting.bounds import request_limits
+from verl_rhyme.drafting.guesses import Guesser
 from verl_rhyme.drafting.histories import Get, Source
 from verl_rhyme.drafting.policy import DraftPolicy
 from verl_rhyme.drafting.threads import OneThread, Threads
@@ -21,6 +22,7 @@ def build(
     slots: int,
     vocabulary: int,
     threads: Threads | None = None,
+    head: Guesser | None = None,
 ) -> DraftPolicy:
     """The configured drafter, compiled and ready.
 
@@ -30,11 +32,12 @@ def build(
         slots: Requests that run at a time.
         vocabulary: Token ids that may be drafted are below it.
         threads: What plans a batch's rows; ``None``: the thread that asks.
+        head: A draft head; ``None``: there is none.
     """
     _warm(paper.warm if config.policy == "paper" else adaptive.warm)
     if config.policy == "paper":
         return paper.PaperDrafter(config, histories, vocabulary)
-    return adaptive.AdaptiveDrafter(config, histories, slots, vocabulary, threads or OneThread())
+    return adaptive.AdaptiveDrafter(config, histories, slots, vocabulary, threads or OneThread(), head)
 
 
 def _warm(compile: Callable[[], None]) -> None:

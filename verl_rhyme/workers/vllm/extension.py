@@ -74,6 +74,9 @@ def _or_end(load: Callable[..., None]) -> Callable[..., None]:
     def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             load(self, *args, **kwargs)
+            proposer = getattr(self.model_runner, "drafter", None)
+            if isinstance(proposer, HistoryProposer):
+                proposer.weights_loaded()
         except BaseException:
             logger.exception("this worker could not load its weights, and ends")
             logging.shutdown()

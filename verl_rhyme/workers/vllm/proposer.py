@@ -24,6 +24,7 @@ from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
+from verl_rhyme.workers.vllm.draft_head import EngineHead
 from verl_rhyme.workers.vllm.history_loader import HistoryLoader
 from verl_rhyme.workers.vllm.threads import PlanningThreads, sensible
 
@@ -70,6 +71,8 @@ class HistoryProposer:
         self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
         self._threads: PlanningThreads | None = None
         self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
+        self._head: EngineHead | None = None
+        self._folder = settings["history_dir"]
         self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self._batch: _Batch | None = None  # of the last step, unless one of it has ended since
         self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
@@ -100,18 +103,36 @@ class HistoryProposer:
 
         self._runner = model_runner
         # The scheduler takes the drafts of the first rank only.
-        if get_tensor_model_parallel_rank() == 0:
+        drafts = get_tensor_model_parallel_rank() == 0
+        if self._config.head.enable:
+            self._head = self._new_head(drafts)
+        if drafts:
             self._start()
         # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
         # length of max_model_len. The bounds below are per request, so that cliff is not needed.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
+    def _new_head(self, drafts: bool) -> EngineHead | None:
+        try:
+            return EngineHead(self._config.head, self._runner, self._folder, drafts)
+        except Exception as error:
+            logger.warning("no draft head for this model: %s; drafts come from text alone", error)
+            return None
+
     def _start(self) -> None:
         self._threads = PlanningThreads(sensible(self._config.plan_threads))
-        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads)
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
+
+    def weights_loaded(self) -> None:
+        """The model has other weights; called on all ranks of the engine."""
+        if self._head is not None:
+            self._head.gather()
+            self._head.save()
 
     def close(self) -> None:
         """End its threads; they end with the process as well."""
+        if self._head is not None:
+            self._head.save()
         self._history.close()
         if self._threads is not None:
             self._threads.close()
@@ -186,6 +207,8 @@ class HistoryProposer:
         longest, budget = self._bounds(count, len(rows) < count)
         generated = lengths - prompt_tokens[rows]
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
+        if self._head is not None:
+            self._head.sampled(req_ids, sampled_token_ids, rows)
         # The engine waits for a plan, so that what it verified cost it the plan, too.
         seconds = planning + now - self._ended if plain else None
         began = time.perf_counter()
@@ -193,6 +216,8 @@ class HistoryProposer:
             DecodeStep(names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
         )
         self._planning = time.perf_counter() - began
+        if self._head is not None and plain:
+            self._head.learn(now - self._ended)
         if len(rows) == count:
             return planned
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -228,6 +253,8 @@ class HistoryProposer:
             key = uuid4().bytes
         self._history.expect(key, meta.asked)
         drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
+        if self._head is not None:
+            self._head.admit(state.prompt_token_ids, params.temperature)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         self._requests[req_id] = request
         return request
@@ -241,6 +268,8 @@ class HistoryProposer:
 
     def _end(self, drafter: DraftPolicy, req_id: str) -> None:
         self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
+        if self._head is not None:
+            self._head.forget(req_id)
         self._batch = None
 
     def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -281,4 +310,5 @@ class HistoryProposer:
             "seconds": self._seconds,
             "errors": self._errors,
             "history_errors": self._history.errors,
+            **(self._head.totals() if self._head is not None else {}),
         }

@@ -1,0 +1,220 @@
+"""A draft head: a small recurrent network that guesses the next tokens from the policy's last hidden state.
+
+As Apple's Recurrent Drafter (arXiv:2403.09919) and Hydra (2402.05109): no attention, no cache. Its state begins as the
+hidden state that gave the latest token, and takes in the embedding of that token and of each one drafted since::
+
+    s0 = h                                     h: the hidden state, normalised, as the output layer has it
+    s' = s + C silu(B [norm(s), e(token)])     e: the policy's embedding
+    logits = scale * W s'                      W: the policy's output rows
+
+``e`` and ``W`` are rows of the policy for the tokens that this run says most (FR-Spec, 2502.14856), copied at each
+version. The head's own parameters are 3 D^2 for a hidden size of D: one percent of a policy or less.
+
+It is trained where it drafts (:class:`HeadTrainer`): the engine has the hidden states of all sampled tokens at hand,
+and with them the policy's distributions. Old parameters draft worse, never wrongly: every draft is verified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from verl_rhyme.drafting.guesses import Guesses
+
+#: Tokens that the head names at each position.
+WAYS = 4
+
+
+class DraftHead(nn.Module):
+    """The network; see the module.
+
+    Args:
+        hidden: Hidden size D of the policy.
+    """
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.hidden = hidden
+        self.norm = nn.LayerNorm(hidden)
+        self.inner = nn.Linear(2 * hidden, hidden)
+        self.outer = nn.Linear(hidden, hidden)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.other = nn.Parameter(torch.zeros(hidden))  # of tokens whose embedding it has not
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def step(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """Take in a token: float[..., D], float[..., D] -> float[..., D]."""
+        return state + self.outer(functional.silu(self.inner(torch.cat([self.norm(state), embedded], -1))))
+
+    def logits(self, state: Tensor, rows: Rows) -> Tensor:
+        """float[..., D] -> float[..., M], of the tokens of ``rows``."""
+        return self.scale * functional.linear(state, rows.output)
+
+    def embed(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """int64[...], entries of ``rows``, -1 for tokens it has not -> float[..., D]."""
+        known = rows.embedding[tokens.clamp(min=0)]
+        return torch.where((tokens >= 0)[..., None], known, self.other)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The policy's rows for the tokens that are drafted.
+
+    Attributes:
+        tokens: int64[M], token ids.
+        entry: int64[V], the entry of each token id, or -1.
+        output: float[M, D].
+        embedding: float[M, D], scaled to a standard deviation of 0.5.
+    """
+
+    tokens: Tensor
+    entry: Tensor
+    output: Tensor
+    embedding: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> Rows:
+        """Copies of the rows ``tokens`` of a policy, of which ``output`` and ``embedding`` are those rows."""
+        entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
+        entry[tokens] = torch.arange(len(tokens), device=tokens.device)
+        return cls(tokens, entry, output, embedding * (0.5 / embedding.std().clamp(min=1e-6)))
+
+
+class HeadTrainer:
+    """Trains a head on what the policy says, from a buffer of the latest tokens and their hidden states.
+
+    Args:
+        head: Trained in place.
+        capacity: Tokens of the buffer, 2 D bytes each.
+        steps: Draft positions that are trained.
+        rate: Learning rate.
+        seed: Of what is drawn from the buffer.
+    """
+
+    #: Adjacent tokens that are drawn together, so that they share the policy's distributions; how many times.
+    SEGMENT, SEGMENTS = 16, 8
+
+    def __init__(self, head: DraftHead, capacity: int, steps: int = 4, rate: float = 1e-3, seed: int = 0):
+        self.head, self.steps = head, steps
+        self._hidden = torch.zeros(capacity, head.hidden, dtype=torch.bfloat16, device=head.scale.device)
+        self._token = np.zeros(capacity, dtype=np.int64)
+        self._following = np.full(capacity, -1, dtype=np.int64)
+        self._random = np.random.default_rng(seed)
+        self._end = 0  # tokens taken in, ever; each one's number is its place in that order
+        self.optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.05)
+
+    def __len__(self) -> int:
+        """Tokens in the buffer."""
+        return min(self._end, len(self._token))
+
+    def add(self, hidden: Tensor, tokens: np.ndarray, previous: np.ndarray) -> np.ndarray:
+        """Take in tokens of any number of texts.
+
+        Args:
+            hidden: float[n, D], the hidden states that gave them.
+            tokens: int64[n].
+            previous: int64[n], the number of the token before each in its text, or -1; that of an entry of this call is
+                ``-2 - entry``.
+
+        Returns:
+            int64[n], their numbers.
+        """
+        capacity = len(self._token)
+        numbers = self._end + np.arange(len(tokens))
+        previous = np.where(previous < -1, self._end - 2 - previous, previous)
+        at = numbers % capacity
+        self._hidden[torch.from_numpy(at).to(self._hidden.device)] = hidden.to(self._hidden.dtype)
+        self._token[at], self._following[at] = tokens, -1
+        self._end += len(tokens)
+        linked = previous >= max(0, self._end - capacity)
+        self._following[previous[linked] % capacity] = numbers[linked]
+        return numbers
+
+    def update(self, rows: Rows, temperature: float) -> Tensor:
+        """One step of the optimizer, towards the policy's distributions at a temperature.
+
+        Returns:
+            The loss: nats a draft position above the policy's own entropy, over the tokens of ``rows``; a scalar that
+            nobody has waited for.
+        """
+        token, at, inside = (torch.from_numpy(part).to(self._hidden.device) for part in self._drawn())
+        token, hidden = rows.entry[token], self._hidden[at].float()
+        with torch.no_grad():
+            target = (functional.linear(hidden[:, 1:], rows.output) / temperature).log_softmax(-1)
+        state = hidden[:, : self.SEGMENT]
+        loss, weight = state.new_zeros(()), state.new_zeros(())
+        for j in range(1, self.steps + 1):
+            state = self.head.step(state, self.head.embed(token[:, j - 1 : j - 1 + self.SEGMENT], rows))
+            log_q = (self.head.logits(state, rows) / temperature).log_softmax(-1)
+            wanted, valid = target[:, j - 1 : j - 1 + self.SEGMENT], inside[:, j : j + self.SEGMENT].to(state.dtype)
+            loss = loss + (valid * (wanted.exp() * (wanted - log_q)).sum(-1)).sum()
+            weight = weight + valid.sum()
+        loss = loss / weight.clamp(min=1)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, where they are, and whether they go on from the first: [SEGMENTS, SEGMENT + steps] each."""
+        capacity, oldest = len(self._token), self._end - len(self)
+        number = self._random.integers(oldest, self._end, self.SEGMENTS)
+        numbers = []
+        for _ in range(self.SEGMENT + self.steps):
+            numbers.append(number)
+            following = self._following[number % capacity]
+            number = np.where((number >= oldest) & (following >= oldest), following, -1)
+        drawn = np.stack(numbers, axis=1)
+        at = np.where(drawn >= 0, drawn, 0) % capacity
+        return self._token[at], at, drawn >= 0
+
+
+class HeadGuesser:
+    """A head over one batch, as the drafter asks it (:class:`verl_rhyme.drafting.guesses.Guesser`).
+
+    Args:
+        head: It is read only.
+        steps: Draft positions.
+
+    Attributes:
+        rows: The policy's; ``None`` before they are known.
+        temperature: Of the policy's samples.
+    """
+
+    def __init__(self, head: DraftHead, steps: int):
+        self.head, self._steps = head, steps
+        self.rows: Rows | None = None
+        self.temperature = 1.0
+        self._state: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        """Draft positions that it guesses now: none without rows or hidden states."""
+        return 0 if self.rows is None or self._state is None else self._steps
+
+    def begin(self, hidden: Tensor | None) -> None:
+        """The hidden state that gave each row's latest token: float[B, D]; ``None``: not known."""
+        self._state = None if hidden is None else hidden.to(self.head.scale.dtype).clone()
+
+    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
+        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
+        rows, states = self.rows, self._state
+        assert rows is not None, "asked without steps"
+        assert states is not None, "asked without steps"
+        guessed = np.full((len(latest), WAYS), -1, dtype=np.int32)
+        probability = np.zeros((len(latest), WAYS), dtype=np.float32)
+        with torch.inference_mode():
+            asked = torch.from_numpy(going).to(states.device)
+            tokens = torch.from_numpy(latest[going].astype(np.int64)).to(states.device)
+            state = self.head.step(states[asked], self.head.embed(rows.entry[tokens], rows))
+            states[asked] = state
+            best = (self.head.logits(state, rows) / self.temperature).softmax(-1).topk(min(WAYS, len(rows.tokens)))
+            guessed[going, : best.values.shape[1]] = rows.tokens[best.indices].to(torch.int32).cpu().numpy()
+            probability[going, : best.values.shape[1]] = best.values.float().cpu().numpy()
+        return guessed, probability

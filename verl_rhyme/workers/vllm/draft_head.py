@@ -1,0 +1,335 @@
+"""The draft head inside vLLM: hidden states of what was sampled, rows of the policy, training between two steps.
+
+vLLM hands hidden states to drafters of its own only; the model runner's ``propose_draft_token_ids`` is wrapped, so that
+they are seen on their way there. Of a tensor-parallel engine the first rank drafts; the rows that the head needs of the
+sharded embedding and output layers are gathered when weights were loaded, by all ranks together.
+
+A head can fail, drafting and generation can't: an error turns it off, with one warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_rhyme.config.drafting import HeadConfig
+from verl_rhyme.drafting.guesses import Guesses
+from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+
+logger = logging.getLogger("vllm.verl_rhyme")
+
+#: Tokens that are drafted, at most: those this run says most.
+MOST_TOKENS = 1 << 15
+#: The rows are chosen anew where more than one of so many sampled tokens was not among them; of so many looked at.
+_UNKNOWN, _LOOKED_AT = 50, 2048
+#: Tokens in the buffer before training begins.
+_FEWEST = 256
+#: Seconds between two copies on disk.
+_SAVE_EVERY = 60.0
+
+
+class EngineHead:
+    """The head of one engine; of its ranks only the one that drafts asks it, all hold one for :meth:`gather`.
+
+    Args:
+        config: ``drafting.head``.
+        runner: vLLM's model runner, its model loaded.
+        folder: Where the head is kept; that of the history.
+        drafts: Whether this rank drafts.
+    """
+
+    def __init__(self, config: HeadConfig, runner: Any, folder: str, drafts: bool):
+        self._config, self._runner, self._drafts = config, runner, drafts
+        self._vocabulary = runner.model_config.get_vocab_size()
+        self._output, self._embedding, self._scale = _layers(runner.model)
+        self._alone = self._output.tp_size == 1
+        self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # of each token, what was sampled
+        self._listed = np.zeros(self._vocabulary, dtype=bool)
+        self._unknown = self._seen = 0
+        self._hidden: torch.Tensor | None = None
+        self._drafted: list[int] | None = None
+        self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
+        self._earned = 0.0  # seconds that training may still take
+        self.updates, self.seconds, self.training_seconds, self.loss = 0, 0.0, 0.0, float("nan")
+        self._latest_loss: torch.Tensor | None = None
+        self._saved_at = time.monotonic()
+        if not drafts:
+            return
+        hidden = runner.model_config.get_hidden_size()
+        self._file = Path(folder) / f"head-{_digest(runner.model_config)}.safetensors"
+        with _training():
+            self._head = DraftHead(hidden).to(runner.device)
+            self._load(config.init)
+            capacity = max(4096, config.buffer // (2 * hidden))
+            self._trainer = HeadTrainer(self._head, capacity, config.steps)
+        self._guesser = HeadGuesser(self._head, config.steps)
+        self._watch()
+
+    # ---- what the drafter asks ----
+
+    @property
+    def steps(self) -> int:
+        """See :class:`verl_rhyme.drafting.guesses.Guesser`."""
+        return self._guesser.steps if self._drafts else 0
+
+    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
+        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
+        began = time.perf_counter()
+        try:
+            return self._guesser.guess(position, going, latest)
+        except Exception:
+            self._off("guessing")
+            return np.full((len(latest), 1), -1, dtype=np.int32), np.zeros((len(latest), 1), dtype=np.float32)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    # ---- what the proposer tells ----
+
+    def admit(self, prompt: Any, temperature: float | None) -> None:
+        """A request begins."""
+        if prompt is not None:
+            np.add.at(self._counts, np.asarray(prompt, dtype=np.int64), 1)
+        if temperature and temperature > 0.05:
+            self._guesser.temperature = float(temperature)
+
+    def forget(self, req_id: str) -> None:
+        """A request has ended."""
+        self._number.pop(req_id, None)
+
+    def sampled(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
+        """What a step sampled, before its rows are drafted for.
+
+        Args:
+            req_ids: Of every row of the batch.
+            tokens: Of every row; none while its prompt is being prefilled.
+            rows: int64[B], the rows that are drafted for: those with tokens.
+        """
+        if not self._drafts:
+            return
+        try:
+            self._take_in(req_ids, tokens, rows)
+        except Exception:
+            self._off("taking in hidden states")
+
+    def _take_in(self, req_ids: list[str], tokens: list[list[int]], rows: np.ndarray) -> None:
+        hidden, drafted = self._hidden, self._drafted
+        self._hidden = self._drafted = None
+        spans = np.ones(len(tokens), dtype=np.int64) if drafted is None else np.asarray(drafted, dtype=np.int64) + 1
+        if hidden is None or len(hidden) != spans.sum():
+            self._guesser.begin(None)
+            return
+        starts = spans.cumsum() - spans
+        said = np.fromiter((token for row in rows for token in tokens[row]), dtype=np.int64)
+        each = np.fromiter((len(tokens[row]) for row in rows), dtype=np.int64)
+        first = each.cumsum() - each
+        at = np.repeat(starts[rows], each) + np.arange(len(said)) - np.repeat(first, each)
+        states = hidden[torch.from_numpy(at).to(hidden.device)]
+        np.add.at(self._counts, said, 1)
+        self._unknown += int((~self._listed[said]).sum())
+        self._seen += len(said)
+        previous = -1 - np.arange(len(said))  # the entry before
+        previous[first] = [self._number.get(req_ids[row], -1) for row in rows]
+        numbers = self._trainer.add(states, said, previous)
+        self._number.update(zip((req_ids[row] for row in rows), numbers[first + each - 1].tolist(), strict=True))
+        if self._alone and self._seen >= (_LOOKED_AT if self._guesser.rows else _FEWEST):
+            if self._unknown * _UNKNOWN > self._seen:
+                self.gather()
+            self._seen = self._unknown = 0
+        self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
+
+    def learn(self, seconds: float) -> None:
+        """Train, as long as it may.
+
+        Args:
+            seconds: What the engine's last step took.
+        """
+        if not self._drafts or not self._config.share or len(self._trainer) < _FEWEST or self._guesser.rows is None:
+            return
+        self._earned = min(self._earned + self._config.share * seconds, 1.0)
+        try:
+            while self._earned > 0:
+                began = time.perf_counter()
+                with _training():
+                    self._latest_loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    if self._runner.device.type != "cpu":
+                        torch.accelerator.synchronize()  # what it took is what the next step waits
+                took = time.perf_counter() - began
+                self._earned -= took
+                self.training_seconds += took
+                self.updates += 1
+        except Exception:
+            self._off("training")
+        if time.monotonic() - self._saved_at > _SAVE_EVERY:
+            self.save()
+
+    # ---- rows and files ----
+
+    def gather(self) -> None:
+        """The policy's rows of the tokens that were said most; all ranks of an engine together, weights loaded."""
+        try:
+            tokens = self._said_most()
+            if not len(tokens):
+                return
+            output = _rows(self._output, tokens) * self._scale
+            embedding = output if self._embedding is self._output else _rows(self._embedding, tokens)
+            if not self._drafts:
+                return
+            with torch.inference_mode(False):
+                self._guesser.rows = Rows.of(
+                    tokens.clone(), output.float().clone(), embedding.float().clone(), self._vocabulary
+                )
+            self._listed[:] = False
+            self._listed[tokens.cpu().numpy()] = True
+        except Exception:
+            self._off("copying the policy's rows")
+
+    def _said_most(self) -> torch.Tensor:
+        """int64[M], at most :data:`MOST_TOKENS`; the drafting rank's on every rank."""
+        order = np.argsort(-self._counts, kind="stable")[:MOST_TOKENS]
+        tokens = torch.from_numpy(order[self._counts[order] > 0]).to(self._runner.device)
+        if self._alone:
+            return tokens
+        from vllm.distributed.parallel_state import get_tp_group
+
+        size = torch.tensor([len(tokens)], device=tokens.device)
+        get_tp_group().broadcast(size, src=0)
+        if not self._drafts:
+            tokens = torch.zeros(int(size), dtype=torch.int64, device=tokens.device)
+        return get_tp_group().broadcast(tokens, src=0) if int(size) else tokens
+
+    def save(self) -> None:
+        """Write the head beside the history, whole or not at all."""
+        from safetensors.torch import save_file
+
+        self._saved_at = time.monotonic()
+        if not self.updates:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part = self._file.with_suffix(f".{id(self)}.part")
+            save_file({name: part.detach().cpu() for name, part in self._head.state_dict().items()}, part)
+            part.replace(self._file)
+        except Exception:
+            logger.warning("the draft head could not be saved as %s", self._file, exc_info=True)
+
+    def _load(self, init: str | None) -> None:
+        """Begin with a head of before, if there is one that fits."""
+        from safetensors.torch import load_file
+
+        path = Path(init) if init else self._file
+        if not path.exists():
+            if init:
+                logger.warning("drafting.head.init: there is no %s; the draft head begins anew", path)
+            return
+        try:
+            self._head.load_state_dict(load_file(path))
+        except Exception as error:
+            reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+            logger.warning("the draft head begins anew: %s is not one of this model (%s)", path, reason)
+
+    # ---- seams ----
+
+    def _watch(self) -> None:
+        propose = self._runner.propose_draft_token_ids
+
+        def watched(
+            scheduler_output: Any,
+            sampled_token_ids: Any,
+            sampling_metadata: Any,
+            hidden_states: torch.Tensor,
+            sample_hidden_states: torch.Tensor,
+            aux_hidden_states: Any,
+            spec_decode_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            self._hidden = sample_hidden_states
+            self._drafted = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+            return propose(
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                *args,
+                **kwargs,
+            )
+
+        self._runner.propose_draft_token_ids = watched
+
+    def _off(self, doing: str) -> None:
+        if self._drafts:
+            logger.warning("no draft head from now on: %s failed; drafts come from text alone", doing, exc_info=True)
+            self._guesser.rows = None
+            self._guesser.begin(None)
+        self._drafts = False
+
+    def totals(self) -> dict[str, float]:
+        """Since the start: updates, seconds of training and of guessing, and the latest loss (nats a token)."""
+        if self._latest_loss is not None:
+            self.loss = float(self._latest_loss)
+        return {
+            "head_updates": self.updates,
+            "head_training_seconds": self.training_seconds,
+            "head_seconds": self.seconds,
+            "head_loss": self.loss,
+        }
+
+
+@contextmanager
+def _training() -> Iterator[None]:
+    """vLLM's worker runs its steps in inference mode, where nothing is differentiated."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _layers(model: torch.nn.Module) -> tuple[Any, Any, float]:
+    """A model's output layer and embedding, the same where they are tied, and what logits are multiplied by.
+
+    Raises:
+        ValueError: It has none of vLLM's.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers = list(model.modules())
+    embeddings = [layer for layer in layers if type(layer) is VocabParallelEmbedding]
+    outputs = [layer for layer in layers if isinstance(layer, ParallelLMHead)] or embeddings
+    if not embeddings:
+        raise ValueError("its embedding is not vLLM's VocabParallelEmbedding")
+    output, embedding = outputs[-1], embeddings[0]
+    if output.weight is embedding.weight:
+        embedding = output
+    if output.weight.shape[1:] != embedding.weight.shape[1:]:
+        raise ValueError(f"its embedding has {embedding.weight.shape[1]} columns, its output {output.weight.shape[1]}")
+    scale = next((float(layer.scale) for layer in layers if isinstance(layer, LogitsProcessor)), 1.0)
+    return output, embedding, scale
+
+
+def _rows(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows of a layer whose vocabulary may be sharded: [M, D] on every rank."""
+    first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+    here = (tokens >= first) & (tokens < end)
+    rows = layer.weight[(tokens - first).clamp(0, end - first - 1)] * here[:, None]
+    if layer.tp_size == 1:
+        return rows
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(rows)
+
+
+def _digest(model_config: Any) -> str:
+    """Which head is whose: by architecture, sizes and vocabulary, not by weights, which change."""
+    kind = model_config.hf_config.model_type, model_config.get_hidden_size(), model_config.get_vocab_size()
+    layers = getattr(model_config.hf_config, "num_hidden_layers", 0)
+    return hashlib.sha256(repr((*kind, layers)).encode()).hexdigest()[:12]
