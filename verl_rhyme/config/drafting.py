@@ -96,9 +96,7 @@ class HeadConfig:
         "File of a head to begin with; null: the one beside this node's history, or a new one.",
     )
     steps: int = option(4, "Draft tokens that it guesses, at most; other sources go on from there.")
-    share: float = option(
-        0.05, "Share of the engine's time that training the head may take; 0: it stays as it is."
-    )
+    share: float = option(0.05, "Share of the engine's time that training the head may take; 0: it stays as it is.")
     buffer: int = option(1 << 28, "Bytes of the latest hidden states, of which it is trained.")
 
     def __post_init__(self) -> None:

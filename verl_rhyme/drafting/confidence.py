@@ -38,6 +38,7 @@ def prior() -> Model:
     weights[::N_TIERS, HEAD - 2] = _SHORT_PRIOR
     with_head = weights[N_SETS // 2 :]
     with_head *= _BESIDE_HEAD
+    with_head[:, HEAD - 2] = 0  # that only a short match agrees says nothing against what the head names
     with_head[:, HEAD], with_head[:, HEAD + 1] = _HEAD_PRIOR, _NOT_NAMED_PRIOR
     return Model(
         weights=weights,

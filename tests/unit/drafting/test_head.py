@@ -1,0 +1,164 @@
+"""The draft head: what it learns, whose text it learns from, and how the drafter walks on what it guesses."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting.adaptive import AdaptiveDrafter
+from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+from verl_rhyme.drafting.policy import DecodeStep
+
+pytestmark = pytest.mark.xdist_group("kernels")
+
+D, V = 16, 12
+
+
+@pytest.fixture(autouse=True)
+def same_noise():
+    torch.manual_seed(0)
+
+
+def rows(tokens=range(V), generator=None):
+    generator = torch.Generator().manual_seed(1)
+    output, embedding = torch.randn(V, D, generator=generator) * 3, torch.randn(V, D, generator=generator)
+    tokens = torch.tensor(list(tokens))
+    return Rows.of(tokens, output[tokens], embedding[tokens], V)
+
+
+def cycle(n, first=0):
+    """A policy that counts: the token after t is t + 1. States that give each token, and the tokens."""
+    tokens = (first + np.arange(n)) % V
+    return rows().output[torch.from_numpy(tokens)], tokens
+
+
+def test_a_new_head_is_trained_to_the_policys_next_tokens():
+    head = DraftHead(D)
+    trainer, guesser = HeadTrainer(head, 1024, rate=3e-3), HeadGuesser(head, 4)
+    hidden, tokens = cycle(1000)
+    trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each after the one before
+    losses = [float(trainer.update(rows(), 1.0)) for _ in range(300)]
+    assert losses[-1] < 0.1 < 1 < losses[0]
+    guesser.rows = rows()
+    guesser.begin(hidden[:3])
+    latest, going = tokens[:3], np.arange(3)
+    for position in range(4):
+        named, probability = guesser.guess(position, going, latest)
+        assert (named[:, 0] == (latest + 1) % V).all()
+        assert (probability[:, 0] > 0.5).all()
+        latest = named[:, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=60), st.integers(40, 70))
+@settings(max_examples=30, deadline=None)
+def test_what_is_drawn_is_adjacent_text_of_one_request(emitted, capacity):
+    """Four texts grow in turn in a buffer that forgets; no drawn pair was not adjacent."""
+    trainer = HeadTrainer(DraftHead(D), capacity)
+    latest, lengths = [-1] * 4, [0] * 4
+    for text, count in emitted:
+        tokens = 1000 * text + lengths[text] + np.arange(count)
+        previous = -1 - np.arange(count)
+        previous[0] = latest[text]
+        numbers = trainer.add(torch.from_numpy(tokens).float()[:, None].expand(-1, D), tokens, previous)
+        latest[text], lengths[text] = int(numbers[-1]), lengths[text] + count
+    total = sum(lengths)
+    assert len(trainer) == min(total, capacity)
+    token, at, inside = trainer._drawn()
+    assert inside[:, 0].all()
+    both = inside[:, :-1] & inside[:, 1:]
+    assert (token[:, 1:] - token[:, :-1])[both].tolist() == [1] * both.sum()
+    assert (trainer._token[at] == token).all()
+    assert (np.diff(inside.astype(int), axis=1) <= 0).all(), "what is past the end stays past it"
+
+
+def test_tokens_without_rows_are_neither_named_nor_in_the_way():
+    head = DraftHead(D)
+    guesser = HeadGuesser(head, 2)
+    guesser.rows = rows(range(3))
+    hidden, _ = cycle(2)
+    guesser.begin(hidden)
+    named, _ = guesser.guess(0, np.arange(2), np.array([11, 1]))  # 11 has no row
+    assert set(named.ravel().tolist()) <= {-1, 0, 1, 2}
+    trainer = HeadTrainer(head, 64)
+    trainer.add(hidden, np.array([11, 1]), np.array([-1, -2]))
+    assert torch.isfinite(trainer.update(guesser.rows, 1.0))
+
+
+class Scripted:
+    """A head that names what it is told, by position; it notes what it was asked."""
+
+    steps = 3
+
+    def __init__(self, name):
+        self.name, self.asked = name, []
+
+    def guess(self, position, going, latest):
+        self.asked.append((position, going.tolist(), latest[going].tolist()))
+        named = np.full((len(latest), 2), -1, np.int32)
+        for row in going:
+            named[row, 0] = self.name(position, int(latest[row]))
+        return named, np.where(named >= 0, 0.9, 0.0).astype(np.float32)
+
+
+def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
+    """Drafts of prompts that have no history."""
+    drafter = AdaptiveDrafter(
+        DraftingConfig(floor=floor, weigh_cost=False), lambda key: None, slots=8, vocabulary=100, head=head
+    )
+    tokens = np.zeros((len(prompts), 64), np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+        drafter.start(str(i), bytes([i]) * 16)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    names, limits = [str(i) for i in range(len(prompts))], np.full(len(prompts), limit)
+    for _ in range(rounds):
+        found = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, [0], [0], limits, 1 << 20))
+    return found
+
+
+def test_the_head_alone_drafts_where_no_text_is():
+    head = Scripted(lambda position, latest: latest + 10)
+    assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[13, 23, 33], [16, 26, 36]]
+    assert head.asked == [(0, [0, 1], [3, 6]), (1, [0, 1], [13, 16]), (2, [0, 1], [23, 26])]
+
+
+def test_text_leads_on_from_the_heads_tokens():
+    """The head leads back into the row's own text, which is then copied."""
+    head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
+    found = drafts(head, [[1, 2, 3, 4, 5, 6, 7, 60]], floor=0.01)[0]
+    assert found[:3] == [50, 2, 3]
+    assert found[3:4] == [4]
+
+
+def test_rows_that_end_early_are_not_asked_again():
+    head = Scripted(lambda position, latest: -1 if latest == 3 else latest + 10)
+    assert drafts(head, [[1, 2, 3], [4, 5, 6]]) == [[], [16, 26, 36]]
+    assert [asked[1] for asked in head.asked] == [[0, 1], [1], [1]]
+
+
+def test_a_limit_below_the_heads_steps_holds():
+    head = Scripted(lambda position, latest: latest + 10)
+    assert drafts(head, [[1, 2, 3]], limit=2) == [[13, 23]]
+
+
+def test_tokens_outside_the_vocabulary_are_not_drafted():
+    head = Scripted(lambda position, latest: 100)
+    assert drafts(head, [[1, 2, 3]]) == [[]]
+
+
+def test_of_a_head_that_is_wrong_the_drafter_learns():
+    """It names nonsense with confidence 0.9: soon none of it is drafted."""
+    head = Scripted(lambda position, latest: 99)
+    drafter = AdaptiveDrafter(
+        DraftingConfig(floor=0.1, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
+    )
+    tokens, rng = np.zeros((1, 2048), np.int32), np.random.default_rng(0)
+    tokens[0] = rng.integers(0, 98, 2048)
+    drafter.start("a", b"a" * 16)
+    wrong = []
+    for length in range(8, 1008):
+        done = DecodeStep(["a"], np.arange(1), tokens, np.array([length]), [0], [0], np.array([8]), 100)
+        wrong.append(99 in drafter.step(done)[0])
+    assert np.mean(wrong[:20]) > 0.5 > 0.05 > np.mean(wrong[-500:])
