@@ -3,9 +3,8 @@
     python -m benchmarks.draft_head --policy DIR --temperature T [--passes 1 --passes 8] [--json] [--quick] TRACE ...
 
 The hidden states are the policy's own (:mod:`benchmarks.policy_states`), so that it has to be one that was not trained.
-The head begins anew; after each decode step it is trained on so many draft positions' beginnings as tokens were emitted,
-times ``--passes``. What the engine does at that time costs it 0.05 of its time by default: 1 pass of a policy of 100 M
-parameters on a CPU costs about as much as verifying a token.
+The head begins anew; after each decode step it is trained from as many positions as tokens were emitted, times
+``--passes``. ``--save FILE`` trains one on all epochs but the last, and keeps it as a ``drafting.head.init``.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from benchmarks.policy_states import States
 from benchmarks.replay import replay
 from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
+from verl_rhyme.drafting import head
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
 from verl_rhyme.drafting.policy import DecodeStep
@@ -48,17 +48,17 @@ class Learning:
         torch.manual_seed(0)
         self._states, self._passes = states, passes
         self._output, self._embedding = torch.from_numpy(states.output), torch.from_numpy(states.embedding)
-        head = DraftHead(states.output.shape[1])
-        self.guesser, self._trainer = HeadGuesser(head, STEPS), HeadTrainer(head, _BUFFER, STEPS)
+        self.head = DraftHead(states.output.shape[1])
+        self.guesser, self._trainer = HeadGuesser(self.head, STEPS), HeadTrainer(self.head, _BUFFER, STEPS)
         self.guesser.temperature = temperature
-        self._said: Counter[int] = Counter()
+        self.said: Counter[int] = Counter()
         self._seen: dict[str, int] = {}
         self._number: dict[str, int] = {}
         self._since, self._owed = _CHOOSE_EVERY, 0.0
         self.seconds, self.updates = 0.0, 0
 
     def start(self, response: Response) -> None:
-        self._said.update(response.prompt.tolist())
+        self.said.update(response.prompt.tolist())
         self._seen[response.id], self._number[response.id] = 0, -1
 
     def take_in(self, responses: Sequence[Response], done: DecodeStep) -> None:
@@ -75,11 +75,11 @@ class Learning:
         numbers = self._trainer.add(hidden, np.array(tokens), np.array(previous))
         for response in responses:
             self._number[response.id] = int(numbers[-2 - self._number[response.id]])
-        self._said.update(tokens)
+        self.said.update(tokens)
         self._since += len(tokens)
         if self._since >= _CHOOSE_EVERY:
             self._since = 0
-            chosen = torch.tensor([token for token, _ in self._said.most_common(_MOST_TOKENS)])
+            chosen = torch.tensor([token for token, _ in self.said.most_common(_MOST_TOKENS)])
             self.guesser.rows = Rows.of(chosen, self._output[chosen], self._embedding[chosen], len(self._output))
         self._learn(len(tokens))
         last = np.cumsum([len(part) for part in states]) - 1
@@ -95,6 +95,13 @@ class Learning:
             self._trainer.update(rows, self.guesser.temperature)
             self.updates += 1
         self.seconds += time.perf_counter() - began
+
+
+def trained(states: States, steps: Sequence[Sequence[Response]], temperature: float, passes: float) -> Learning:
+    """A head trained on all epochs but the last."""
+    learning = Learning(states, temperature, passes)
+    replay([step for step in steps if step[0].epoch < steps[-1][0].epoch], HeadAlone(1.0, learning))
+    return learning
 
 
 class Both(Rhyme):
@@ -146,6 +153,7 @@ def main(
     temperature: Annotated[float, typer.Option(help="of the trace")] = 1.0,
     passes: Annotated[list[float] | None, typer.Option(help="how often the head is trained on a token")] = None,
     floor: Annotated[list[float] | None, typer.Option(help="of drafting.floor")] = None,
+    save: Annotated[Path | None, typer.Option(help="train a head of the one trace, write it here, and end")] = None,
     quick: Annotated[bool, typer.Option(help="the first two epochs, one floor")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
 ) -> None:
@@ -156,6 +164,12 @@ def main(
         if quick:
             steps = [step for step in steps if step[0].epoch < 2]
         states = policy_states.load(steps, policy, temperature)
+        if save is not None:
+            learning = trained(states, steps, temperature, (passes or [8.0])[0])
+            counts = np.zeros(len(states.output), dtype=np.int64)
+            counts[list(learning.said)] = list(learning.said.values())
+            head.save(save, learning.head, counts)
+            return
         arms: list[tuple[str, float, float]] = [("text", f, 0.0) for f in floors]
         arms += [(name, f, p) for name in ("head", "both") for p in passes or [1.0, 8.0] for f in floors]
         for name, f, p in arms:

@@ -16,10 +16,14 @@ and with them the policy's distributions. Old parameters draft worse, never wron
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,6 +31,7 @@ from verl_rhyme.drafting.guesses import Guesses
 
 #: Tokens that the head names at each position.
 WAYS = 4
+_COUNTS = "counts"
 
 
 class DraftHead(nn.Module):
@@ -83,6 +88,43 @@ class Rows:
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
         return cls(tokens, entry, output, embedding * (0.5 / embedding.std().clamp(min=1e-6)))
+
+
+def save(path: Path, head: DraftHead, counts: np.ndarray) -> None:
+    """Write a head to a file, whole or not at all.
+
+    Args:
+        path: A safetensors file.
+        head: Its parameters.
+        counts: int64[V], how often this run says each token.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in head.state_dict().items()}
+    save_file({**tensors, _COUNTS: torch.from_numpy(counts)}, part)
+    part.replace(path)
+
+
+def load(path: Path, head: DraftHead, vocabulary: int) -> np.ndarray:
+    """Read a head from a file of :func:`save`.
+
+    Returns:
+        int64[V], the counts.
+
+    Raises:
+        ValueError: It is none, or of another model; the head stays as it was.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is no draft head ({error})") from None
+    counts, wanted = tensors.pop(_COUNTS, torch.zeros(0)), head.state_dict()
+    if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in wanted.items()}:
+        size = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else "no"
+        raise ValueError(f"{path} is a draft head of hidden size {size}, this model has {head.hidden}")
+    if len(counts) != vocabulary:
+        raise ValueError(f"{path} is a draft head of {len(counts)} tokens, this model has {vocabulary}")
+    head.load_state_dict(tensors)
+    return counts.numpy().astype(np.int64)
 
 
 class HeadTrainer:

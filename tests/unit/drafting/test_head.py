@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows, load, save
 from verl_rhyme.drafting.policy import DecodeStep
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -162,3 +162,22 @@ def test_of_a_head_that_is_wrong_the_drafter_learns():
         done = DecodeStep(["a"], np.arange(1), tokens, np.array([length]), [0], [0], np.array([8]), 100)
         wrong.append(99 in drafter.step(done)[0])
     assert np.mean(wrong[:20]) > 0.5 > 0.05 > np.mean(wrong[-500:])
+
+
+def test_a_head_is_read_as_it_was_written_and_another_models_is_refused(tmp_path):
+    written, read, path = DraftHead(D), DraftHead(D), tmp_path / "head.safetensors"
+    torch.nn.init.normal_(written.outer.weight)
+    save(path, written, np.arange(V))
+    assert load(path, read, V).tolist() == list(range(V))
+    assert torch.equal(read.outer.weight, written.outer.weight)
+    with pytest.raises(ValueError, match="hidden size 16, this model has 8"):
+        load(path, DraftHead(8), V)
+    with pytest.raises(ValueError, match="of 12 tokens, this model has 13"):
+        load(path, read, V + 1)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is no draft head"):
+        load(path, read, V)
+    with pytest.raises(ValueError, match="is no draft head"):
+        load(tmp_path / "missing", read, V)
+    assert torch.equal(read.outer.weight, written.outer.weight)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from verl_rhyme.config.drafting import HeadConfig
+from verl_rhyme.drafting import head
 from verl_rhyme.drafting.guesses import Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
 
@@ -29,7 +30,7 @@ logger = logging.getLogger("vllm.verl_rhyme")
 #: Tokens that are drafted, at most: those this run says most.
 MOST_TOKENS = 1 << 15
 #: The rows are chosen anew where more than one of so many sampled tokens was not among them; of so many looked at.
-_UNKNOWN, _LOOKED_AT = 50, 2048
+_UNKNOWN, _LOOKED_AT = 50, 512
 #: Tokens in the buffer before training begins.
 _FEWEST = 256
 #: Seconds between two copies on disk.
@@ -72,6 +73,8 @@ class EngineHead:
             self._trainer = HeadTrainer(self._head, capacity, config.steps)
         self._guesser = HeadGuesser(self._head, config.steps)
         self._watch()
+        if self._alone:
+            self.gather()
 
     # ---- what the drafter asks ----
 
@@ -206,34 +209,25 @@ class EngineHead:
         return get_tp_group().broadcast(tokens, src=0) if int(size) else tokens
 
     def save(self) -> None:
-        """Write the head beside the history, whole or not at all."""
-        from safetensors.torch import save_file
-
+        """Write the head beside the history."""
         self._saved_at = time.monotonic()
         if not self.updates:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            part = self._file.with_suffix(f".{id(self)}.part")
-            save_file({name: part.detach().cpu() for name, part in self._head.state_dict().items()}, part)
-            part.replace(self._file)
+            head.save(self._file, self._head, self._counts)
         except Exception:
             logger.warning("the draft head could not be saved as %s", self._file, exc_info=True)
 
     def _load(self, init: str | None) -> None:
         """Begin with a head of before, if there is one that fits."""
-        from safetensors.torch import load_file
-
         path = Path(init) if init else self._file
-        if not path.exists():
-            if init:
-                logger.warning("drafting.head.init: there is no %s; the draft head begins anew", path)
+        if not init and not path.exists():
             return
         try:
-            self._head.load_state_dict(load_file(path))
-        except Exception as error:
-            reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
-            logger.warning("the draft head begins anew: %s is not one of this model (%s)", path, reason)
+            self._counts += head.load(path, self._head, self._vocabulary)
+        except ValueError as error:
+            logger.warning("the draft head begins anew: %s", error)
 
     # ---- seams ----
 
