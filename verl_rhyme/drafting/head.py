@@ -44,6 +44,7 @@ class DraftHead(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         self.hidden = hidden
+        self.half = False  # products in bfloat16, as where they have hardware of their own
         self.norm = nn.LayerNorm(hidden)
         self.inner = nn.Linear(2 * hidden, hidden)
         self.outer = nn.Linear(hidden, hidden)
@@ -51,6 +52,10 @@ class DraftHead(nn.Module):
         self.other = nn.Parameter(torch.zeros(hidden))  # of tokens whose embedding it has not
         nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.outer.bias)
+
+    def precision(self) -> torch.autocast:
+        """The context that all of its products run in."""
+        return torch.autocast(self.scale.device.type, torch.bfloat16, enabled=self.half)
 
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
         """Take in a token: float[..., D], float[..., D] -> float[..., D]."""
@@ -73,8 +78,8 @@ class Rows:
     Attributes:
         tokens: int64[M], token ids.
         entry: int64[V], the entry of each token id, or -1.
-        output: float[M, D].
-        embedding: float[M, D], scaled to a standard deviation of 0.5.
+        output: float[M, D], in the head's precision.
+        embedding: float[M, D], too; scaled to a standard deviation of 0.5.
     """
 
     tokens: Tensor
@@ -84,10 +89,11 @@ class Rows:
 
     @classmethod
     def of(cls, tokens: Tensor, output: Tensor, embedding: Tensor, vocabulary: int) -> Rows:
-        """Copies of the rows ``tokens`` of a policy, of which ``output`` and ``embedding`` are those rows."""
+        """Of a policy's rows ``tokens``: ``output`` and ``embedding`` have no others."""
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
-        return cls(tokens, entry, output, embedding * (0.5 / embedding.std().clamp(min=1e-6)))
+        spread = embedding.float().std(correction=0).clamp(min=1e-6)
+        return cls(tokens, entry, output, (embedding * (0.5 / spread)).to(embedding.dtype))
 
 
 def save(path: Path, head: DraftHead, counts: np.ndarray) -> None:
@@ -186,22 +192,26 @@ class HeadTrainer:
         """
         token, at, inside = (torch.from_numpy(part).to(self._hidden.device) for part in self._drawn())
         token, hidden = rows.entry[token], self._hidden[at].float()
-        with torch.no_grad():
-            target = (functional.linear(hidden[:, 1:], rows.output) / temperature).log_softmax(-1)
-        state = hidden[:, : self.SEGMENT]
-        loss, weight = state.new_zeros(()), state.new_zeros(())
-        for j in range(1, self.steps + 1):
-            state = self.head.step(state, self.head.embed(token[:, j - 1 : j - 1 + self.SEGMENT], rows))
-            log_q = (self.head.logits(state, rows) / temperature).log_softmax(-1)
-            wanted, valid = target[:, j - 1 : j - 1 + self.SEGMENT], inside[:, j : j + self.SEGMENT].to(state.dtype)
-            loss = loss + (valid * (wanted.exp() * (wanted - log_q)).sum(-1)).sum()
-            weight = weight + valid.sum()
-        loss = loss / weight.clamp(min=1)
+        with self.head.precision():
+            loss = self._loss(rows, token, hidden, inside, temperature)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
         return loss.detach()
+
+    def _loss(self, rows: Rows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
+        with torch.no_grad():
+            target = (functional.linear(hidden[:, 1:], rows.output).float() / temperature).log_softmax(-1)
+        state = hidden[:, : self.SEGMENT]
+        loss, weight = state.new_zeros(()), state.new_zeros(())
+        for j in range(1, self.steps + 1):
+            state = self.head.step(state, self.head.embed(token[:, j - 1 : j - 1 + self.SEGMENT], rows))
+            log_q = (self.head.logits(state, rows).float() / temperature).log_softmax(-1)
+            wanted, valid = target[:, j - 1 : j - 1 + self.SEGMENT], inside[:, j : j + self.SEGMENT].to(state.dtype)
+            loss = loss + (valid * (wanted.exp() * (wanted - log_q)).sum(-1)).sum()
+            weight = weight + valid.sum()
+        return loss / weight.clamp(min=1)
 
     def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, where they are, and whether they go on from the first: [SEGMENTS, SEGMENT + steps] each."""
@@ -251,12 +261,14 @@ class HeadGuesser:
         assert states is not None, "asked without steps"
         guessed = np.full((len(latest), WAYS), -1, dtype=np.int32)
         probability = np.zeros((len(latest), WAYS), dtype=np.float32)
-        with torch.inference_mode():
+        with torch.inference_mode(), self.head.precision():
             asked = torch.from_numpy(going).to(states.device)
             tokens = torch.from_numpy(latest[going].astype(np.int64)).to(states.device)
             state = self.head.step(states[asked], self.head.embed(rows.entry[tokens], rows))
-            states[asked] = state
-            best = (self.head.logits(state, rows) / self.temperature).softmax(-1).topk(min(WAYS, len(rows.tokens)))
+            states[asked] = state.to(states.dtype)
+            best = (
+                (self.head.logits(state, rows).float() / self.temperature).softmax(-1).topk(min(WAYS, len(rows.tokens)))
+            )
             guessed[going, : best.values.shape[1]] = rows.tokens[best.indices].to(torch.int32).cpu().numpy()
             probability[going, : best.values.shape[1]] = best.values.float().cpu().numpy()
         return guessed, probability

@@ -28,6 +28,28 @@ SEAMS: tuple[Seam, ...] = (
             "self.input_batch.token_ids_cpu, slot_mappings=slot_mappings,)",
         ),
     ),
+    # ---- the draft head ----
+    Seam(
+        f"{_RUNNER}:GPUModelRunner.propose_draft_token_ids",
+        "our draft head sees hidden states on their way to the proposer",
+        signature="(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
+        "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings)",
+    ),
+    Seam(
+        f"{_RUNNER}:GPUModelRunner.execute_model",
+        "our draft head: which hidden states these are",
+        contains=("sample_hidden_states = hidden_states[logits_indices]",),
+    ),
+    Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.__init__",
+        "our draft head: the policy's rows",
+        contains=("self.shard_indices = self._get_indices(", "self.tp_size ="),
+    ),
+    Seam(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__",
+        "our draft head: what logits are multiplied by",
+        contains=("self.scale = scale",),
+    ),
     Seam(
         f"{_RUNNER}:GPUModelRunner.__init__",
         "our proposer finds the rows' requests",

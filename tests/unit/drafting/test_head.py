@@ -34,8 +34,10 @@ def cycle(n, first=0):
     return rows().output[torch.from_numpy(tokens)], tokens
 
 
-def test_a_new_head_is_trained_to_the_policys_next_tokens():
+@pytest.mark.parametrize("half", [False, True])
+def test_a_new_head_is_trained_to_the_policys_next_tokens(half):
     head = DraftHead(D)
+    head.half = half
     trainer, guesser = HeadTrainer(head, 1024, rate=3e-3), HeadGuesser(head, 4)
     hidden, tokens = cycle(1000)
     trainer.add(hidden, tokens, np.arange(-1, -1001, -1))  # each after the one before

@@ -68,6 +68,7 @@ class EngineHead:
         self._file = Path(folder) / f"head-{_digest(runner.model_config)}.safetensors"
         with _training():
             self._head = DraftHead(hidden).to(runner.device)
+            self._head.half = runner.device.type != "cpu"
             self._load(config.init)
             capacity = max(4096, config.buffer // (2 * hidden))
             self._trainer = HeadTrainer(self._head, capacity, config.steps)
@@ -186,9 +187,10 @@ class EngineHead:
             if not self._drafts:
                 return
             with torch.inference_mode(False):
-                self._guesser.rows = Rows.of(
-                    tokens.clone(), output.float().clone(), embedding.float().clone(), self._vocabulary
-                )
+                kind = torch.bfloat16 if self._head.half else torch.float32
+                # Copies that can be differentiated through, whatever the layers' own are.
+                output, embedding = (rows.to(kind).clone() for rows in (output, embedding))
+                self._guesser.rows = Rows.of(tokens.clone(), output, embedding, self._vocabulary)
             self._listed[:] = False
             self._listed[tokens.cpu().numpy()] = True
         except Exception:
