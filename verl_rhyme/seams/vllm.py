@@ -21,7 +21,9 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_RUNNER}:GPUModelRunner.propose_draft_token_ids",
-        "what our proposer is given",
+        "what our proposer is given, and hidden states on their way to it for our draft head",
+        signature="(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
+        "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings)",
         contains=(
             'elif spec_config.method == "custom_class":',
             "self.drafter).propose(sampled_token_ids, self.input_batch.num_tokens_no_spec, "
@@ -29,12 +31,6 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     # ---- the draft head ----
-    Seam(
-        f"{_RUNNER}:GPUModelRunner.propose_draft_token_ids",
-        "our draft head sees hidden states on their way to the proposer",
-        signature="(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
-        "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings)",
-    ),
     Seam(
         f"{_RUNNER}:GPUModelRunner.execute_model",
         "our draft head: which hidden states these are",
