@@ -57,7 +57,10 @@ def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None
     context = {} if on_cpu else {"context": CONTEXT}
     serving = memory.serve(model, plan.rollout, gpu_bytes)
     served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
-    asleep = served if plan.colocated and not plan.sleeps else {}
+    head = memory.draft_head(model, plan.rollout)
+    beside_engine = {"draft head": head} if head else {}
+    served |= beside_engine
+    asleep = served if plan.colocated and not plan.sleeps else beside_engine if plan.colocated else {}
     reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
     phases = {
         "update": memory.update(model, training),

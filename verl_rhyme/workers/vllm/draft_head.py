@@ -22,13 +22,11 @@ import torch
 
 from verl_rhyme.config.drafting import HeadConfig
 from verl_rhyme.drafting import head
-from verl_rhyme.drafting.guesses import Guesses
+from verl_rhyme.drafting.guesses import MOST_TOKENS, Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
 
 logger = logging.getLogger("vllm.verl_rhyme")
 
-#: Tokens that are drafted, at most: those this run says most.
-MOST_TOKENS = 1 << 15
 #: The rows are chosen anew where more than one of so many sampled tokens was not among them; of so many looked at.
 _UNKNOWN, _LOOKED_AT = 50, 512
 #: Tokens in the buffer before training begins.
