@@ -153,6 +153,7 @@ def main(
     temperature: Annotated[float, typer.Option(help="of the trace")] = 1.0,
     passes: Annotated[list[float] | None, typer.Option(help="how often the head is trained on a token")] = None,
     floor: Annotated[list[float] | None, typer.Option(help="of drafting.floor")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="of text, head, both; default: all")] = None,
     save: Annotated[Path | None, typer.Option(help="train a head of the one trace, write it here, and end")] = None,
     quick: Annotated[bool, typer.Option(help="the first two epochs, one floor")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one object a line")] = False,
@@ -170,14 +171,14 @@ def main(
             counts[list(learning.said)] = list(learning.said.values())
             head.save(save, learning.head, counts)
             return
-        arms: list[tuple[str, float, float]] = [("text", f, 0.0) for f in floors]
-        arms += [(name, f, p) for name in ("head", "both") for p in passes or [1.0, 8.0] for f in floors]
+        learns = [(name, f, p) for name in ("head", "both") for p in passes or [1.0, 8.0] for f in floors]
+        arms = [("text", f, 0.0) for f in floors] + learns
+        arms = [one for one in arms if not arm or one[0] in arm]
         for name, f, p in arms:
             learning = Learning(states, temperature, p)
-            arm: Any = {"head": HeadAlone, "both": Both}.get(name, lambda *_: None)(f, learning) or Rhyme(
-                DraftingConfig(floor=f, weigh_cost=False, tail_weight=1.0)
-            )
-            tallies = replay(steps, arm)
+            config = DraftingConfig(floor=f, weigh_cost=False, tail_weight=1.0)
+            made = {"head": HeadAlone, "both": Both}.get(name, lambda *_: Rhyme(config))(f, learning)
+            tallies = replay(steps, made)
             for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e])):
                 row: dict[str, Any] = {"benchmark": "draft_head", "trace": path.stem, "drafts from": name}
                 row |= {"floor": f, "passes": p, "epochs": epochs}

@@ -1,0 +1,155 @@
+"""The draft head in the real engine: whose rows it has, what it learns, and what its failures cost."""
+
+import os
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.xdist_group("exactness")
+
+HEAD = {"enable": True, "share": 1.0}
+PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine, write_history, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("head")
+    write_history(folder, [])
+    built = build_engine(folder, drafting={"floor": 1e-3, "weigh_cost": False, "head": HEAD})
+    built.history_folder = folder
+    return built
+
+
+def said(engine, n=16, **params):
+    from vllm import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0.3, "max_tokens": 64, "ignore_eos": True, "detokenize": False, **params})
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS * n], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def proposer(engine):
+    return engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def test_it_learns_to_guess_what_the_policy_says(engine):
+    """No text repeats long here, at T=1: what is gained is the head's."""
+    before = engine.collective_rpc("draft_totals")[0]
+    for _ in range(6):
+        said(engine, temperature=1.0)
+    after = engine.collective_rpc("draft_totals")[0]
+    assert after["errors"] == 0
+    assert after["head_updates"] - before["head_updates"] > 20
+    assert 0 < after["head_loss"] < 1.5, "a uniform guess of 12 tokens is farther from the policy"
+
+
+def test_its_states_are_those_that_gave_the_tokens(engine):
+    """Tokens drawn at this temperature have the log-probabilities that draws have, minus the entropy on average."""
+    head = proposer(engine)._head
+    numbers = np.arange(head._trainer._end, head._trainer._end + len(said(engine, temperature=0.3)) * 60)
+    trainer, rows = head._trainer, head._guesser.rows
+    entry = rows.entry[trainer._token[numbers]]
+    assert (entry >= 0).all()
+    log_p = (trainer._hidden[numbers].float() @ rows.output.T / 0.3).log_softmax(-1)
+    drawn, entropy = log_p.gather(1, entry[:, None])[:, 0].mean(), -(log_p.exp() * log_p).sum(-1).mean()
+    assert float(drawn) == pytest.approx(-float(entropy), abs=0.1)
+    shifted = log_p[1:].gather(1, entry[:-1, None])[:, 0].mean()
+    assert float(shifted) < float(drawn) - 1, "states of other tokens would be noticed"
+
+
+def test_it_is_kept_and_begun_with_again(engine, build_engine):
+    head = proposer(engine)._head
+    proposer(engine).weights_loaded()
+    again = build_engine(engine.history_folder, drafting={"head": HEAD})
+    began = proposer(again)._head
+    assert (began._head.outer.weight == head._head.outer.weight).all()
+    assert began.steps == 0, "no hidden states yet"
+    assert began._guesser.rows is not None, "its tokens are known from the file"
+
+
+def test_a_head_that_fails_is_turned_off_and_generation_goes_on(engine, monkeypatch, caplog):
+    head = proposer(engine)._head
+
+    def fail(*_):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(head._guesser, "guess", fail)
+    before = engine.collective_rpc("draft_totals")[0]
+    assert all(len(tokens) == 64 for tokens in said(engine))
+    after = engine.collective_rpc("draft_totals")[0]
+    assert after["errors"] == before["errors"], "drafting went on"
+    assert after["drafted"] > before["drafted"]
+    assert head.steps == 0
+
+
+@pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two processes; set RHYME_SLOW=1")
+def test_ranks_gather_the_rows_of_a_sharded_vocabulary(tmp_path):
+    """Tensor parallel: the drafting rank has all rows, as the whole model has them."""
+    import subprocess
+    import sys
+
+    ran = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert "rows agree" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
+def _rows_of_rank(worker):
+    worker.model_runner.drafter.weights_loaded()
+    rows = getattr(getattr(worker.model_runner.drafter._head, "_guesser", None), "rows", None)
+    return None if rows is None else (rows.tokens.tolist(), rows.output.tolist())
+
+
+def _sharded(folder):
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from verl_rhyme.history.store import HistoryStore
+
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(f"{folder}/model")
+    HistoryStore(f"{folder}/history", "tp", max_bytes=1 << 26, epochs=4).close()
+    drafting = {"max_tokens": 8, "head": HEAD}
+    engine = LLM(
+        model=f"{folder}/model",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        num_gpu_blocks_override=64,
+        worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+        speculative_config={
+            "method": "custom_class",
+            "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
+            "num_speculative_tokens": 8,
+        },
+        additional_config={"rhyme": {"drafting": drafting, "history_dir": f"{folder}/history", "namespace": "tp"}},
+    )
+    engine.collective_rpc("attach_proposer")
+    params = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False, n=8)
+    engine.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    (tokens, output), other = engine.collective_rpc(_rows_of_rank)
+    assert other is None
+    assert {t >= 128 for t in tokens} == {False, True}, "of both shards"
+    torch.testing.assert_close(torch.tensor(output), model.lm_head.weight[tokens].detach())
+    print("rows agree", len(tokens))
+
+
+if __name__ == "__main__":
+    import sys
+
+    os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "VERL_PLATFORM": "cpu"}
+    _sharded(sys.argv[1])
