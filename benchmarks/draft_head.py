@@ -177,7 +177,7 @@ def main(
         for name, f, p in arms:
             learning = Learning(states, temperature, p)
             config = DraftingConfig(floor=f, weigh_cost=False, tail_weight=1.0)
-            made = {"head": HeadAlone, "both": Both}.get(name, lambda *_: Rhyme(config))(f, learning)
+            made = Rhyme(config) if name == "text" else {"head": HeadAlone, "both": Both}[name](f, learning)
             tallies = replay(steps, made)
             for epochs, part in (("first", [tallies[0]]), ("later", [t for e, t in tallies.items() if e])):
                 row: dict[str, Any] = {"benchmark": "draft_head", "trace": path.stem, "drafts from": name}
