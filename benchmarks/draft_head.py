@@ -30,6 +30,7 @@ from benchmarks.traces import Response
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import head
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
+from verl_rhyme.drafting.guesses import Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
 from verl_rhyme.drafting.policy import DecodeStep
 
@@ -60,6 +61,14 @@ class Learning:
     def start(self, response: Response) -> None:
         self.said.update(response.prompt.tolist())
         self._seen[response.id], self._number[response.id] = 0, -1
+
+    @property
+    def steps(self) -> int:
+        """As the engine: a head that knows nothing yet is not asked."""
+        return self.guesser.steps if self.updates >= head.APPRENTICESHIP else 0
+
+    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
+        return self.guesser.guess(position, going, latest)
 
     def take_in(self, responses: Sequence[Response], done: DecodeStep) -> None:
         """What was emitted since the last step; the head then guesses for these."""
@@ -110,7 +119,7 @@ class Both(Rhyme):
     def __init__(self, floor: float, learning: Learning) -> None:
         self.learning = learning
         config = DraftingConfig(floor=floor, weigh_cost=False, tail_weight=1.0)
-        super().__init__(config, make=lambda *args: AdaptiveDrafter(*args, head=learning.guesser))
+        super().__init__(config, make=lambda *args: AdaptiveDrafter(*args, head=learning))
 
     def start(self, response: Response) -> None:
         super().start(response)
@@ -135,8 +144,8 @@ class HeadAlone(NoDrafts):
         drafts: list[list[int]] = [[] for _ in responses]
         latest = done.tokens[done.rows, done.lengths - 1]
         reach, going = np.ones(len(responses)), np.arange(len(responses))
-        for position in range(self.learning.guesser.steps):
-            tokens, probabilities = self.learning.guesser.guess(position, going, latest)
+        for position in range(self.learning.steps):
+            tokens, probabilities = self.learning.guess(position, going, latest)
             reach[going] *= probabilities[going, 0]
             going = going[reach[going] >= self._floor]
             latest = tokens[:, 0]

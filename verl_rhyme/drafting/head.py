@@ -31,6 +31,8 @@ from verl_rhyme.drafting.guesses import Guesses
 
 #: Tokens that the head names at each position.
 WAYS = 4
+#: Steps of the optimizer after which a new head knows something.
+APPRENTICESHIP = 64
 _COUNTS = "counts"
 
 

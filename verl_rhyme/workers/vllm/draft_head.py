@@ -56,6 +56,7 @@ class EngineHead:
         self._hidden: torch.Tensor | None = None
         self._drafted: list[int] | None = None
         self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
+        self._knows = 0  # steps of the optimizer before this run's
         self._earned = 0.0  # seconds that training may still take
         self.updates, self.seconds, self.training_seconds, self.loss = 0, 0.0, 0.0, float("nan")
         self._latest_loss: torch.Tensor | None = None
@@ -79,8 +80,8 @@ class EngineHead:
 
     @property
     def steps(self) -> int:
-        """See :class:`verl_rhyme.drafting.guesses.Guesser`."""
-        return self._guesser.steps if self._drafts else 0
+        """See :class:`verl_rhyme.drafting.guesses.Guesser`; a head that knows nothing yet is not asked."""
+        return self._guesser.steps if self._drafts and self._knows + self.updates >= head.APPRENTICESHIP else 0
 
     def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
         """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
@@ -226,6 +227,7 @@ class EngineHead:
             return
         try:
             self._counts += head.load(path, self._head, self._vocabulary)
+            self._knows = head.APPRENTICESHIP
         except ValueError as error:
             logger.warning("the draft head begins anew: %s", error)
 
