@@ -4,7 +4,7 @@
 
 The hidden states are the policy's own (:mod:`benchmarks.policy_states`), so that it has to be one that was not trained.
 The head begins anew; after each decode step it is trained from as many positions as tokens were emitted, times
-``--passes``. ``--save FILE`` trains one on all epochs but the last, and keeps it as a ``drafting.head.init``.
+``--passes``. ``--save FILE`` trains one on all epochs but the last, and keeps it as a file for ``drafting.head``.
 """
 
 from __future__ import annotations

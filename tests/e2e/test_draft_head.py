@@ -5,17 +5,19 @@ import os
 import numpy as np
 import pytest
 
+from verl_rhyme.workers.vllm import draft_head
+
 pytestmark = pytest.mark.xdist_group("exactness")
 
-HEAD = {"enable": True, "share": 1.0}
 PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 @pytest.fixture(scope="module")
 def engine(build_engine, write_history, tmp_path_factory):
+    draft_head.SHARE = 1.0  # the runs are short
     folder = tmp_path_factory.mktemp("head")
     write_history(folder, [])
-    built = build_engine(folder, drafting={"floor": 1e-3, "weigh_cost": False, "head": HEAD})
+    built = build_engine(folder, drafting={"floor": 1e-3, "weigh_cost": False, "head": "new"})
     built.history_folder = folder
     return built
 
@@ -60,7 +62,7 @@ def test_its_states_are_those_that_gave_the_tokens(engine):
 def test_it_is_kept_and_begun_with_again(engine, build_engine):
     head = proposer(engine)._head
     proposer(engine).weights_loaded()
-    again = build_engine(engine.history_folder, drafting={"head": HEAD})
+    again = build_engine(engine.history_folder, drafting={"head": "new"})
     began = proposer(again)._head
     assert (began._head.outer.weight == head._head.outer.weight).all()
     assert began.steps == 0, "no hidden states yet"
@@ -120,7 +122,7 @@ def _sharded(folder):
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(f"{folder}/model")
     HistoryStore(f"{folder}/history", "tp", max_bytes=1 << 26, epochs=4).close()
-    drafting = {"max_tokens": 8, "head": HEAD}
+    drafting = {"max_tokens": 8, "head": "new"}
     engine = LLM(
         model=f"{folder}/model",
         dtype="float32",

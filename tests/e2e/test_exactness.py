@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
+from verl_rhyme.workers.vllm import draft_head
+
 pytestmark = pytest.mark.xdist_group("exactness")
 
 SAMPLES = 6400
@@ -27,12 +29,13 @@ def sample(engine, params, n):
 DRAFTERS = {
     "adaptive": {},
     "paper": {"policy": "paper"},
-    "head": {"head": {"enable": True, "share": 1.0}},  # it learns while it drafts
+    "head": {"head": "new"},  # it learns while it drafts
 }
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
+    draft_head.SHARE = 1.0  # the runs are short
     folder = tmp_path_factory.mktemp("history")
     write_history(folder, [])
     # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.

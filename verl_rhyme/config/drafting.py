@@ -87,29 +87,6 @@ DRAFTERS: Mapping[str, Mapping[str, Any]] = {"adaptive": {}, "paper": typing.get
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """A draft head: a small network beside the policy, trained by the engine as it drafts (policy=adaptive)."""
-
-    enable: bool = option(False, "Draft from the policy's hidden states, too.", public=True)
-    init: str | None = option(
-        None,
-        "File of a head to begin with; null: the one beside this node's history, or a new one.",
-    )
-    steps: int = option(4, "Draft tokens that it guesses, at most; other sources go on from there.")
-    share: float = option(0.05, "Share of the engine's time that training the head may take; 0: it stays as it is.")
-    buffer: int = option(1 << 28, "Bytes of the latest hidden states, of which it is trained.")
-
-    def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            require(ok, f"drafting.head.{name}", getattr(self, name), allowed)
-
-        check(self.init != "", "init", "null, or a file")
-        check(1 <= self.steps <= 16, "steps", "from 1 to 16")
-        check(0 <= self.share <= 1, "share", "from 0 to 1")
-        check(self.buffer >= 1 << 20, "buffer", "at least 1048576 (1 MiB)")
-
-
-@dataclass(frozen=True)
 class DraftingConfig:
     """HistoSpec: drafts from the history and from other live texts, verified by the model (lossless)."""
 
@@ -156,7 +133,12 @@ class DraftingConfig:
     live_tokens: int = option(
         1 << 22, "Running and recent tokens of an engine that are indexed, 20 to 32 bytes each (policy=adaptive)."
     )
-    head: HeadConfig = field(default_factory=HeadConfig)
+    head: str | None = option(
+        None,
+        "A draft head, which guesses from the policy's hidden states and is trained by the engine (policy=adaptive): "
+        "new, or a file of one to begin with; null: none. A run that goes on begins with its own.",
+        public=True,
+    )
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, allowed: str) -> None:
@@ -170,9 +152,8 @@ class DraftingConfig:
         check(1 <= self.tail_weight <= 100, "tail_weight", "from 1 to 100")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
         object.__setattr__(self, "options", typed_options("drafting.options", self.policy, DRAFTERS, self.options))
-        if self.policy == "paper" and self.head.enable:
-            remedy = "drop one of them"
-            raise ConfigError(f"{CONFIG_PATH}: drafting.head.enable needs drafting.policy=adaptive; {remedy}")
+        check(self.head != "", "head", "null, new, or a file")
+        check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")
         if self.policy == "paper" and self.enable and self.paper.window_start > self.max_tokens:
             raise ConfigError(
                 f"{CONFIG_PATH}: drafting.options.window_start={self.paper.window_start} contradicts "

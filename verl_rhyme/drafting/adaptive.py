@@ -85,7 +85,7 @@ class AdaptiveDrafter:
         self._head, self._gate, self._headed = head, HeadGate(), False
         self._slots = _slot_arrays(max(1, slots), config.max_tokens)
         self._began = np.full(max(1, slots), -1, dtype=np.int64)  # tokens at a request's first step, or -1
-        self._counts = np.zeros((max(1, slots), 3), dtype=np.int64)  # drafted, accepted, steps that verified
+        self._counts = np.zeros((max(1, slots), 4), dtype=np.int64)  # of RequestCounts: drafted to headed
         self._earlier = EarlierLengths(max(1, slots))
         self._live = LiveTexts(config.live_tokens, max(1, slots))
         self._regrowth = Regrowth(max(1, slots))
@@ -153,7 +153,8 @@ class AdaptiveDrafter:
             self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
         ids = self._slots_of(tuple(done.requests))
         verified = drafted > 0
-        self._counts[ids] += np.stack([drafted, np.where(verified, accepted, 0), verified], axis=1)
+        kept = np.where(verified, accepted, 0)
+        self._counts[ids] += np.stack([drafted, kept, verified, self._named(ids, kept)], axis=1)
         self._steps += 1
         row, lengths = np.asarray(done.rows, dtype=np.int32), np.asarray(done.lengths, dtype=np.int64)
         said = kernels.take_in(self._live.arrays, self._slots, self._model, ids, row, done.tokens, lengths)
@@ -188,6 +189,7 @@ class AdaptiveDrafter:
             reach,
             planned,
         )
+        self._slots.headed[ids[regrown]] = False
         granted = grant(reach, planned, budget, self.cost.coefficients if weigh else None, weights)
         if explores:
             # Of several sizes: what drafting costs at all is then told from what a token costs.
@@ -199,6 +201,12 @@ class AdaptiveDrafter:
         self._threads.later(partial(kernels.count, self._live.arrays.counts, *said))
         flat, ends = draft[np.arange(longest) < granted[:, None]].tolist(), np.cumsum(granted)
         return [flat[begin:end] for begin, end in zip((ends - granted).tolist(), ends.tolist(), strict=True)]
+
+    def _named(self, ids: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Of the accepted tokens of each row, those that the head alone had named."""
+        if not self._headed:
+            return np.zeros(len(ids), dtype=np.int64)
+        return (self._slots.headed[ids] & (np.arange(self._config.max_tokens) < accepted[:, None])).sum(axis=1)
 
     def _slots_of(self, requests: tuple[str, ...]) -> np.ndarray:
         """int32[B]; of the same requests as at the last step without looking each of them up."""
@@ -270,9 +278,9 @@ class AdaptiveDrafter:
         if live is None:
             return RequestCounts()
         reverified = self._regrowth.reverified(live.slot)
-        drafted, accepted, verified = self._counts[live.slot].tolist()
+        drafted, accepted, verified, headed = self._counts[live.slot].tolist()
         self._forget(request)
-        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified)
+        return RequestCounts(drafted, accepted, verified, live.history_hit, reverified, headed)
 
     def _weights(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         began = self._began
@@ -362,6 +370,7 @@ def _slot_arrays(slots: int, longest: int) -> SlotArrays:
         candidates=np.zeros(slots, dtype=np.int32),
         candidate=np.zeros((slots, MAX_CANDIDATES), dtype=np.int32),
         candidate_inputs=np.zeros((slots, MAX_CANDIDATES, N_INPUTS), dtype=np.float32),
+        headed=np.zeros((slots, longest), dtype=np.bool_),
         walkers=np.zeros(slots, dtype=np.int32),
         walker=np.zeros((slots, MAX_OCCURRENCES, 3), dtype=np.int64),
     )

@@ -20,6 +20,7 @@ class RequestCounts:
         verify_steps: Steps that verified a draft; tokens per verify step are ``1 + accepted / verify_steps``.
         history_hit: Its prompt had a history.
         reverified: Accepted tokens that were drafted from the request's previous text.
+        headed: Accepted tokens that no text had, and the draft head named.
     """
 
     drafted: int = 0
@@ -27,6 +28,7 @@ class RequestCounts:
     verify_steps: int = 0
     history_hit: bool = False
     reverified: int = 0
+    headed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ LENGTHS_MAX = "rollout/lengths/max"
 SPEC_DRAFTED = "rollout/spec/drafted_tokens"
 SPEC_ACCEPTED = "rollout/spec/accepted_tokens"
 SPEC_REVERIFIED = "rollout/spec/reverified_tokens"
+SPEC_HEADED = "rollout/spec/headed_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
@@ -252,6 +253,8 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
         }
     if has("reverified_tokens"):
         metrics[SPEC_REVERIFIED] = columns["reverified_tokens"].sum()
+    if has("headed_tokens"):
+        metrics[SPEC_HEADED] = columns["headed_tokens"].sum()
     if has("draft_errors", "draft_seconds"):
         metrics |= {SPEC_ERRORS: columns["draft_errors"].sum(), SPEC_DRAFT_S: columns["draft_seconds"].sum()}
     if has("history_hit"):

@@ -35,6 +35,8 @@ class RequestRecord:
     history_hit: bool = False
     #: Accepted ones that an interrupted response had said before.
     reverified_tokens: int = 0
+    #: Accepted ones that no text had, and the draft head named.
+    headed_tokens: int = 0
     #: Of the engine's drafter since it was last asked; of all requests then, told with one of them.
     draft_errors: int = 0
     #: The same.

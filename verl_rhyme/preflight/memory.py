@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_rhyme.drafting.guesses import MOST_TOKENS
+from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
 from verl_rhyme.preflight.architecture import Architecture
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured here).
@@ -91,7 +91,7 @@ class Rollout:
         longest: Tokens of the run's longest request, prompt and response.
         weight_bytes, cache_bytes: Of an element of a weight and of the KV cache.
         draft_bytes: What the logits of draft tokens may take, on top of what vLLM profiles.
-        head_buffer: Bytes of ``drafting.head.buffer``; 0 without a draft head.
+        draft_head: There is one.
     """
 
     tp: int = 1
@@ -104,7 +104,7 @@ class Rollout:
     weight_bytes: int = 2
     cache_bytes: int = 2
     draft_bytes: int = 0
-    head_buffer: int = 0
+    draft_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -335,10 +335,10 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
 
 def draft_head(model: Architecture, rollout: Rollout) -> int:
     """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, bf16 rows."""
-    if not rollout.head_buffer:
+    if not rollout.draft_head:
         return 0
     rows = min(model.vocab, MOST_TOKENS)
-    return rollout.head_buffer + 16 * 3 * model.hidden**2 + 2 * 2 * rows * model.hidden
+    return HEAD_BUFFER + 16 * 3 * model.hidden**2 + 2 * 2 * rows * model.hidden
 
 
 def checkpoint_bytes(model: Architecture) -> int:

@@ -270,7 +270,7 @@ def _rollout(config: Any, max_positions: int | None) -> Rollout:
         weight_bytes=weight,
         cache_bytes=weight if cache == "auto" else _size(cache),
         draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
-        head_buffer=rhyme.drafting.head.buffer if rhyme and rhyme.drafting.enable and rhyme.drafting.head.enable else 0,
+        draft_head=bool(rhyme and rhyme.drafting.enable and rhyme.drafting.head),
     )
 
 

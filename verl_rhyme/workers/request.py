@@ -35,6 +35,7 @@ DRAFT_COUNTS = {
     "verify_steps": "verify_steps",
     "history_hit": "history_hit",
     "reverified": "reverified_tokens",
+    "headed": "headed_tokens",
     "draft_errors": "draft_errors",
     "draft_seconds": "draft_seconds",
 }

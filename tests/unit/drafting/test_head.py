@@ -115,8 +115,9 @@ def drafts(head, prompts, limit=8, floor=0.1, rounds=1):
         drafter.start(str(i), bytes([i]) * 16)
     lengths = np.array([len(prompt) for prompt in prompts])
     names, limits = [str(i) for i in range(len(prompts))], np.full(len(prompts), limit)
+    none = np.zeros(len(prompts), dtype=np.int64)
     for _ in range(rounds):
-        found = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, [0], [0], limits, 1 << 20))
+        found = drafter.step(DecodeStep(names, np.arange(len(prompts)), tokens, lengths, none, none, limits, 1 << 20))
     return found
 
 
@@ -132,6 +133,19 @@ def test_text_leads_on_from_the_heads_tokens():
     found = drafts(head, [[1, 2, 3, 4, 5, 6, 7, 60]], floor=0.01)[0]
     assert found[:3] == [50, 2, 3]
     assert found[3:4] == [4]
+
+
+def test_accepted_tokens_that_the_head_alone_named_are_counted():
+    head = Scripted(lambda position, latest: {0: 50, 1: 2, 2: 3}[position])
+    drafter = AdaptiveDrafter(
+        DraftingConfig(floor=0.01, weigh_cost=False), lambda key: None, slots=1, vocabulary=100, head=head
+    )
+    tokens = np.array([[1, 2, 3, 4, 5, 6, 7, 60, 50, 2, 3, 4]], np.int32)
+    drafter.start("a", b"a" * 16)
+    one = np.ones(1, dtype=np.int64)
+    draft = drafter.step(DecodeStep(["a"], 0 * one, tokens, 8 * one, [0], [0], 8 * one, 100))[0]
+    drafter.step(DecodeStep(["a"], 0 * one, tokens, 12 * one, [len(draft)], [3], 8 * one, 100))
+    assert drafter.finish("a").headed == 2, "50 and 2; that 3 follows 2 is in the text"
 
 
 def test_rows_that_end_early_are_not_asked_again():

@@ -47,6 +47,7 @@ def requests(count: int, **changes: object) -> dict[str, object]:
         "verify_steps": 2,
         "history_hit": [i % 2 == 0 for i in range(count)],
         "reverified_tokens": 3,
+        "headed_tokens": 1,
         "draft_errors": 0,
         "draft_seconds": 0.25,
         "stop_reason": "stop",

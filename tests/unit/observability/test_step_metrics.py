@@ -60,6 +60,7 @@ def columns() -> dict[str, np.ndarray]:
         "accepted_tokens": np.array([0, 5, 40, 500]),
         "verify_steps": np.array([0, 5, 10, 10]),
         "reverified_tokens": np.array([0, 3, 7, 400]),
+        "headed_tokens": np.array([0, 1, 2, 300]),
         "draft_errors": np.array([0, 2, 0, 7]),
         "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
         "history_hit": np.array([False, True, True, True]),

@@ -20,15 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_rhyme.config.drafting import HeadConfig
 from verl_rhyme.drafting import head
-from verl_rhyme.drafting.guesses import MOST_TOKENS, Guesses
+from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS, Guesses
 from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+
+#: Value of ``drafting.head``: no file to begin with.
+NEW = "new"
 
 logger = logging.getLogger("vllm.verl_rhyme")
 
 #: The rows are chosen anew where more than one of so many sampled tokens was not among them; of so many looked at.
 _UNKNOWN, _LOOKED_AT = 50, 512
+#: Draft positions that a head guesses; other sources go on from there.
+STEPS = 4
+#: Of the engine's time, what training may take.
+SHARE = 0.05
 #: Tokens in the buffer before training begins.
 _FEWEST = 256
 #: Seconds between two copies on disk.
@@ -39,14 +45,14 @@ class EngineHead:
     """The head of one engine; of its ranks only the one that drafts asks it, all hold one for :meth:`gather`.
 
     Args:
-        config: ``drafting.head``.
+        begin: ``drafting.head``: ``new``, or the file of a head to begin with.
         runner: vLLM's model runner, its model loaded.
         folder: Where the head is kept; that of the history.
         drafts: Whether this rank drafts.
     """
 
-    def __init__(self, config: HeadConfig, runner: Any, folder: str, drafts: bool):
-        self._config, self._runner, self._drafts = config, runner, drafts
+    def __init__(self, begin: str, runner: Any, folder: str, drafts: bool):
+        self._runner, self._drafts = runner, drafts
         self._vocabulary = runner.model_config.get_vocab_size()
         self._output, self._embedding, self._scale = _layers(runner.model)
         self._alone = self._output.tp_size == 1
@@ -68,10 +74,9 @@ class EngineHead:
         with _training():
             self._head = DraftHead(hidden).to(runner.device)
             self._head.half = runner.device.type != "cpu"
-            self._load(config.init)
-            capacity = max(4096, config.buffer // (2 * hidden))
-            self._trainer = HeadTrainer(self._head, capacity, config.steps)
-        self._guesser = HeadGuesser(self._head, config.steps)
+            self._load(None if begin == NEW else begin)
+            self._trainer = HeadTrainer(self._head, max(4096, HEAD_BUFFER // (2 * hidden)), STEPS)
+        self._guesser = HeadGuesser(self._head, STEPS)
         self._watch()
         if self._alone:
             self.gather()
@@ -154,9 +159,9 @@ class EngineHead:
         Args:
             seconds: What the engine's last step took.
         """
-        if not self._drafts or not self._config.share or len(self._trainer) < _FEWEST or self._guesser.rows is None:
+        if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
             return
-        self._earned = min(self._earned + self._config.share * seconds, 1.0)
+        self._earned = min(self._earned + SHARE * seconds, 1.0)
         try:
             while self._earned > 0:
                 began = time.perf_counter()

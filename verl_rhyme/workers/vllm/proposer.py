@@ -104,17 +104,17 @@ class HistoryProposer:
         self._runner = model_runner
         # The scheduler takes the drafts of the first rank only.
         drafts = get_tensor_model_parallel_rank() == 0
-        if self._config.head.enable:
-            self._head = self._new_head(drafts)
+        if self._config.head is not None:
+            self._head = self._new_head(self._config.head, drafts)
         if drafts:
             self._start()
         # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
         # length of max_model_len. The bounds below are per request, so that cliff is not needed.
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
-    def _new_head(self, drafts: bool) -> EngineHead | None:
+    def _new_head(self, begin: str, drafts: bool) -> EngineHead | None:
         try:
-            return EngineHead(self._config.head, self._runner, self._folder, drafts)
+            return EngineHead(begin, self._runner, self._folder, drafts)
         except Exception as error:
             logger.warning("no draft head for this model: %s; drafts come from text alone", error)
             return None
