@@ -178,7 +178,7 @@ def main(
             learning = trained(states, steps, temperature, (passes or [8.0])[0])
             counts = np.zeros(len(states.output), dtype=np.int64)
             counts[list(learning.said)] = list(learning.said.values())
-            head.save(save, learning.head, counts)
+            head.save(save, learning.head, counts, learning.updates)
             return
         learns = [(name, f, p) for name in ("head", "both") for p in passes or [1.0, 8.0] for f in floors]
         arms = [("text", f, 0.0) for f in floors] + learns

@@ -36,7 +36,7 @@ DRAFTERS = {
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
     draft_head.SHARE = 1.0  # the runs are short
-    folder = tmp_path_factory.mktemp("history")
+    folder = tmp_path_factory.mktemp("history") / "node"
     write_history(folder, [])
     # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
     built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})

@@ -33,7 +33,9 @@ from verl_rhyme.drafting.guesses import Guesses
 WAYS = 4
 #: Steps of the optimizer after which a new head knows something.
 APPRENTICESHIP = 64
-_COUNTS = "counts"
+#: Rows whose spread stands for all.
+_SPREAD_OF = 1024
+_COUNTS, _UPDATES = "counts", "updates"
 
 
 class DraftHead(nn.Module):
@@ -94,29 +96,30 @@ class Rows:
         """Of a policy's rows ``tokens``: ``output`` and ``embedding`` have no others."""
         entry = torch.full((vocabulary,), -1, dtype=torch.int64, device=tokens.device)
         entry[tokens] = torch.arange(len(tokens), device=tokens.device)
-        spread = embedding.float().std(correction=0).clamp(min=1e-6)
+        spread = embedding[:_SPREAD_OF].float().std(correction=0).clamp(min=1e-6)
         return cls(tokens, entry, output, (embedding * (0.5 / spread)).to(embedding.dtype))
 
 
-def save(path: Path, head: DraftHead, counts: np.ndarray) -> None:
+def save(path: Path, head: DraftHead, counts: np.ndarray, updates: int) -> None:
     """Write a head to a file, whole or not at all.
 
     Args:
         path: A safetensors file.
         head: Its parameters.
         counts: int64[V], how often this run says each token.
+        updates: Steps of the optimizer that it has had.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in head.state_dict().items()}
-    save_file({**tensors, _COUNTS: torch.from_numpy(counts)}, part)
+    save_file({**tensors, _COUNTS: torch.from_numpy(counts), _UPDATES: torch.tensor(updates)}, part)
     part.replace(path)
 
 
-def load(path: Path, head: DraftHead, vocabulary: int) -> np.ndarray:
+def load(path: Path, head: DraftHead, vocabulary: int) -> tuple[np.ndarray, int]:
     """Read a head from a file of :func:`save`.
 
     Returns:
-        int64[V], the counts.
+        The counts, int64[V], and the updates.
 
     Raises:
         ValueError: It is none, or of another model; the head stays as it was.
@@ -125,14 +128,17 @@ def load(path: Path, head: DraftHead, vocabulary: int) -> np.ndarray:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is no draft head ({error})") from None
-    counts, wanted = tensors.pop(_COUNTS, torch.zeros(0)), head.state_dict()
+    counts, updates = tensors.pop(_COUNTS, torch.zeros(0)), int(tensors.pop(_UPDATES, torch.zeros(())))
+    wanted = head.state_dict()
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in wanted.items()}:
-        size = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else "no"
+        size = len(tensors["other"]) if tensors.get("other", torch.zeros(())).ndim else "no"
         raise ValueError(f"{path} is a draft head of hidden size {size}, this model has {head.hidden}")
     if len(counts) != vocabulary:
         raise ValueError(f"{path} is a draft head of {len(counts)} tokens, this model has {vocabulary}")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise ValueError(f"{path} is a draft head that went wrong: not all of its parameters are finite")
     head.load_state_dict(tensors)
-    return counts.numpy().astype(np.int64)
+    return counts.numpy().astype(np.int64), updates
 
 
 class HeadTrainer:
@@ -178,7 +184,8 @@ class HeadTrainer:
         numbers = self._end + np.arange(len(tokens))
         previous = np.where(previous < -1, self._end - 2 - previous, previous)
         at = numbers % capacity
-        self._hidden[torch.from_numpy(at).to(self._hidden.device)] = hidden.to(self._hidden.dtype)
+        # A state that is not finite would spoil every update that draws it.
+        self._hidden[torch.from_numpy(at).to(self._hidden.device)] = hidden.nan_to_num(0, 0, 0).to(self._hidden.dtype)
         self._token[at], self._following[at] = tokens, -1
         self._end += len(tokens)
         linked = previous >= max(0, self._end - capacity)
@@ -189,8 +196,8 @@ class HeadTrainer:
         """One step of the optimizer, towards the policy's distributions at a temperature.
 
         Returns:
-            The loss: nats a draft position above the policy's own entropy, over the tokens of ``rows``; a scalar that
-            nobody has waited for.
+            The loss: nats a draft position above the policy's own entropy, over the tokens of ``rows``. Where its
+            gradient is not finite, nothing was changed.
         """
         token, at, inside = (torch.from_numpy(part).to(self._hidden.device) for part in self._drawn())
         token, hidden = rows.entry[token], self._hidden[at].float()
@@ -198,8 +205,9 @@ class HeadTrainer:
             loss = self._loss(rows, token, hidden, inside, temperature)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        self.optimizer.step()
+        norm = nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        if bool(norm.isfinite()):
+            self.optimizer.step()
         return loss.detach()
 
     def _loss(self, rows: Rows, token: Tensor, hidden: Tensor, inside: Tensor, temperature: float) -> Tensor:
@@ -268,9 +276,9 @@ class HeadGuesser:
             tokens = torch.from_numpy(latest[going].astype(np.int64)).to(states.device)
             state = self.head.step(states[asked], self.head.embed(rows.entry[tokens], rows))
             states[asked] = state.to(states.dtype)
-            best = (
-                (self.head.logits(state, rows).float() / self.temperature).softmax(-1).topk(min(WAYS, len(rows.tokens)))
-            )
-            guessed[going, : best.values.shape[1]] = rows.tokens[best.indices].to(torch.int32).cpu().numpy()
-            probability[going, : best.values.shape[1]] = best.values.float().cpu().numpy()
+            ways = min(WAYS, len(rows.tokens))
+            best = (self.head.logits(state, rows).float() / self.temperature).softmax(-1).topk(ways)
+            found = best.values.isfinite()
+            guessed[going, :ways] = torch.where(found, rows.tokens[best.indices], -1).to(torch.int32).cpu().numpy()
+            probability[going, :ways] = torch.where(found, best.values, 0).cpu().numpy()
         return guessed, probability

@@ -694,6 +694,10 @@ def _plan(
                 best, most = j, logit
                 for k in range(N_INPUTS):
                     path_inputs[slot, planned, k] = inputs[k]
+        if planned == 0 and best >= MAX_CANDIDATES:  # what is drafted is learnt from, however many there are
+            slots.candidate[slot, MAX_CANDIDATES - 1] = candidates[best]
+            for k in range(N_INPUTS):
+                candidate_inputs[slot, MAX_CANDIDATES - 1, k] = path_inputs[slot, 0, k]
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
         reached *= 0.5 * (accepted + _probability(most))

@@ -334,11 +334,12 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
 
 
 def draft_head(model: Architecture, rollout: Rollout) -> int:
-    """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, bf16 rows."""
+    """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, bf16 rows, and
+    these once more while they are copied."""
     if not rollout.draft_head:
         return 0
     rows = min(model.vocab, MOST_TOKENS)
-    return HEAD_BUFFER + 16 * 3 * model.hidden**2 + 2 * 2 * rows * model.hidden
+    return HEAD_BUFFER + 16 * 3 * model.hidden**2 + 2 * 4 * rows * model.hidden
 
 
 def checkpoint_bytes(model: Architecture) -> int:

@@ -75,6 +75,24 @@ def test_what_is_drawn_is_adjacent_text_of_one_request(emitted, capacity):
     assert (np.diff(inside.astype(int), axis=1) <= 0).all(), "what is past the end stays past it"
 
 
+def test_states_that_are_not_finite_spoil_nothing():
+    head = DraftHead(D)
+    trainer, guesser = HeadTrainer(head, 256), HeadGuesser(head, 4)
+    hidden, tokens = cycle(200)
+    hidden = hidden.clone()
+    hidden[::7] = float("nan")
+    trainer.add(hidden, tokens, np.arange(-1, -201, -1))
+    for _ in range(20):
+        trainer.update(rows(), 1.0)
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+    guesser.rows = rows()
+    guesser.begin(hidden[:2])
+    named, probability = guesser.guess(0, np.arange(2), tokens[:2])
+    assert (named[0] == -1).all()
+    assert (probability[0] == 0).all()
+    assert (named[1] >= 0).all()
+
+
 def test_tokens_without_rows_are_neither_named_nor_in_the_way():
     head = DraftHead(D)
     guesser = HeadGuesser(head, 2)
@@ -183,13 +201,18 @@ def test_of_a_head_that_is_wrong_the_drafter_learns():
 def test_a_head_is_read_as_it_was_written_and_another_models_is_refused(tmp_path):
     written, read, path = DraftHead(D), DraftHead(D), tmp_path / "head.safetensors"
     torch.nn.init.normal_(written.outer.weight)
-    save(path, written, np.arange(V))
-    assert load(path, read, V).tolist() == list(range(V))
+    save(path, written, np.arange(V), 7)
+    counts, updates = load(path, read, V)
+    assert (counts.tolist(), updates) == (list(range(V)), 7)
     assert torch.equal(read.outer.weight, written.outer.weight)
     with pytest.raises(ValueError, match="hidden size 16, this model has 8"):
         load(path, DraftHead(8), V)
     with pytest.raises(ValueError, match="of 12 tokens, this model has 13"):
         load(path, read, V + 1)
+    torch.nn.init.constant_(written.inner.bias, float("nan"))
+    save(path, written, np.arange(V), 7)
+    with pytest.raises(ValueError, match="not all of its parameters are finite"):
+        load(path, read, V)
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="is no draft head"):
         load(path, read, V)

@@ -29,16 +29,17 @@ NEW = "new"
 
 logger = logging.getLogger("vllm.verl_rhyme")
 
-#: The rows are chosen anew where more than one of so many sampled tokens was not among them; of so many looked at.
-_UNKNOWN, _LOOKED_AT = 50, 512
+#: The rows are chosen anew where more than one of so many sampled tokens was not among them. After each time twice as
+#: many are looked at, so many at most.
+_UNKNOWN, _LOOKED_AT_MOST = 50, 1 << 16
 #: Draft positions that a head guesses; other sources go on from there.
 STEPS = 4
 #: Of the engine's time, what training may take.
 SHARE = 0.05
 #: Tokens in the buffer before training begins.
 _FEWEST = 256
-#: Seconds between two copies on disk.
-_SAVE_EVERY = 60.0
+#: Seconds of a step, at most: longer ones had a pause in them.
+_LONGEST_STEP = 1.0
 
 
 class EngineHead:
@@ -47,18 +48,18 @@ class EngineHead:
     Args:
         begin: ``drafting.head``: ``new``, or the file of a head to begin with.
         runner: vLLM's model runner, its model loaded.
-        folder: Where the head is kept; that of the history.
+        folder: Of this node's history; the head is kept beside it.
         drafts: Whether this rank drafts.
     """
 
     def __init__(self, begin: str, runner: Any, folder: str, drafts: bool):
         self._runner, self._drafts = runner, drafts
         self._vocabulary = runner.model_config.get_vocab_size()
-        self._output, self._embedding, self._scale = _layers(runner.model)
+        self._output, self._embedding, self._scale = _layers(runner.get_model())
         self._alone = self._output.tp_size == 1
         self._counts = np.zeros(self._vocabulary, dtype=np.int64)  # of each token, what was sampled
         self._listed = np.zeros(self._vocabulary, dtype=bool)
-        self._unknown = self._seen = 0
+        self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
         self._hidden: torch.Tensor | None = None
         self._drafted: list[int] | None = None
         self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
@@ -66,11 +67,11 @@ class EngineHead:
         self._earned = 0.0  # seconds that training may still take
         self.updates, self.seconds, self.training_seconds, self.loss = 0, 0.0, 0.0, float("nan")
         self._latest_loss: torch.Tensor | None = None
-        self._saved_at = time.monotonic()
         if not drafts:
             return
         hidden = runner.model_config.get_hidden_size()
-        self._file = Path(folder) / f"head-{_digest(runner.model_config)}.safetensors"
+        # Beside the nodes' histories, which are emptied when a run begins.
+        self._file = Path(folder).parent / f"head-{_digest(runner.model_config)}.safetensors"
         with _training():
             self._head = DraftHead(hidden).to(runner.device)
             self._head.half = runner.device.type != "cpu"
@@ -103,8 +104,10 @@ class EngineHead:
 
     def admit(self, prompt: Any, temperature: float | None) -> None:
         """A request begins."""
-        if prompt is not None:
-            np.add.at(self._counts, np.asarray(prompt, dtype=np.int64), 1)
+        if not self._drafts:
+            return
+        tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
+        np.add.at(self._counts, tokens[(tokens >= 0) & (tokens < self._vocabulary)], 1)
         if temperature and temperature > 0.05:
             self._guesser.temperature = float(temperature)
 
@@ -147,9 +150,10 @@ class EngineHead:
         previous[first] = [self._number.get(req_ids[row], -1) for row in rows]
         numbers = self._trainer.add(states, said, previous)
         self._number.update(zip((req_ids[row] for row in rows), numbers[first + each - 1].tolist(), strict=True))
-        if self._alone and self._seen >= (_LOOKED_AT if self._guesser.rows else _FEWEST):
+        if self._alone and self._seen >= self._look_after:
             if self._unknown * _UNKNOWN > self._seen:
                 self.gather()
+                self._look_after = min(2 * self._look_after, _LOOKED_AT_MOST)
             self._seen = self._unknown = 0
         self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
 
@@ -161,7 +165,7 @@ class EngineHead:
         """
         if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
             return
-        self._earned = min(self._earned + SHARE * seconds, 1.0)
+        self._earned += SHARE * min(seconds, _LONGEST_STEP)
         try:
             while self._earned > 0:
                 began = time.perf_counter()
@@ -175,30 +179,40 @@ class EngineHead:
                 self.updates += 1
         except Exception:
             self._off("training")
-        if time.monotonic() - self._saved_at > _SAVE_EVERY:
-            self.save()
 
     # ---- rows and files ----
 
     def gather(self) -> None:
-        """The policy's rows of the tokens that were said most; all ranks of an engine together, weights loaded."""
+        """The policy's rows of the tokens that were said most; all ranks of an engine together, weights loaded.
+
+        Raises:
+            Exception: Any, on an engine of several ranks: one that left the others alone would hang them.
+        """
         try:
-            tokens = self._said_most()
-            if not len(tokens):
-                return
-            output = _rows(self._output, tokens) * self._scale
-            embedding = output if self._embedding is self._output else _rows(self._embedding, tokens)
-            if not self._drafts:
-                return
-            with torch.inference_mode(False):
-                kind = torch.bfloat16 if self._head.half else torch.float32
-                # Copies that can be differentiated through, whatever the layers' own are.
-                output, embedding = (rows.to(kind).clone() for rows in (output, embedding))
-                self._guesser.rows = Rows.of(tokens.clone(), output, embedding, self._vocabulary)
-            self._listed[:] = False
-            self._listed[tokens.cpu().numpy()] = True
+            # Outside inference mode, so that they can be differentiated through.
+            with torch.inference_mode(False), torch.no_grad():
+                self._gather()
         except Exception:
+            if not self._alone:
+                raise
             self._off("copying the policy's rows")
+
+    def _gather(self) -> None:
+        tokens = self._said_most()
+        if not len(tokens):
+            return
+        if self._drafts:
+            self._guesser.rows = None  # its memory is that of the new ones
+        kind = torch.float32 if self._runner.device.type == "cpu" else torch.bfloat16
+        output = (_rows(self._output, tokens) * self._scale).to(kind)
+        embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
+        if not self._drafts:
+            return
+        self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+        if tokens.is_cuda:
+            torch.cuda.empty_cache()  # vLLM's own pool does not see what is cached here
+        self._listed[:] = False
+        self._listed[tokens.cpu().numpy()] = True
 
     def _said_most(self) -> torch.Tensor:
         """int64[M], at most :data:`MOST_TOKENS`; the drafting rank's on every rank."""
@@ -216,23 +230,21 @@ class EngineHead:
 
     def save(self) -> None:
         """Write the head beside the history."""
-        self._saved_at = time.monotonic()
-        if not self.updates:
+        if not (self._drafts and self.updates and self._file.parent.is_dir()):
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            head.save(self._file, self._head, self._counts)
+            head.save(self._file, self._head, self._counts, self._knows + self.updates)
         except Exception:
             logger.warning("the draft head could not be saved as %s", self._file, exc_info=True)
 
     def _load(self, init: str | None) -> None:
         """Begin with a head of before, if there is one that fits."""
-        path = Path(init) if init else self._file
-        if not init and not path.exists():
+        if init is None and not self._file.exists():
             return
+        path = self._file if init is None or self._file.exists() else Path(init)
         try:
-            self._counts += head.load(path, self._head, self._vocabulary)
-            self._knows = head.APPRENTICESHIP
+            counts, self._knows = head.load(path, self._head, self._vocabulary)
+            self._counts += counts
         except ValueError as error:
             logger.warning("the draft head begins anew: %s", error)
 
@@ -252,8 +264,9 @@ class EngineHead:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            self._hidden = sample_hidden_states
-            self._drafted = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+            if self._drafts:
+                self._hidden = sample_hidden_states
+                self._drafted = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
             return propose(
                 scheduler_output,
                 sampled_token_ids,
@@ -273,6 +286,8 @@ class EngineHead:
             logger.warning("no draft head from now on: %s failed; drafts come from text alone", doing, exc_info=True)
             self._guesser.rows = None
             self._guesser.begin(None)
+            self._hidden = None
+            del self._trainer  # its memory is the engine's again
         self._drafts = False
 
     def totals(self) -> dict[str, float]:
@@ -285,6 +300,18 @@ class EngineHead:
             "head_seconds": self.seconds,
             "head_loss": self.loss,
         }
+
+
+def all_ranks(ok: bool) -> bool:
+    """Whether it is so on every tensor-parallel rank of the engine; all call it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return ok
+    said = torch.tensor([int(ok)])
+    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(said)
 
 
 @contextmanager
@@ -321,7 +348,8 @@ def _rows(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Rows of a layer whose vocabulary may be sharded: [M, D] on every rank."""
     first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
     here = (tokens >= first) & (tokens < end)
-    rows = layer.weight[(tokens - first).clamp(0, end - first - 1)] * here[:, None]
+    rows = layer.weight[(tokens - first).clamp(0, max(end - first - 1, 0))]
+    rows[~here] = 0
     if layer.tp_size == 1:
         return rows
     from vllm.distributed import tensor_model_parallel_all_reduce

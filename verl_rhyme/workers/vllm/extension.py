@@ -66,7 +66,7 @@ class RhymeWorkerMethods:
         return proposer.totals() if isinstance(proposer, HistoryProposer) else {}
 
 
-def _or_end(load: Callable[..., None]) -> Callable[..., None]:
+def _or_end(load: Callable[..., None], whole: bool = True) -> Callable[..., None]:
     """A worker that could not load its weights ends, and its engine with it: who sends them waits for its word without
     end (``BucketedWeightSender``), but an engine that died is noticed (:mod:`verl_rhyme.workers.deaths`)."""
 
@@ -75,7 +75,7 @@ def _or_end(load: Callable[..., None]) -> Callable[..., None]:
         try:
             load(self, *args, **kwargs)
             proposer = getattr(self.model_runner, "drafter", None)
-            if isinstance(proposer, HistoryProposer):
+            if whole and isinstance(proposer, HistoryProposer):
                 proposer.weights_loaded()
         except BaseException:
             logger.exception("this worker could not load its weights, and ends")
@@ -89,4 +89,4 @@ class RhymeWorkerExtension(RhymeWorkerMethods, vLLMColocateWorkerExtension):
     """verl's extension and ours."""
 
     update_weights_from_ipc = _or_end(vLLMColocateWorkerExtension.update_weights_from_ipc)
-    update_verl_delta_weights = _or_end(vLLMColocateWorkerExtension.update_verl_delta_weights)
+    update_verl_delta_weights = _or_end(vLLMColocateWorkerExtension.update_verl_delta_weights, whole=False)

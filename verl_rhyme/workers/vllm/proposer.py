@@ -24,7 +24,7 @@ from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.workers.request import FIELD, RequestMeta
-from verl_rhyme.workers.vllm.draft_head import EngineHead
+from verl_rhyme.workers.vllm.draft_head import EngineHead, all_ranks
 from verl_rhyme.workers.vllm.history_loader import HistoryLoader
 from verl_rhyme.workers.vllm.threads import PlanningThreads, sensible
 
@@ -113,11 +113,16 @@ class HistoryProposer:
         model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
 
     def _new_head(self, begin: str, drafts: bool) -> EngineHead | None:
+        """The head, on all ranks of the engine or on none: they gather rows together."""
+        made, error = None, None
         try:
-            return EngineHead(begin, self._runner, self._folder, drafts)
-        except Exception as error:
-            logger.warning("no draft head for this model: %s; drafts come from text alone", error)
+            made = EngineHead(begin, self._runner, self._folder, drafts)
+        except Exception as failed:
+            error = failed
+        if not all_ranks(error is None):
+            logger.warning("no draft head for this model: %s; drafts come from text alone", error or "see another rank")
             return None
+        return made
 
     def _start(self) -> None:
         self._threads = PlanningThreads(sensible(self._config.plan_threads))
@@ -253,10 +258,10 @@ class HistoryProposer:
             key = uuid4().bytes
         self._history.expect(key, meta.asked)
         drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
-        if self._head is not None:
-            self._head.admit(state.prompt_token_ids, params.temperature)
         request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
         self._requests[req_id] = request
+        if self._head is not None:
+            self._head.admit(state.prompt_token_ids, params.temperature)
         return request
 
     def _retire(self, drafter: DraftPolicy) -> None:
