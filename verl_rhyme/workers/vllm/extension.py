@@ -74,7 +74,7 @@ def _or_end(load: Callable[..., None], whole: bool = True) -> Callable[..., None
     def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             load(self, *args, **kwargs)
-            proposer = getattr(self.model_runner, "drafter", None)
+            proposer = getattr(getattr(self, "model_runner", None), "drafter", None)
             if whole and isinstance(proposer, HistoryProposer):
                 proposer.weights_loaded()
         except BaseException:

@@ -525,7 +525,7 @@ def groups_of(samples, lengths):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(2, 9), st.floats(0.05, 0.9))
 def test_siblings_are_kept_in_pairs_where_that_gains(samples, prompts, replicas, gain):
-    """Of even prompts nobody is alone, and pairs are spread as far as that goes."""
+    """Of even prompts nobody is alone, of odd ones hardly anybody; pairs are spread as far as that goes."""
     placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=256, room=10**7), sibling_gain=gain)
     requests = groups_of(samples, [4_000] * prompts)
     found = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
@@ -537,7 +537,8 @@ def test_siblings_are_kept_in_pairs_where_that_gains(samples, prompts, replicas,
     others = [[there[f"p{n}-{s}"] for s in range(samples)] for n in range(prompts)]
     assert beside >= sum(each.count(replica) > 1 for each in others for replica in each)
     if prompts * samples >= 4 * replicas:
-        assert beside == prompts * samples, "each gains, and a pair more or less hardly unbalances"
+        # A pair more or less hardly unbalances; three of an odd prompt may, and one of them is then alone.
+        assert prompts * samples - beside <= (replicas - 1 if samples % 2 else 0)
     for name, replica in found.items():
         placement.release(name, replica, 7)
     assert not placement.policy._together
