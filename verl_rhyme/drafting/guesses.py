@@ -45,7 +45,9 @@ class HeadGate:
     """
 
     #: Steps between two trials of the other way; steps of a trial; steps after which an observation counts 1/e.
-    EVERY, TRIAL, MEMORY = 128, 8, 128
+    EVERY, TRIAL, MEMORY = 128, 8, 512
+    #: Rows, over all steps, of either way before one is preferred: what a row emits in a step varies much.
+    ENOUGH = 256
 
     def __init__(self) -> None:
         self._sums: dict[int, np.ndarray] = {}  # by class of rows: [without, with] x [tokens, seconds, steps]
@@ -68,7 +70,7 @@ class HeadGate:
         width = rows.bit_length()
         step = self._steps[width] = self._steps.get(width, -1) + 1
         sums = self._sums.get(width)
-        if sums is None or sums[:, 2].min() < self.TRIAL:
+        if sums is None or sums[:, 2].min() < max(self.TRIAL, self.ENOUGH // rows):
             return step // self.TRIAL % 2 == 1
         rates = sums[:, 0] / sums[:, 1]
         better = bool(rates[1] > rates[0])
