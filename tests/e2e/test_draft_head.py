@@ -14,12 +14,13 @@ PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 @pytest.fixture(scope="module")
 def engine(build_engine, write_history, tmp_path_factory):
-    draft_head.SHARE = 1.0  # the runs are short
+    before, draft_head.SHARE = draft_head.SHARE, 1.0  # the runs are short
     folder = tmp_path_factory.mktemp("head") / "node"
     write_history(folder, [])
     built = build_engine(folder, drafting={"floor": 1e-3, "weigh_cost": False, "head": "new"})
     built.history_folder = folder
-    return built
+    yield built
+    draft_head.SHARE = before
 
 
 def said(engine, n=16, **params):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
+from verl_rhyme.drafting import head
 from verl_rhyme.workers.vllm import draft_head
 
 pytestmark = pytest.mark.xdist_group("exactness")
@@ -35,13 +36,15 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
-    draft_head.SHARE = 1.0  # the runs are short
+    before = draft_head.SHARE, head.APPRENTICESHIP
+    draft_head.SHARE, head.APPRENTICESHIP = 1.0, 0  # the runs are short
     folder = tmp_path_factory.mktemp("history") / "node"
     write_history(folder, [])
     # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
     built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})
     built.history_folder, built.drafter = folder, request.param
-    return built
+    yield built
+    draft_head.SHARE, head.APPRENTICESHIP = before
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
