@@ -655,6 +655,7 @@ def _plan(
     active, inputs, candidates = scratch.active, scratch.inputs, scratch.candidate
     candidate_inputs, path_inputs = slots.candidate_inputs, slots.inputs
     headed = len(guessed) > 0
+    n_inputs = N_INPUTS if headed else HEAD  # those of the head come last
     last = planned + 1 if headed else limit
     while planned < last:
         n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
@@ -670,7 +671,7 @@ def _plan(
             weight_set += 2 * N_TIERS
         weights = model.weights[weight_set]
         active[0] = 1
-        for k in range(N_INPUTS):
+        for k in range(n_inputs):
             inputs[k] = 0
         for k in range(_N_VOTES):
             if total[k]:
@@ -687,16 +688,16 @@ def _plan(
                 logit += weights[HEAD] * inputs[HEAD] + weights[_NOT_NAMED] * inputs[_NOT_NAMED]
             if planned == 0 and j < MAX_CANDIDATES:
                 slots.candidate[slot, j] = candidates[j]
-                for k in range(N_INPUTS):
+                for k in range(n_inputs):
                     candidate_inputs[slot, j, k] = inputs[k]
                 slots.candidates[slot] = j + 1
             if logit > most:
                 best, most = j, logit
-                for k in range(N_INPUTS):
+                for k in range(n_inputs):
                     path_inputs[slot, planned, k] = inputs[k]
         if planned == 0 and best >= MAX_CANDIDATES:  # what is drafted is learnt from, however many there are
             slots.candidate[slot, MAX_CANDIDATES - 1] = candidates[best]
-            for k in range(N_INPUTS):
+            for k in range(n_inputs):
                 candidate_inputs[slot, MAX_CANDIDATES - 1, k] = path_inputs[slot, 0, k]
         bin = int((min(max(most, -6.0), 9.9) + 6) * 2) + (0 if planned == 0 else _BINS)
         accepted = model.calibration[bin, 0] / model.calibration[bin, 1]
@@ -889,9 +890,10 @@ def _learn(slots, model, slot, sampled):
 @njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
 def _descend(model, weight_set, inputs, hit):
     weights = model.weights[weight_set]
+    n_inputs = N_INPUTS if weight_set >= 2 * N_TIERS else HEAD
     logit = 0.0
-    for k in range(N_INPUTS):
+    for k in range(n_inputs):
         logit += weights[k] * inputs[k]
     error = _LEARNING_RATE * (hit - _probability(logit))
-    for k in range(N_INPUTS):
+    for k in range(n_inputs):
         weights[k] += error * inputs[k]
