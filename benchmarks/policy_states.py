@@ -98,7 +98,7 @@ def load(steps: Sequence[Sequence[Response]], folder: Path, temperature: float) 
 
 
 def _digest(responses: Sequence[Response], folder: Path, temperature: float) -> str:
-    told = hashlib.sha256(f"{folder.resolve()} {(folder / 'config.json').stat().st_mtime_ns} {temperature}".encode())
+    digest = hashlib.sha256(f"{folder.resolve()} {(folder / 'config.json').stat().st_mtime_ns} {temperature}".encode())
     for response in responses:
-        told.update(response.id.encode() + response.prompt.tobytes() + response.tokens.tobytes())
-    return told.hexdigest()[:24]
+        digest.update(response.id.encode() + response.prompt.tobytes() + response.tokens.tobytes())
+    return digest.hexdigest()[:24]

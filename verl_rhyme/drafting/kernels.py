@@ -661,7 +661,7 @@ def _plan(
         n, distinct, longest = _vote(live, scratch, history, recorded, n, vocabulary)
         if planned == 0 or distinct != 1 or longest < _SURE:
             distinct, longest = _vote_counts(live.counts, scratch, end, distinct, longest, vocabulary)
-        told = distinct
+        of_text = distinct
         if headed:
             distinct = _vote_head(scratch, distinct, guessed, vocabulary)
         if distinct == 0:
@@ -705,7 +705,7 @@ def _plan(
         reach[planned] = reached
         token = candidates[best]
         slots.draft[slot, planned] = token
-        slots.headed[slot, planned] = best >= told
+        slots.headed[slot, planned] = best >= of_text
         slots.weight_set[slot, planned] = weight_set
         slots.bin[slot, planned] = bin
         slots.planned[slot] = planned + 1

@@ -107,7 +107,7 @@ def test_tokens_without_rows_are_neither_named_nor_in_the_way():
 
 
 class Scripted:
-    """A head that names what it is told, by position; it notes what it was asked."""
+    """A head that names tokens by a rule; it notes what it was asked."""
 
     steps = 3
 
