@@ -150,7 +150,8 @@ class AdaptiveDrafter:
         drafted, accepted = np.asarray(done.drafted, dtype=np.int64), np.asarray(done.accepted, dtype=np.int64)
         if done.seconds is not None:
             self.cost.observe(rows, int(drafted.sum()), done.seconds)
-            self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
+            if self._head is not None:
+                self._gate.observe(rows, self._headed, rows + int(accepted.sum()), done.seconds)
         ids = self._slots_of(tuple(done.requests))
         verified = drafted > 0
         kept = np.where(verified, accepted, 0)

@@ -48,7 +48,7 @@ class EngineHead:
     Args:
         begin: ``drafting.head``: ``new``, or the file of a head to begin with.
         runner: vLLM's model runner, its model loaded.
-        folder: Of this node's history; the head is kept beside it.
+        folder: Of this node's history; the head is kept next to it.
         drafts: Whether this rank drafts.
     """
 
@@ -70,7 +70,7 @@ class EngineHead:
         if not drafts:
             return
         hidden = runner.model_config.get_hidden_size()
-        # Beside the nodes' histories, which are emptied when a run begins.
+        # Next to the nodes' histories, which are emptied when a run begins.
         self._file = Path(folder).parent / f"head-{_digest(runner.model_config)}.safetensors"
         with _training():
             self._head = DraftHead(hidden).to(runner.device)
@@ -100,7 +100,7 @@ class EngineHead:
         finally:
             self.seconds += time.perf_counter() - began
 
-    # ---- what the proposer tells ----
+    # ---- what the proposer reports ----
 
     def admit(self, prompt: Any, temperature: float | None) -> None:
         """A request begins."""
@@ -229,7 +229,7 @@ class EngineHead:
         return get_tp_group().broadcast(tokens, src=0) if int(size) else tokens
 
     def save(self) -> None:
-        """Write the head beside the history."""
+        """Write the head next to the history."""
         if not (self._drafts and self.updates and self._file.parent.is_dir()):
             return
         try:
