@@ -75,6 +75,13 @@ PARTS: tuple[Part, ...] = (
         quick_environment=(("TRITON_INTERPRET", "1"),),
     ),
     Part(
+        "draft_head",
+        _own("draft_head"),
+        60,
+        "whether the draft head's positions may stay one after another: four of them over a twentieth of a decode step, "
+        "no; and what a twentieth of the time affords of its training",
+    ),
+    Part(
         "logits",
         _own("logits"),
         240,

@@ -19,9 +19,9 @@ def main() -> None:
 
     if device().type != "cuda":
         os.environ.update(rollout.ENVIRONMENT)
-    widths, rounds = ((8,), 1) if small else ((1, 8, 64), 3)
+    widths, rounds = ((8,), 1) if small else ((1, 8, 64, 256), 2)
     arms = (rollout.STOCK, rollout.RHYME, rollout.ORACLE)
-    with engines.recorded("1.5B") as (model, cell_of, history):
+    with engines.recorded("7B") as (model, cell_of, history):
         running = {}
         for arm in arms:
             drafts = arm != rollout.STOCK and device().type == "cuda"

@@ -145,6 +145,7 @@ def build_engine(small_model):
     """
 
     def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, verify="ours", draws=False, **options):
+        import torch
         from vllm import LLM
 
         from verl_rhyme.workers.vllm.sampler import allow_all_options
@@ -159,6 +160,7 @@ def build_engine(small_model):
             "seed": 0,
             "logprobs_mode": "processed_logprobs",  # as verl has it
             "num_gpu_blocks_override": 256,  # else a GiB of cache each, which a process keeps
+            **({"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}),
             **options,
         }
         if history_dir is not None or draws:

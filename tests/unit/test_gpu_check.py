@@ -148,7 +148,7 @@ def test_the_command_runs_a_part_on_a_cpu(tmp_path):
 
 def test_what_runs_without_vllm_needs_torch_triton_and_transformers_alone():
     absent = ["ray", "verl", "vllm", "numba", "lmdb", "omegaconf", "hydra", "transfer_queue", "tensordict"]
-    own = ["__main__", "driver", "kernel", "sampling", "logits", "models", "telling", "philox"]
+    own = ["__main__", "driver", "kernel", "sampling", "draft_head", "logits", "models", "telling", "philox"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
     code += "".join(f"import benchmarks.gpu_check.{name}\n" for name in own)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -1,0 +1,73 @@
+"""What a draft head takes: its guesses for a batch, and a step of its training, at the hidden sizes of real models.
+
+The guesses are those of a step: four draft positions, one after another, each with a copy to the host. ``step_ms`` is
+what reading the model's weights once takes at :data:`BANDWIDTH`: no decoding step is shorter.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check.telling import VOCABULARY, device, milliseconds, quick, tell
+from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
+from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+
+#: Hidden size, and bytes of all weights in bf16 on a GPU (the 32 B model's on four).
+SHAPES = {"8B": (4096, 16.0e9), "32B on 4 GPUs": (5120, 16.4e9)}
+#: Bytes a second that an H100's memory gives.
+BANDWIDTH = 3.0e12
+STEPS = 4
+
+
+def head_of(hidden: int, entries: int, at: torch.device) -> tuple[DraftHead, Rows]:
+    """A new head, and random rows of a policy."""
+    torch.manual_seed(0)
+    head = DraftHead(hidden).to(at)
+    head.half = at.type == "cuda"
+    kind = torch.bfloat16 if head.half else torch.float32
+    tokens = torch.randperm(VOCABULARY, device=at)[:entries]
+    output, embedding = (torch.randn(entries, hidden, dtype=kind, device=at) / hidden**0.5 for _ in range(2))
+    return head, Rows.of(tokens, output, embedding, VOCABULARY)
+
+
+def guesses_ms(head: DraftHead, rows: Rows, batch: int, rounds: int) -> float:
+    """Of a step, by the host's clock: the engine waits for it."""
+    guesser = HeadGuesser(head, STEPS)
+    guesser.rows = rows
+    states = torch.randn(batch, head.hidden, device=head.scale.device)
+    going, found = np.arange(batch), []
+    for _ in range(rounds + 2):
+        began = time.perf_counter()
+        guesser.begin(states)
+        latest = np.full(batch, int(rows.tokens[0]), dtype=np.int32)
+        for position in range(STEPS):
+            latest = guesser.guess(position, going, latest)[0][:, 0].copy()
+        found.append(1e3 * (time.perf_counter() - began))
+    return float(np.median(found[2:]))
+
+
+def main() -> None:
+    small, at = quick(), device()
+    shapes = {"tiny": (64, 1e6)} if small else SHAPES
+    for name, (hidden, weights) in shapes.items():
+        head, rows = head_of(hidden, 512 if small else MOST_TOKENS, at)
+        trainer = HeadTrainer(head, 4096 if small else HEAD_BUFFER // (2 * hidden), STEPS)
+        said = np.random.default_rng(0).integers(VOCABULARY, size=2048)
+        trainer.add(torch.randn(len(said), hidden, device=at), said, np.arange(len(said)) - 2 - len(said) // 2)
+        update = milliseconds(lambda: trainer.update(rows, 1.0), 2 if small else 20)  # noqa: B023
+        for batch in (4,) if small else (1, 64, 256):
+            tell(
+                model=name,
+                rows=batch,
+                guesses_ms=round(guesses_ms(head, rows, batch, 2 if small else 50), 3),
+                update_ms=round(update, 3),
+                step_ms=round(1e3 * weights / BANDWIDTH, 3),
+                mib=round(torch.cuda.memory_allocated() / 2**20) if at.type == "cuda" else 0,
+            )
+
+
+if __name__ == "__main__":
+    main()
