@@ -31,7 +31,8 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import head
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.guesses import Guesses
-from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head_guesser import HeadGuesser
 from verl_rhyme.drafting.policy import DecodeStep
 
 STEPS = 4
@@ -95,7 +96,7 @@ class Learning:
         self.guesser.begin(hidden[torch.from_numpy(last)])
 
     def _learn(self, emitted: int) -> None:
-        self._owed += self._passes * emitted / (HeadTrainer.SEGMENT * HeadTrainer.SEGMENTS)
+        self._owed += self._passes * emitted / (HeadTrainer.SEGMENT * self._trainer.segments)
         rows = self.guesser.rows
         assert rows is not None
         began = time.perf_counter()

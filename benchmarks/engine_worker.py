@@ -203,7 +203,9 @@ class ReplayWorker(RhymeWorkerMethods):
         }
         drafter = getattr(runner, "drafter", None)
         if isinstance(drafter, ReplayProposer):
-            counts["errors"] = drafter.totals()["errors"]
+            totals = drafter.totals()
+            counts["errors"] = totals["errors"]
+            counts["head"] = {name: round(value, 3) for name, value in totals.items() if name.startswith("head_")}
             cost = getattr(drafter._drafter, "cost", None)
             counts["cost"] = None if cost is None else cost.coefficients
         runner.draft_seconds = 0.0

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu_check.telling import VOCABULARY, device, milliseconds, quick, tell
 from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
-from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head_guesser import HeadGuesser
 
 #: Hidden size, and bytes of all weights in bf16 on a GPU (the 32 B model's on four).
 SHAPES = {"8B": (4096, 16.0e9), "32B on 4 GPUs": (5120, 16.4e9)}

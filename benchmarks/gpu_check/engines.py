@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,39 +25,77 @@ _CPU = {
     "OMP_NUM_THREADS": "1",
 }
 
+#: Names the file that a process of :func:`each` makes when its engine is ready.
+_GATE = "GPU_CHECK_GATE"
+
 
 def prepare() -> None:
     """Before vLLM is imported: nothing of it goes to standard output, where rows are told."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
+    wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA was asked for in this process
+    if importlib.util.find_spec("flashinfer") is None:
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if device().type != "cuda":
         wanted |= _CPU
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
-def settings(share: float) -> dict[str, Any]:
-    """Of an engine that may have this share of the GPU's memory."""
+def settings(share: float, cache_gib: float | None = None) -> dict[str, Any]:
+    """Of an engine that may have this share of the GPU's memory; or, whatever others have, so much of KV cache."""
     if device().type != "cuda":
         return {}
-    return {"dtype": "bfloat16", "enforce_eager": False, "load_format": "dummy", "gpu_memory_utilization": share}
+    chosen = {"dtype": "bfloat16", "enforce_eager": False, "load_format": "dummy", "gpu_memory_utilization": share}
+    return chosen if cache_gib is None else {**chosen, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
 
 
-def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object]) -> None:
+def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object], at_once: int = 1) -> None:
     """Run ``module`` once for each arm, in a process with the arm's variables (vLLM reads many when it is imported), as
     ``module --one ARM`` and with the arguments that this process has. One that fails is told and stops no other.
+
+    Args:
+        module: Its name.
+        arms: Variables of each.
+        told: Gets what failed.
+        at_once: Processes whose engines start side by side; each then measures alone, once it called :func:`my_turn`.
 
     Raises:
         SystemExit: All failed; why stands in standard error.
     """
-    failed = 0
-    for arm, variables in arms.items():
-        command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
-        status = subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
-        if status:
-            failed += 1
-            told(arm=arm, failed=f"exit status {status}, see standard error")
+    names = list(arms)
+    failed = sum(
+        _side_by_side(module, {arm: arms[arm] for arm in names[first : first + at_once]}, told)
+        for first in range(0, len(names), at_once)
+    )
     if failed == len(arms):
         raise SystemExit(1)
+
+
+def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object]) -> int:
+    """How many failed."""
+    running = {}
+    with tempfile.TemporaryDirectory() as top:
+        for number, (arm, variables) in enumerate(arms.items()):
+            gate = Path(top) / str(number)
+            command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
+            environment = {**os.environ, **variables, _GATE: str(gate)}
+            running[arm] = gate, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+        while any(not gate.exists() and process.poll() is None for gate, process in running.values()):
+            time.sleep(0.1)
+        failed = 0
+        for arm, (_, process) in running.items():
+            process.communicate(b"go\n")
+            if process.returncode:
+                failed += 1
+                told(arm=arm, failed=f"exit status {process.returncode}, see standard error")
+    return failed
+
+
+def my_turn() -> None:
+    """In a process of :func:`each`: the engine is ready; waits until no other measures."""
+    if gate := os.environ.get(_GATE):
+        Path(gate).touch()
+        sys.stdin.readline()
 
 
 def let_go() -> None:

@@ -78,8 +78,8 @@ PARTS: tuple[Part, ...] = (
         "draft_head",
         _own("draft_head"),
         60,
-        "whether the draft head's positions may stay one after another: four of them over a twentieth of a decode step, "
-        "no; and what a twentieth of the time affords of its training",
+        "whether the draft head's positions may stay one after another: four of them over a tenth of a step, no; and "
+        "what a twentieth of the time affords of its training",
     ),
     Part(
         "logits",

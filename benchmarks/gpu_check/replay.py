@@ -1,38 +1,118 @@
-"""Drafting against stock vLLM and against what it could gain at most: :mod:`benchmarks.rollout` on this machine.
+"""Drafting against stock vLLM: the responses of a trace, in tokens a second.
 
-Which token comes is the trace's word; reading it waits for the GPU in each step, so that stock has little of its
-asynchronous scheduling here: :mod:`benchmarks.gpu_check.asynchronous` says what that is worth.
+Stock is vLLM as it is shipped, with asynchronous scheduling, by either of its model runners; it generates as many
+tokens for each prompt as the trace has. Engines that draft say the trace's tokens (:mod:`benchmarks.engine_worker`),
+which are read back in each step. An engine each, in a process of its own; three start at once and measure one after another.
+
+The weights are random, so that a draft head cannot learn there: its arm says what one costs that is of no use.
 """
 
 from __future__ import annotations
 
-import os
+import statistics
+import time
+from typing import Any
 
 from benchmarks.gpu_check import engines
-from benchmarks.gpu_check.telling import device, quick, tell
+from benchmarks.gpu_check.telling import asked, device, quick, tell
+
+STOCK, V2 = "stock", "stock, V2 runner"
+#: Variables of each arm.
+ARMS: dict[str, dict[str, str]] = {
+    STOCK: {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "rhyme": {},
+    'rhyme {"head": "new"}': {},
+    V2: {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    "oracle": {},
+}
+#: GiB: the widest batch of a 7 B model fits, and three engines.
+CACHE = 3.5
 
 
-def main() -> None:
-    small = quick()
+class Stock:
+    """vLLM by itself, over the lengths of a cell's responses."""
+
+    def __init__(self, model: str, slots: int, settings: dict[str, Any]):
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=model,
+            max_num_seqs=slots,
+            skip_tokenizer_init=True,
+            **{"max_model_len": 512, "max_num_batched_tokens": 8192, "seed": 0, **settings},
+        )
+
+    def run(self, cell: Any) -> float:
+        """Seconds of its measured responses."""
+        from vllm import SamplingParams
+
+        engine, waiting, running, sent = self._llm.llm_engine, list(cell.measured)[::-1], 0, 0
+        began = time.perf_counter()
+        while waiting or running:
+            while waiting and running < cell.concurrency:
+                response = waiting.pop()
+                params = SamplingParams(
+                    temperature=1.0, max_tokens=len(response.tokens), ignore_eos=True, detokenize=False, logprobs=0
+                )
+                engine.add_request(f"r{time.monotonic_ns()}", {"prompt_token_ids": response.prompt.tolist()}, params)
+                running, sent = running + 1, sent + 1
+            running -= sum(output.finished for output in engine.step())
+        return time.perf_counter() - began
+
+
+def measure(arm: str, small: bool) -> None:
+    """All widths of one engine."""
     engines.prepare()
     from benchmarks import rollout
 
-    if device().type != "cuda":
-        os.environ.update(rollout.ENVIRONMENT)
     widths, rounds = ((8,), 1) if small else ((1, 8, 64, 256), 2)
-    arms = (rollout.STOCK, rollout.RHYME, rollout.ORACLE)
     with engines.recorded("7B") as (model, cell_of, history):
-        running = {}
-        for arm in arms:
-            drafts = arm != rollout.STOCK and device().type == "cuda"
-            more = engines.graphs("FULL_AND_PIECEWISE", max(widths)) if drafts else {}
-            settings = {**engines.settings(0.28), **more}
-            running[arm] = rollout.Engine(model, arm, history, max(widths), **settings)
+        settings = engines.settings(0.3, CACHE)
+        engine: Any
+        if arm in (STOCK, V2):
+            engine = Stock(model, max(widths), settings)
+        else:
+            more = engines.graphs("FULL_AND_PIECEWISE", max(widths)) if device().type == "cuda" else {}
+            engine = rollout.Engine(model, arm, history, max(widths), **settings, **more)
+        engines.my_turn()
         for rows in widths:
-            one = cell_of(rows)
-            for row in rollout.summarise(one, rollout.measure(one, running, history, rounds)):
-                row.pop("benchmark")
-                tell(**row)
+            cell = cell_of(rows)
+            tokens = sum(len(response.tokens) for response in cell.measured)
+            told: dict[str, Any] = {}
+            turns = 1 if rows == 1 else rounds  # of many steps
+            if isinstance(engine, Stock):
+                speeds = [tokens / engine.run(cell) for _ in range(turns + 1)][1:]
+            else:
+                runs = [rollout.once(cell, engine, history) for _ in range(turns)]
+                speeds = [tokens / run["seconds"] for run in runs]
+                run = runs[-1]
+                told = {
+                    "step_ms": round(1e3 * (run["seconds"] - run["draft_seconds"]) / run["steps"], 3),
+                    "draft_ms": round(1e3 * run["draft_seconds"] / run["steps"], 3),
+                    "tokens_per_row_step": round(run["tokens"] / run["rows"], 3),
+                    "verified_per_token": round((run["rows"] + run["drafted"]) / run["tokens"], 3),
+                }
+                if run.get("cost"):
+                    told["step_cost_us"] = [round(1e6 * part, 1) for part in run["cost"]]
+                told |= run.get("head", {})  # since the start
+            tell(
+                arm=arm,
+                rows=rows,
+                tokens_per_s=round(statistics.median(speeds), 1),
+                tokens_per_s_range=[round(min(speeds), 1), round(max(speeds), 1)],
+                **told,
+            )
+
+
+def main() -> None:
+    chosen = asked()
+    if chosen.one:
+        measure(chosen.one, quick())
+        return
+    arms = dict(ARMS)
+    if device().type != "cuda":
+        del arms[V2]  # vLLM's CPU platform has it not
+    engines.each("benchmarks.gpu_check.replay", arms, tell, at_once=3 if device().type == "cuda" else 1)
 
 
 if __name__ == "__main__":

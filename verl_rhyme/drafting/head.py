@@ -27,10 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from verl_rhyme.drafting.guesses import Guesses
-
-#: Tokens that the head names at each position.
-WAYS = 4
 #: Steps of the optimizer after which a new head knows something.
 APPRENTICESHIP = 64
 #: Rows whose spread stands for all.
@@ -152,17 +148,20 @@ class HeadTrainer:
         seed: Of what is drawn from the buffer.
     """
 
-    #: Adjacent tokens that are drawn together, so that they share the policy's distributions; how many times.
-    SEGMENT, SEGMENTS = 16, 8
+    #: Adjacent tokens that are drawn together, so that they share the policy's distributions.
+    SEGMENT = 16
 
     def __init__(self, head: DraftHead, capacity: int, steps: int = 4, rate: float = 1e-3, seed: int = 0):
         self.head, self.steps = head, steps
+        gpu = head.scale.is_cuda
+        #: Times that a step of the optimizer draws; on a GPU it takes little longer with more.
+        self.segments = 32 if gpu else 8
         self._hidden = torch.zeros(capacity, head.hidden, dtype=torch.bfloat16, device=head.scale.device)
         self._token = np.zeros(capacity, dtype=np.int64)
         self._following = np.full(capacity, -1, dtype=np.int64)
         self._random = np.random.default_rng(seed)
         self._end = 0  # tokens taken in, ever; each one's number is its place in that order
-        self.optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.05)
+        self.optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.05, fused=gpu)
 
     def __len__(self) -> int:
         """Tokens in the buffer."""
@@ -224,9 +223,9 @@ class HeadTrainer:
         return loss / weight.clamp(min=1)
 
     def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, where they are, and whether they go on from the first: [SEGMENTS, SEGMENT + steps] each."""
+        """Tokens, where they are, and whether they go on from the first: [segments, SEGMENT + steps] each."""
         capacity, oldest = len(self._token), self._end - len(self)
-        number = self._random.integers(oldest, self._end, self.SEGMENTS)
+        number = self._random.integers(oldest, self._end, self.segments)
         numbers = []
         for _ in range(self.SEGMENT + self.steps):
             numbers.append(number)
@@ -235,50 +234,3 @@ class HeadTrainer:
         drawn = np.stack(numbers, axis=1)
         at = np.where(drawn >= 0, drawn, 0) % capacity
         return self._token[at], at, drawn >= 0
-
-
-class HeadGuesser:
-    """A head over one batch, as the drafter asks it (:class:`verl_rhyme.drafting.guesses.Guesser`).
-
-    Args:
-        head: It is read only.
-        steps: Draft positions.
-
-    Attributes:
-        rows: The policy's; ``None`` before they are known.
-        temperature: Of the policy's samples.
-    """
-
-    def __init__(self, head: DraftHead, steps: int):
-        self.head, self._steps = head, steps
-        self.rows: Rows | None = None
-        self.temperature = 1.0
-        self._state: Tensor | None = None
-
-    @property
-    def steps(self) -> int:
-        """Draft positions that it guesses now: none without rows or hidden states."""
-        return 0 if self.rows is None or self._state is None else self._steps
-
-    def begin(self, hidden: Tensor | None) -> None:
-        """The hidden state that gave each row's latest token: float[B, D]; ``None``: not known."""
-        self._state = None if hidden is None else hidden.to(self.head.scale.dtype).clone()
-
-    def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:
-        """See :meth:`verl_rhyme.drafting.guesses.Guesser.guess`."""
-        rows, states = self.rows, self._state
-        assert rows is not None, "asked without steps"
-        assert states is not None, "asked without steps"
-        guessed = np.full((len(latest), WAYS), -1, dtype=np.int32)
-        probability = np.zeros((len(latest), WAYS), dtype=np.float32)
-        with torch.inference_mode(), self.head.precision():
-            asked = torch.from_numpy(going).to(states.device)
-            tokens = torch.from_numpy(latest[going].astype(np.int64)).to(states.device)
-            state = self.head.step(states[asked], self.head.embed(rows.entry[tokens], rows))
-            states[asked] = state.to(states.dtype)
-            ways = min(WAYS, len(rows.tokens))
-            best = (self.head.logits(state, rows).float() / self.temperature).softmax(-1).topk(ways)
-            found = best.values.isfinite()
-            guessed[going, :ways] = torch.where(found, rows.tokens[best.indices], -1).to(torch.int32).cpu().numpy()
-            probability[going, :ways] = torch.where(found, best.values, 0).cpu().numpy()
-        return guessed, probability

@@ -1,14 +1,18 @@
 """The draft head: what it learns, whose text it learns from, and how the drafter walks on what it guesses."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows, load, save
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows, load, save
+from verl_rhyme.drafting.head_guesser import HeadGuesser
 from verl_rhyme.drafting.policy import DecodeStep
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -104,6 +108,39 @@ def test_tokens_without_rows_are_neither_named_nor_in_the_way():
     trainer = HeadTrainer(head, 64)
     trainer.add(hidden, np.array([11, 1]), np.array([-1, -2]))
     assert torch.isfinite(trainer.update(guesser.rows, 1.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_graphs_on_a_gpu_guess_what_a_cpu_does():
+    """Batches that grow and shrink, rows in any order, parameters and rows that change."""
+    generator = torch.Generator().manual_seed(0)
+    head = DraftHead(D)
+    nn.init.normal_(head.outer.weight, std=0.3, generator=generator)
+    on_gpu = copy.deepcopy(head).cuda()
+    ours, expected = HeadGuesser(on_gpu, 3), HeadGuesser(head, 3)
+    for turn, batch in enumerate((3, 1, 9, 4, 17)):
+        some = rows(range(V - turn))
+        moved = (part.cuda() for part in (some.tokens, some.output.bfloat16(), some.embedding.bfloat16()))
+        ours.rows, expected.rows = Rows.of(*moved, V), some
+        with torch.no_grad():
+            for trained in (head, on_gpu):
+                trained.inner.weight.mul_(1.1)
+        ours.refresh()
+        ours.temperature = expected.temperature = 1 + turn / 4
+        hidden = torch.randn(batch, D, generator=generator)
+        ours.begin(hidden.cuda())
+        expected.begin(hidden)
+        latest = np.arange(batch, dtype=np.int32) % V
+        for position in range(3):
+            going = np.random.default_rng(position).permutation(batch)[: batch - position]
+            if not len(going):
+                continue
+            named, probability = ours.guess(position, going, latest)
+            wanted, likely = expected.guess(position, going, latest)
+            assert np.abs(np.sort(probability[going]) - np.sort(likely[going])).max() < 0.05
+            sure = going[likely[going, 0] > likely[going, 1] + 0.1]
+            assert (named[sure, 0] == wanted[sure, 0]).all()
+            latest = wanted[:, 0].copy()
 
 
 class Scripted:

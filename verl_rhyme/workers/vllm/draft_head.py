@@ -22,7 +22,8 @@ import torch
 
 from verl_rhyme.drafting import head
 from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS, Guesses
-from verl_rhyme.drafting.head import DraftHead, HeadGuesser, HeadTrainer, Rows
+from verl_rhyme.drafting.head import DraftHead, HeadTrainer, Rows
+from verl_rhyme.drafting.head_guesser import HeadGuesser
 
 #: Value of ``drafting.head``: no file to begin with.
 NEW = "new"
@@ -166,6 +167,8 @@ class EngineHead:
         if not self._drafts or len(self._trainer) < _FEWEST or self._guesser.rows is None:
             return
         self._earned += SHARE * min(seconds, _LONGEST_STEP)
+        if self._earned <= 0:
+            return
         try:
             while self._earned > 0:
                 began = time.perf_counter()
@@ -177,6 +180,7 @@ class EngineHead:
                 self._earned -= took
                 self.training_seconds += took
                 self.updates += 1
+            self._guesser.refresh()
         except Exception:
             self._off("training")
 
