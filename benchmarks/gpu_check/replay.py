@@ -2,7 +2,7 @@
 
 Stock is vLLM as it is shipped, with asynchronous scheduling, by either of its model runners; it generates as many
 tokens for each prompt as the trace has. Engines that draft say the trace's tokens (:mod:`benchmarks.engine_worker`),
-which are read back in each step. An engine each, in a process of its own; three start at once and measure one after another.
+which are read back in each step. Each engine has a process of its own; three start at once, and measure in turn.
 
 The weights are random, so that a draft head cannot learn there: its arm says what one costs that is of no use.
 """
