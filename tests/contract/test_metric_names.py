@@ -102,7 +102,8 @@ def documented(file: str) -> list[str]:
 
 def emitted(folder: Path) -> set[str]:
     """All that a step of ours can log, verl's staleness beside it."""
-    step = m.step_metrics({column.name: np.zeros(1) for column in REQUESTS}, slots=1, rollout_s=1.0)
+    columns = {column.name: np.zeros(1) for column in REQUESTS} | {"head_updates": np.ones(1)}
+    step = m.step_metrics(columns, slots=1, rollout_s=1.0)
     step |= m.staleness_metrics([0], [0], [1])
     sources = [
         Path(module.__file__).read_text()

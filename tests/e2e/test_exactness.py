@@ -64,7 +64,7 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
     assert p_value(tokens, distribution_of(PROMPT, LENGTH, **SETTINGS[setting])) > 1e-4
     if engine.drafter == "head":
         assert after["head_updates"] > 0, "it is trained meanwhile"
-        assert after["head_seconds"] > before["head_seconds"], "it was asked"
+        assert after["head_guess_seconds"] > before["head_guess_seconds"], "it was asked"
 
 
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])

@@ -81,7 +81,9 @@ class HeadGuesser:
             return
         if self._states is None or len(self._states) <= len(hidden):
             self._graphs.clear()  # they have the old ones
-            self._states = torch.zeros(_power(len(hidden)) + 1, self._head.hidden, torch.bfloat16, hidden.device)
+            self._states = torch.zeros(
+                _power(len(hidden)) + 1, self._head.hidden, dtype=torch.bfloat16, device=hidden.device
+            )
         self._states[: len(hidden)].copy_(hidden)
 
     def guess(self, position: int, going: np.ndarray, latest: np.ndarray) -> Guesses:

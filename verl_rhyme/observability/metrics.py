@@ -66,6 +66,9 @@ SPEC_HEADED = "rollout/spec/headed_tokens"
 SPEC_VERIFY_STEPS = "rollout/spec/verify_steps"
 SPEC_ERRORS = "rollout/spec/errors"
 SPEC_DRAFT_S = "rollout/spec/draft_s"
+SPEC_HEAD_UPDATES = "rollout/spec/head_updates"
+SPEC_HEAD_LOSS = "rollout/spec/head_loss"
+SPEC_HEAD_S = "rollout/spec/head_s"
 SPEC_ALARM = "rollout/spec/alarm"
 ENTROPY = "rollout/entropy"  # nats per token: minus the mean log-prob of what was sampled
 VERL_ENTROPY = "actor/entropy"  # as loss_agg_mode has it: by the token with token-mean, verl's default
@@ -200,6 +203,22 @@ def accept_length(accepted: npt.ArrayLike, verify_steps: npt.ArrayLike) -> float
     return float(np.mean(np.where(verify > 0, 1.0 + accept / np.maximum(verify, 1), 0.0)))
 
 
+#: Columns of a request that tell what all of an engine's drafting did since the request before it that tells.
+DRAFTER = ("draft_errors", "draft_seconds", "head_updates", "head_loss", "head_seconds")
+
+
+def drafter_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of the sums of :data:`DRAFTER`; those of a draft head where it was trained."""
+    metrics = {SPEC_ERRORS: totals["draft_errors"], SPEC_DRAFT_S: totals["draft_seconds"]}
+    if updates := totals.get("head_updates"):
+        metrics |= {
+            SPEC_HEAD_UPDATES: updates,
+            SPEC_HEAD_LOSS: totals["head_loss"] / updates,
+            SPEC_HEAD_S: totals["head_seconds"],
+        }
+    return {name: float(value) for name, value in metrics.items()}
+
+
 def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, rollout_s: float) -> dict[str, float]:
     """All metrics of one step's rollout that its requests tell.
 
@@ -256,7 +275,7 @@ def step_metrics(requests: Mapping[str, npt.NDArray[Any]], slots: int | None, ro
     if has("headed_tokens"):
         metrics[SPEC_HEADED] = columns["headed_tokens"].sum()
     if has("draft_errors", "draft_seconds"):
-        metrics |= {SPEC_ERRORS: columns["draft_errors"].sum(), SPEC_DRAFT_S: columns["draft_seconds"].sum()}
+        metrics |= drafter_metrics({name: columns[name].sum() for name in DRAFTER if name in columns})
     if has("history_hit"):
         metrics[HISTORY_HIT_RATE] = columns["history_hit"].astype(bool).mean()
     return {name: float(value) for name, value in metrics.items()}

@@ -76,6 +76,8 @@ def _drafting(data: Mapping[str, Any], value: Any) -> list[str]:
     )
     if drafted and verified and accepted is not None:
         parts += [f"{1 + accepted / verified:.1f} tokens/step", f"{accepted / drafted:.0%} accepted"]
+        if accepted and (headed := value(metrics.SPEC_HEADED)):
+            parts.append(f"{headed / accepted:.0%} of these from the draft head")
     elif value(metrics.SPEC_ACCEPT_LENGTH):
         parts.append(f"{value(metrics.SPEC_ACCEPT_LENGTH):.1f} tokens/step")
         if (rate := value(metrics.SPEC_ACCEPT_RATE)) is not None:

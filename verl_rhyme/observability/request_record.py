@@ -12,7 +12,7 @@ class RequestRecord:
     columns of the event log (``events.REQUESTS``), which derives them from here.
 
     Times are seconds since the epoch, NaN when it never came to that. What the drafter did, ``drafted_tokens`` to
-    ``draft_seconds``, is told after the response, by id (``workers.request.DRAFT_COUNTS``).
+    ``head_seconds``, is told after the response, by id (``workers.request.DRAFT_COUNTS``).
     """
 
     id: str
@@ -41,6 +41,10 @@ class RequestRecord:
     draft_errors: int = 0
     #: The same.
     draft_seconds: float = 0.0
+    #: The same, of the training of its draft head: updates, the sum of their losses, seconds.
+    head_updates: int = 0
+    head_loss: float = 0.0
+    head_seconds: float = 0.0
     #: Tokens that its response was predicted to add when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None
     #: Why the coordinator wanted it at its replica, in a few words; empty where the router decided.

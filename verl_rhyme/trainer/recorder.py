@@ -27,7 +27,7 @@ from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
-from verl_rhyme.observability.metrics import step_metrics
+from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.insight import Insight
@@ -61,11 +61,11 @@ class Recorder:
         self._backlog: deque[_Piece] = deque()  # fetched, not yet recorded; the thread's alone
         self._closing = False
         self._steps = 0  # that ended
-        self._lock = threading.Lock()  # of what appends and take_metrics change: _store, _tokens
+        self._lock = threading.Lock()  # of what appends and take_metrics change: _store, _tokens, _drafter
         self._late = False
         self._requests: list[dict[str, Any]] = []
         self._seconds = 0.0
-        self._draft_errors, self._draft_seconds = 0.0, 0.0  # of requests whose samples were not trained
+        self._drafter: Counter[str] = Counter()  # of this step: sums of DRAFTER
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
@@ -154,14 +154,15 @@ class Recorder:
         self._tokens.clear()
         self._store |= {name: 0 for name in STORE_COUNTS if name in self._store}
         if requests:
-            metrics.update(step_metrics(_columns(requests), slots=self._slots(), rollout_s=rollout_s))
+            columns = _columns(requests)
+            metrics.update(step_metrics(columns, slots=self._slots(), rollout_s=rollout_s))
+            self._drafter.update({name: columns[name].sum() for name in DRAFTER if name in columns})
             if told := self._alarm.observe(metrics):
                 logger.warning(told)
             metrics[names.SPEC_ALARM] = float(self._alarm.ringing)
-        if names.SPEC_ERRORS in metrics or self._draft_errors:
-            metrics[names.SPEC_ERRORS] = metrics.get(names.SPEC_ERRORS, 0.0) + self._draft_errors
-            metrics[names.SPEC_DRAFT_S] = metrics.get(names.SPEC_DRAFT_S, 0.0) + self._draft_seconds
-        self._draft_errors, self._draft_seconds = 0.0, 0.0
+        if self._drafter:
+            metrics |= drafter_metrics(self._drafter)
+        self._drafter.clear()
         return metrics
 
     def close(self) -> None:
@@ -281,9 +282,9 @@ class Recorder:
 
     def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
         rows = self._counts.fill(rows)
-        errors, seconds = (sum(row.get(name, 0) for row in rows) for name in ("draft_errors", "draft_seconds"))
-        self._draft_errors += errors
-        self._draft_seconds += seconds
+        with self._lock:
+            for row in rows:
+                self._drafter.update({name: row[name] for name in DRAFTER if name in row})
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
         self._insight.requests(rows, step)

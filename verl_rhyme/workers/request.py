@@ -38,6 +38,9 @@ DRAFT_COUNTS = {
     "headed": "headed_tokens",
     "draft_errors": "draft_errors",
     "draft_seconds": "draft_seconds",
+    "head_updates": "head_updates",
+    "head_loss": "head_loss",
+    "head_seconds": "head_seconds",
 }
 
 

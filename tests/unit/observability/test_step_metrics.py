@@ -63,6 +63,9 @@ def columns() -> dict[str, np.ndarray]:
         "headed_tokens": np.array([0, 1, 2, 300]),
         "draft_errors": np.array([0, 2, 0, 7]),
         "draft_seconds": np.array([0.0, 0.5, 0.25, 9.0]),
+        "head_updates": np.array([0, 3, 1, 50]),
+        "head_loss": np.array([0.0, 1.5, 0.1, 99.0]),
+        "head_seconds": np.array([0.0, 0.25, 0.5, 9.0]),
         "history_hit": np.array([False, True, True, True]),
         "trained": np.array([True, True, False, False]),
         "validate": np.array([False, False, False, True]),
@@ -82,6 +85,7 @@ def test_step_metrics() -> None:
     assert data[m.SPEC_ACCEPT_LENGTH] == pytest.approx((0 + 2.0 + 5.0) / 3)
     assert data[m.SPEC_ERRORS] == 2
     assert data[m.SPEC_DRAFT_S] == 0.75
+    assert (data[m.SPEC_HEAD_UPDATES], data[m.SPEC_HEAD_LOSS], data[m.SPEC_HEAD_S]) == (4, 0.4, 0.75)
     assert data[m.HISTORY_HIT_RATE] == pytest.approx(2 / 3)
     assert data[m.QUEUE_S_MEAN] == 1.0
     assert data[m.QUEUE_S_MAX] == 2.0

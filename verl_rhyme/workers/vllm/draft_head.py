@@ -66,8 +66,8 @@ class EngineHead:
         self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
         self._knows = 0  # steps of the optimizer before this run's
         self._earned = 0.0  # seconds that training may still take
-        self.updates, self.seconds, self.training_seconds, self.loss = 0, 0.0, 0.0, float("nan")
-        self._latest_loss: torch.Tensor | None = None
+        self.updates, self.seconds, self.training_seconds = 0, 0.0, 0.0
+        self._losses: torch.Tensor | None = None  # their sum, where it was computed
         if not drafts:
             return
         hidden = runner.model_config.get_hidden_size()
@@ -173,7 +173,8 @@ class EngineHead:
             while self._earned > 0:
                 began = time.perf_counter()
                 with _training():
-                    self._latest_loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    self._losses = loss if self._losses is None else self._losses + loss
                     if self._runner.device.type != "cpu":
                         torch.accelerator.synchronize()  # what it took is what the next step waits
                 took = time.perf_counter() - began
@@ -294,16 +295,10 @@ class EngineHead:
             del self._trainer  # its memory is the engine's again
         self._drafts = False
 
-    def totals(self) -> dict[str, float]:
-        """Since the start: updates, seconds of training and of guessing, and the latest loss (nats a token)."""
-        if self._latest_loss is not None:
-            self.loss = float(self._latest_loss)
-        return {
-            "head_updates": self.updates,
-            "head_training_seconds": self.training_seconds,
-            "head_seconds": self.seconds,
-            "head_loss": self.loss,
-        }
+    def training(self) -> dict[str, float]:
+        """Since the start: updates, the sum of their losses (nats a draft position), seconds they took."""
+        losses = 0.0 if self._losses is None else float(self._losses)
+        return {"head_updates": self.updates, "head_loss": losses, "head_seconds": self.training_seconds}
 
 
 def all_ranks(ok: bool) -> bool:

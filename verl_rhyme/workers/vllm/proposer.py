@@ -80,7 +80,7 @@ class HistoryProposer:
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._planning = 0.0  # seconds of the last plan
-        self._reported = 0, 0.0  # errors and seconds, with earlier counts
+        self._reported: dict[str, float] = {}  # of the counts of all requests, with earlier ones
         self._calls = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -283,7 +283,7 @@ class HistoryProposer:
         Returns:
             ``{id: {"drafted", "accepted", "verify_steps", "history_hit", "reverified"}}`` of those this worker drafted
             for. One of them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the
-            last call.
+            last call, and :meth:`EngineHead.training` since then.
         """
         drafter = self._drafter
         if drafter is None:
@@ -298,12 +298,11 @@ class HistoryProposer:
             id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
         }
         for first in list(counts)[:1]:
-            errors = self._errors + self._history.errors
-            counts[first] |= {
-                "draft_errors": errors - self._reported[0],
-                "draft_seconds": self._seconds - self._reported[1],
-            }
-            self._reported = errors, self._seconds
+            known = {"draft_errors": self._errors + self._history.errors, "draft_seconds": self._seconds}
+            if self._head is not None:
+                known |= self._head.training()
+            counts[first] |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
+            self._reported = known
         return counts
 
     def totals(self) -> dict[str, Any]:
@@ -315,5 +314,5 @@ class HistoryProposer:
             "seconds": self._seconds,
             "errors": self._errors,
             "history_errors": self._history.errors,
-            **(self._head.totals() if self._head is not None else {}),
+            **({} if self._head is None else {**self._head.training(), "head_guess_seconds": self._head.seconds}),
         }
