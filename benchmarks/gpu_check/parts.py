@@ -60,7 +60,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "kernel",
         _own("kernel"),
-        120,
+        60,
         "whether the Triton kernel may draw tokens at all: it compiles, and draws what the noise says (`same` is all "
         "rows but one in a million; `behind` at most 1e-4)",
         needs=("torch", "triton"),
@@ -69,7 +69,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "sampling",
         _own("sampling"),
-        90,
+        30,
         "whether the sampler's kernel is to be worked on: over 1 ms at 256 rows of 152,064, yes",
         needs=("torch", "triton"),
         quick_environment=(("TRITON_INTERPRET", "1"),),
@@ -118,9 +118,9 @@ PARTS: tuple[Part, ...] = (
     Part(
         "replay",
         _own("replay"),
-        360,
-        "whether to work on drafting's overhead or on its drafts: rhyme's speed over stock, against that of the oracle "
-        "held to rhyme's steps",
+        400,
+        "whether drafting is profitable at this width, and what it takes: tokens a second over stock's, milliseconds "
+        "of a step and of its drafts",
         needs=_ENGINE,
     ),
     Part(

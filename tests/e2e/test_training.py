@@ -68,7 +68,14 @@ def test_trains_drafts_and_reports(trained):
         *("epoch", "partial", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_mean", "staleness_max"),
         *("bubble_ratio_sampled", "bubble_ratio_sampled_unknown"),
-        *("discarded_tokens", "reverified_tokens", "waiting_max", "migrated", "length_rank_correlation"),
+        *(
+            "discarded_tokens",
+            "reverified_tokens",
+            "headed_tokens",
+            "waiting_max",
+            "migrated",
+            "length_rank_correlation",
+        ),
         *("similarity", "similarity_by_chance", "accepted_share", "entropy"),
     }
     assert first["partial"] == second["partial"] == []

@@ -172,11 +172,12 @@ def test_the_cache_is_what_weights_and_the_profile_run_leave():
 
 
 def test_a_draft_head_takes_what_its_tensors_do():
-    from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
+    from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
     from verl_rhyme.drafting.head import DraftHead
 
     model = architecture("qwen2", 2, 256, 512, 4, 2, 100_000)
     parameters = sum(parameter.numel() for parameter in DraftHead(256).parameters())
-    expected = HEAD_BUFFER + 16 * parameters + 2 * 4 * MOST_TOKENS * 256
+    rows, distributions = 4 * MOST_TOKENS * 256, 16 * MOST_TOKENS * HEAD_POSITIONS
+    expected = HEAD_BUFFER + 18 * parameters + rows + max(rows, distributions)
     assert memory.draft_head(model, Rollout(draft_head=True)) == pytest.approx(expected, rel=0.01)
     assert memory.draft_head(model, Rollout()) == 0

@@ -10,6 +10,8 @@ import numpy as np
 MOST_TOKENS = 1 << 15
 #: Bytes of the latest hidden states, of which it is trained.
 HEAD_BUFFER = 1 << 28
+#: Positions whose distributions over these tokens a step of its training holds on a GPU.
+HEAD_POSITIONS = 1024
 #: int32[B, G] tokens and float32[B, G] probabilities of a position; of no head, G is 0.
 Guesses = tuple[np.ndarray, np.ndarray]
 NO_GUESSES: Guesses = np.zeros((1, 0), dtype=np.int32), np.zeros((1, 0), dtype=np.float32)

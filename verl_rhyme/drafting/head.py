@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from verl_rhyme.drafting.guesses import HEAD_POSITIONS
+
 #: Steps of the optimizer after which a new head knows something.
 APPRENTICESHIP = 64
 #: Rows whose spread stands for all.
@@ -155,7 +157,7 @@ class HeadTrainer:
         self.head, self.steps = head, steps
         gpu = head.scale.is_cuda
         #: Times that a step of the optimizer draws; on a GPU it takes little longer with more.
-        self.segments = 32 if gpu else 8
+        self.segments = HEAD_POSITIONS // (self.SEGMENT * steps) if gpu else 8
         self._hidden = torch.zeros(capacity, head.hidden, dtype=torch.bfloat16, device=head.scale.device)
         self._token = np.zeros(capacity, dtype=np.int64)
         self._following = np.full(capacity, -1, dtype=np.int64)

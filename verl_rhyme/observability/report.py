@@ -169,6 +169,8 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     for name, arm in zip(names, arms, strict=True):
         if (little := _little(arm)) is not None:
             console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
+        if headed := _headed(arm):
+            console.print(f"{name}: {headed}", highlight=False, markup=False, soft_wrap=True)
     if "rollout_speedup_warm" in summary:
         console.print(_gain(summary), highlight=False, markup=False)
 
@@ -180,6 +182,15 @@ def _little(arm: Mapping[str, Any]) -> str | None:
         return None
     line = metrics.little_from_drafts(share, 1.0, last["entropy"])
     return None if line is None else f"in its last epoch {line}; what to expect of which entropy: docs/real_model.md"
+
+
+def _headed(arm: Mapping[str, Any]) -> str | None:
+    """What the draft head gave in an arm's last epoch."""
+    last = arm["epochs"][-1] if arm["epochs"] else {}
+    if not (headed := last.get("headed_tokens")) or not last["accepted_share"] or not last["tokens"]:
+        return None
+    share = headed / (last["accepted_share"] * last["tokens"])
+    return f"in its last epoch {share:.0%} of the accepted tokens came from the draft head alone"
 
 
 def _table(arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:

@@ -255,6 +255,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
+        "headed_tokens": _count(rows, metrics.SPEC_HEADED),
         "waiting_max": int(max(waiting)) if waiting else None,
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_rhyme.drafting.guesses import HEAD_BUFFER, MOST_TOKENS
+from verl_rhyme.drafting.guesses import HEAD_BUFFER, HEAD_POSITIONS, MOST_TOKENS
 from verl_rhyme.preflight.architecture import Architecture
 
 #: Bytes of CUDA's context, cuBLAS workspaces and NCCL's buffers, a round figure (not measured here).
@@ -334,12 +334,14 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
 
 
 def draft_head(model: Architecture, rollout: Rollout) -> int:
-    """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, bf16 rows, and
-    these once more while they are copied."""
+    """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, a bf16 copy,
+    bf16 rows, and these once more while they are copied, or the distributions that it is trained towards."""
     if not rollout.draft_head:
         return 0
     rows = min(model.vocab, MOST_TOKENS)
-    return HEAD_BUFFER + 16 * 3 * model.hidden**2 + 2 * 4 * rows * model.hidden
+    return (
+        HEAD_BUFFER + 18 * 3 * model.hidden**2 + rows * (4 * model.hidden + max(4 * model.hidden, 16 * HEAD_POSITIONS))
+    )
 
 
 def checkpoint_bytes(model: Architecture) -> int:

@@ -39,6 +39,7 @@ EPOCH_KEYS = {
     "staleness_max",
     "discarded_tokens",
     "reverified_tokens",
+    "headed_tokens",
     "waiting_max",
     "length_rank_correlation",
     "migrated",
@@ -149,6 +150,7 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "staleness_max": 0,
         "discarded_tokens": None,
         "reverified_tokens": None,
+        "headed_tokens": None,
         "waiting_max": None,
         "length_rank_correlation": None,
         "migrated": None,
@@ -254,6 +256,16 @@ def test_compare_is_a_ratio_of_medians_with_its_spread() -> None:
     assert cold["rollout_speedup_warm_spread"] is None
     with pytest.raises(ReportError, match="both arms are named 'x'"):
         compare(summary("x", [4]), summary("x", [2]))
+
+
+def test_what_the_draft_head_gave_is_told_where_it_gave_something() -> None:
+    epoch = {"headed_tokens": 10, "accepted_share": 0.5, "tokens": 100}
+    assert report._headed({"epochs": [{}, epoch]}) == (
+        "in its last epoch 20% of the accepted tokens came from the draft head alone"
+    )
+    for lacking in ({"headed_tokens": 0}, {"headed_tokens": None}, {"accepted_share": None}, {"tokens": None}):
+        assert report._headed({"epochs": [epoch | lacking]}) is None
+    assert report._headed({"epochs": []}) is None
 
 
 def png_size(path: Path) -> tuple[int, int]:
