@@ -22,7 +22,8 @@ ENGINES = {"verl", "vllm", "ray", "torch", "transformers"}
 #: (module, what it may import all the same) and why.
 EXCEPTIONS = {
     ("verl_rhyme.patches.verl_early_check", "verl_rhyme.startup"),  # verl's call up to our start-up check, at run time
-    ("verl_rhyme.drafting.head", "torch"),  # a network: the one file of drafting that has one
+    ("verl_rhyme.drafting.head", "torch"),  # a network
+    ("verl_rhyme.drafting.head_guesser", "torch"),
     ("verl_rhyme.lengths.ranker", "torch"),  # a language model: the one file of the policies that has one
     ("verl_rhyme.lengths.ranker", "transformers"),
 }
