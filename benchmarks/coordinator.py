@@ -45,14 +45,14 @@ from benchmarks.simulated_fleet import (
     latencies,
     size,
 )
+from verl_rhyme.agent_loop.session import PROMPTS
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import SchedulingConfig
+from verl_rhyme.coordinator import coordinator
+from verl_rhyme.processes.messages import Handed, Setting
 from verl_rhyme.scheduling.rules import of_options
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.topology import Colocated, Separate
-from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Handed, Setting
-from verl_rhyme.workers.session import PROMPTS
-from verl_rhyme.workers.stored_attempts import TRAIN
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

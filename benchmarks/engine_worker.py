@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from verl_rhyme.engine.extension import RhymeWorkerMethods
+from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.workers.vllm.extension import RhymeWorkerMethods
-from verl_rhyme.workers.vllm.history_loader import HistoryLoader
-from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
 #: Where a request's ``extra_args`` tell which response it follows.
 PATH = "path"

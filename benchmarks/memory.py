@@ -22,9 +22,9 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.machine import commit, describe
-from verl_rhyme.preflight import memory
-from verl_rhyme.preflight.architecture import Architecture
-from verl_rhyme.preflight.memory import Training
+from verl_rhyme.checks.preflight import memory
+from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.checks.preflight.memory import Training
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -67,7 +67,7 @@ def store(step: int, samples: int, tokens: int) -> tuple[list[str], list[dict[st
 
 def _record(prompt: int, step: int, tokens: int, number: int) -> dict[str, Any]:
     from verl_rhyme.history.keys import prompt_key
-    from verl_rhyme.workers.request import RequestRecord
+    from verl_rhyme.processes.request import RequestRecord
 
     key, now = prompt_key(list(range(prompt, prompt + PROMPT_TOKENS))).hex(), time.time()
     record = RequestRecord(
@@ -125,7 +125,7 @@ def _serialized(value: Any) -> int:
 def packed_writer() -> type:
     """The history writer of before: it is sent columns."""
     from verl_rhyme.history.record import Trajectory
-    from verl_rhyme.workers.history_writer import HistoryWriter
+    from verl_rhyme.history_writer.history_writer import HistoryWriter
 
     class PackedWriter(HistoryWriter):
         def append_columns(self, columns: dict[str, np.ndarray], step: int) -> dict[str, Any]:
@@ -179,10 +179,10 @@ def trainer(arm: str, samples: int, tokens: int) -> dict[str, Any]:
     from transfer_queue import KVBatchMeta
 
     from verl_rhyme.config import HistoryConfig
+    from verl_rhyme.history_writer.history_service import HistoryService
     from verl_rhyme.observability.events import EventLog
     from verl_rhyme.trainer.draft_counts import DraftCounts
     from verl_rhyme.trainer.recorder import Recorder
-    from verl_rhyme.workers.history_service import HistoryService
 
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=max(1 << 28, 12 * samples * tokens))
     found: list[dict[str, float]] = []

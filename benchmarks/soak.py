@@ -48,10 +48,10 @@ def start(folder: Path) -> Any:
         skip_tokenizer_init=True,
         disable_log_stats=False,
         distributed_executor_backend="uni",
-        worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+        worker_extension_cls="verl_rhyme.engine.extension.RhymeWorkerMethods",
         speculative_config={
             "method": "custom_class",
-            "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
+            "model": "verl_rhyme.engine.proposer.HistoryProposer",
             "num_speculative_tokens": 16,
         },
         additional_config={

@@ -21,8 +21,8 @@ import torch
 import typer
 
 from benchmarks.machine import commit, describe
-from verl_rhyme.workers.weights import relay
-from verl_rhyme.workers.weights.folder import Folder
+from verl_rhyme.weights import relay
+from verl_rhyme.weights.folder import Folder
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

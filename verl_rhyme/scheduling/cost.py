@@ -135,7 +135,7 @@ class ReplicaCost:
         return self.step.base * steps + self.step.row * np.asarray(tokens) + self.step.cached * np.asarray(held)
 
 
-#: Where nobody measured: a 32B model in bf16 over four H800s, reckoned (``simulation/profiles``). Plans go by ratios.
+#: Where nobody measured: a 32B model in bf16 over four H800s, reckoned (``planning/profiles``). Plans go by ratios.
 TYPICAL = ReplicaCost(StepCost(base=10e-3, row=33e-6, cached=26e-9), prefill=33e-6)
 
 

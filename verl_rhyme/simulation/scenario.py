@@ -79,7 +79,7 @@ class Scenario:
         training: What an update costs.
         streaming: Updates come in parts; ``None``: each as a whole.
         colocated: Engines stand still while the actor trains; else they have GPUs of their own.
-        placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
+        placement: Policy and options (:data:`~verl_rhyme.placement.POLICIES`).
         drafts: What drafting gains.
         limit: Samples that are given to the engines at a time; ``None``: all that may start.
         lot: So many more are given at once, or none.

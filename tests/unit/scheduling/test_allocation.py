@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.allocation.planner import BOUNDS, NoSplit, Problem, colocated, dial, plan, profitable, split
-from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Training, Work, _highest, rollout
+from verl_rhyme.planning.planner import BOUNDS, NoSplit, Problem, colocated, dial, plan, profitable, split
+from verl_rhyme.planning.sites import Links, Model, Pool
+from verl_rhyme.planning.times import Training, Work, _highest, rollout
 from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
