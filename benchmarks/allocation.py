@@ -30,10 +30,10 @@ import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
+from verl_rhyme.planning.cost import TrainingCost
 from verl_rhyme.planning.planner import Problem, Split, plan
 from verl_rhyme.planning.planner import split as reckoned
 from verl_rhyme.planning.times import Work, rollout
-from verl_rhyme.scheduling.cost import TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import plan_file
 from verl_rhyme.simulation.run import Simulation

@@ -31,7 +31,7 @@ from benchmarks.machine import commit, describe
 from benchmarks.tiny_run import RHYME
 from verl_rhyme.config import OVERSUBSCRIPTION
 from verl_rhyme.observability import events, metrics, steps
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import LOADED_BATCHES, Rules
 from verl_rhyme.simulation import fitted, recorded
 from verl_rhyme.simulation.run import Simulation

@@ -30,11 +30,11 @@ from verl_rhyme.coordinator import coordinator, crew
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement import Move
+from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.processes.messages import Before, Handed, Setting
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.cost import ReplicaCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
 

@@ -16,9 +16,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import CONFIG_PATH, ConfigError, config_tree
+from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.router import router_file
 from verl_rhyme.router.router import PlacementRouter
-from verl_rhyme.scheduling.cost import TYPICAL
 
 STICKY = [f"{CONFIG_PATH}.placement.policy=sticky_group", f"+{CONFIG_PATH}.placement.options.factor=1.5"]
 

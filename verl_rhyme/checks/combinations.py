@@ -1,8 +1,8 @@
 """What cannot go together, why, and what to set instead: the one table.
 
 Start-up (:mod:`verl_rhyme.checks.startup`) and the preflight read it; ``docs/combinations.md`` shows it. What options
-of ours exclude among themselves is refused where they are read: a section in :mod:`verl_rhyme.config`, the pipeline's rules in
-:mod:`verl_rhyme.scheduling.rules`.
+of ours exclude among themselves is refused where they are read: a section in :mod:`verl_rhyme.config`, the pipeline's
+rules in :mod:`verl_rhyme.scheduling.rules`.
 """
 
 from __future__ import annotations

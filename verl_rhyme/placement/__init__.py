@@ -1,4 +1,7 @@
-"""Placement: which replica serves which request. Pure: events come in as calls, the answer is a replica's name."""
+"""Placement: which replica serves which request. Events come in as calls, the answer is a replica's name.
+
+Process: the router in agent loop workers, and the coordinator. Engines: none.
+"""
 
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.least_loaded import LeastLoaded

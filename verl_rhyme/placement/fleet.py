@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
 #: Rows of ``running`` and ``reserved``.
 REQUESTS, TOKENS = 0, 1

@@ -20,7 +20,7 @@ import numpy as np
 
 from verl_rhyme.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
-from verl_rhyme.scheduling.cost import Floats
+from verl_rhyme.planning.cost import Floats
 
 #: Halvings of the interval in which the slowest group's seconds lie.
 _HALVINGS = 40

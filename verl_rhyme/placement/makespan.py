@@ -1,6 +1,6 @@
 """The least makespan, by what steps cost and how long each response may be: bound late, and moved where that pays.
 
-With steps of ``base + row R + cached C`` seconds (:mod:`verl_rhyme.scheduling.cost`) a replica is done after
+With steps of ``base + row R + cached C`` seconds (:mod:`verl_rhyme.planning.cost`) a replica is done after
 ``base S + row N + cached A``: N are all tokens to come, A those in the caches over the steps to come, and S the steps
 until its longest response is done, or more where slots or cache do not hold all at a time. How long responses will be
 is not known, but the distribution of each is, given what it has; so N and A are expectations, and S is the expected
@@ -37,7 +37,7 @@ from verl_rhyme.placement.fleet import REQUESTS, Fleet
 from verl_rhyme.placement.packing import admit, judge, pack, spread
 from verl_rhyme.placement.policy import Move, PlacementPolicy, Progress, Request, roughly
 from verl_rhyme.placement.siblings import Pairs, Together, prompt_of
-from verl_rhyme.scheduling.cost import Floats
+from verl_rhyme.planning.cost import Floats
 
 #: Tokens a response can have, as long as nobody said.
 _LIMIT = 1 << 15

@@ -15,7 +15,7 @@ from verl_rhyme.placement.makespan import Makespan
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.skewness_aware import SkewnessAware
 from verl_rhyme.placement.sticky_group import StickyGroup
-from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
 POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "least_loaded": LeastLoaded,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_rhyme.lengths.outlook import Shares
-from verl_rhyme.scheduling.cost import Floats
+from verl_rhyme.planning.cost import Floats
 
 
 class Ahead(NamedTuple):

@@ -1,6 +1,6 @@
 """Pools: samples in the order of falling length, cut into runs of like ones, each answered by replicas of its own.
 
-What a pool takes is reckoned in one of two ways, from what steps cost (:mod:`verl_rhyme.scheduling.cost`):
+What a pool takes is reckoned in one of two ways, from what steps cost (:mod:`verl_rhyme.planning.cost`):
 
 - *in rounds*, StreamRL's latency model (arXiv:2504.15930, section 5): a replica that has M samples and decodes BS of
   them at a time needs ``PTL(BS) L ceil(M / BS)`` seconds. PTL are the seconds of a step of so many rows, L a quantile
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from verl_rhyme.scheduling.cost import Floats
+from verl_rhyme.planning.cost import Floats
 
 #: Quantiles that stand for the lengths of the tail, and of the rest (Algorithm 2).
 _TAIL, _REST = 0.9, 0.5

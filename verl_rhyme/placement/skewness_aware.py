@@ -38,7 +38,7 @@ from verl_rhyme.placement.policy import (
     roughly,
 )
 from verl_rhyme.placement.pools import Replicas, Samples, several, two
-from verl_rhyme.scheduling.cost import Floats
+from verl_rhyme.planning.cost import Floats
 
 #: Shares of what runs that have ended when it is looked how far the rest is, and when plans are made without a look.
 _LOOK, _BLIND = 0.02, 0.25

@@ -52,7 +52,7 @@ class Problem:
         max_staleness: Policy versions between a trained token and the policy it trains, at most (k).
         weights: Seconds from an update's end until its weights are handed out at the site that trains.
         copy: Seconds of these for which the trainer is held, where engines are separate and run on
-            (:class:`~verl_rhyme.scheduling.cost.TrainingCost`); ``None``: all.
+            (:class:`~verl_rhyme.planning.cost.TrainingCost`); ``None``: all.
         links: Between sites.
     """
 

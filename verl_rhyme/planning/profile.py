@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from omegaconf import MISSING
 
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.planning.typed_yaml import ClusterError, from_folder_of, read
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
 
 PROFILES = Path(__file__).parent / "profiles"
 
 
 @dataclass
 class StepFile:
-    """Of a profile: :class:`~verl_rhyme.scheduling.cost.StepCost`."""
+    """Of a profile: :class:`~verl_rhyme.planning.cost.StepCost`."""
 
     base: float = MISSING
     row: float = 0.0
@@ -40,7 +40,7 @@ class FitFile:
 
 @dataclass
 class ProfileFile:
-    """One kind of replica: :class:`~verl_rhyme.scheduling.cost.ReplicaCost`, where its figures are from, and of a model
+    """One kind of replica: :class:`~verl_rhyme.planning.cost.ReplicaCost`, where its figures are from, and of a model
     of how many parameters, where that is known."""
 
     source: str = MISSING

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from verl_rhyme.planning.cost import ReplicaCost
 from verl_rhyme.planning.times import Training, Work
-from verl_rhyme.scheduling.cost import ReplicaCost
 
 #: Of mixed-precision training with Adam: bytes of a parameter on each GPU that has it (bf16 weights, fp32 gradients),
 #: and of the states (fp32 weights and two moments) that are split over all (Megatron-LM, docs/dist_optimizer.md).

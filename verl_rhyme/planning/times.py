@@ -4,7 +4,7 @@ Two floors explain a step (docs/planning.md, "How long a step takes"). With ``ma
 
 - **rollout**: ``T >= W + (L + F) / (k + 1)``. W: seconds of linear work of an update per replica (rows, drafts,
   caches, prompts), which does not depend on the order in which responses end, since a decode step of R rows with C
-  cached tokens takes ``base + row R + cached C`` seconds (:class:`~verl_rhyme.scheduling.cost.ReplicaCost`). L: steps
+  cached tokens takes ``base + row R + cached C`` seconds (:class:`~verl_rhyme.planning.cost.ReplicaCost`). L: steps
   of the longest response alone. F: from the collection of a batch to engines with its policy. What starts at a version
   has k + 1 updates less F until it is due, and gets a step for each ``base`` seconds that linear work leaves. And
   ``T >=`` what brings all tokens through the slots.
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from verl_rhyme.scheduling.cost import ReplicaCost
+from verl_rhyme.planning.cost import ReplicaCost
 
 Floats = npt.NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 from verl_rhyme.scheduling.remembered import Record
 from verl_rhyme.scheduling.rules import Rules
 

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf, open_dict
 from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, ConfigError, PlacementConfig
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning import profile
+from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.router.router import PlacementRouter
-from verl_rhyme.scheduling.cost import TYPICAL, ReplicaCost
 
 #: In the run's checkpoint folder.
 NAME = "router.yaml"

@@ -22,9 +22,9 @@ from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, Rhym
 from verl_rhyme.config.checks import nearest
 from verl_rhyme.config.config_tree import ended, parse
 from verl_rhyme.placement import Placement
+from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import profile
 from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, plain, typed
-from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, DraftsFile, WorkloadFile

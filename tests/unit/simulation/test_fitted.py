@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.planning.profile import profile
 from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import event_log, fitted, recorded
 from verl_rhyme.simulation.cluster_file import load

@@ -30,11 +30,11 @@ from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
+from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import Handed, Setting
 from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
-from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology

@@ -1,7 +1,8 @@
 """What would stop a run, found before anything heavy starts. Each finding says how to mend it.
 
-:mod:`.config_checks` look at the config alone, :mod:`.machine_checks` compare it with what is here. A dry run may happen on another machine than the run, so there the latter warn where they would
-fail; so do versions. Another run's checkpoints in this run's folder are no lack of this machine, and fail there, too.
+:mod:`.config_checks` look at the config alone, :mod:`.machine_checks` compare it with what is here. A dry run may
+happen on another machine than the run, so there the latter warn where they would fail; so do versions. Another run's
+checkpoints in this run's folder are no lack of this machine, and fail there, too.
 """
 
 from __future__ import annotations

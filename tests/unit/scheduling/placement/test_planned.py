@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.lengths.outlook import CELLS, certain, edges
 from verl_rhyme.placement import POLICIES, Ahead, Load, Placement, Progress, Request
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
 COST = ReplicaCost(StepCost(10e-3, 33e-6, 26e-9), slots=8, room=50_000)
 LENGTHS = st.lists(st.one_of(st.none(), st.floats(1, 20_000)), min_size=1, max_size=40)

@@ -1,4 +1,4 @@
-"""The cost model's coefficients, from what a run's servers and trainer told (:mod:`verl_rhyme.scheduling.cost`).
+"""The cost model's coefficients, from what a run's servers and trainer told (:mod:`verl_rhyme.planning.cost`).
 
 A request's steps are the integral, over its time in the engine, of ``dt / step_seconds(rows, cached, drafts)``; what
 runs beside it at any time is known from all requests' intervals. Coefficients are those, none below 0, with which each
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from verl_rhyme.scheduling.cost import StepCost
+from verl_rhyme.planning.cost import StepCost
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
