@@ -83,7 +83,7 @@ def test_parameters_are_those_that_transformers_makes(kind):
 def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
     from dataclasses import replace
 
-    from benchmarks.memory import config, measure
+    from benchmarks.studies.memory import config, measure
     from verl_rhyme.checks.preflight.memory import Training
 
     model = Architecture.read(config("qwen2-25m"))

@@ -15,7 +15,7 @@ On-policy the two overlap only as far as parts of a batch are finished before it
 
 Colocated engines stop while the actor trains, so that F is outside: ``T = W + L / (k + 1) + F``.
 
-All replicas are taken to get as much as they can do in equal time. ``python -m benchmarks.allocation`` and
+All replicas are taken to get as much as they can do in equal time. ``python -m benchmarks.studies.allocation`` and
 ``tests/unit/simulation/test_allocation_times.py`` hold it against the simulator.
 """
 

@@ -1,11 +1,11 @@
 """Messages and bytes of a real training: through TransferQueue, Ray's actors and the trainer's process.
 
-    python -m benchmarks.wire [--json] [--quick] [--checkout DIR] [--out DIR] [ARM ...]
+    python -m benchmarks.studies.wire [--json] [--quick] [--checkout DIR] [--out DIR] [ARM ...]
 
 Trains the tiny world with verl, vLLM, Ray and TransferQueue, and counts in every process what it sends and receives
-(:mod:`benchmarks.wire_counts`), by role and per trained sample. What is said at the start and at the end of the run is
-in it. Responses have about a hundred tokens here: bytes that grow with them say less than how often somebody is asked.
-``--checkout`` measures another checkout of the project the same way.
+(:mod:`benchmarks.studies.wire_counts`), by role and per trained sample. What is said at the start and at the end of the
+run is in it. Responses have about a hundred tokens here: bytes that grow with them say less than how often somebody is
+asked. ``--checkout`` measures another checkout of the project the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 from benchmarks.machine import describe
 from verl_rhyme.observability import steps
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WIRE_COUNTS = Path(__file__).parent / "wire_counts"
 PROMPTS, BATCH, SAMPLES = 64, 8, 8
 ARMS: dict[str, dict[str, str]] = {

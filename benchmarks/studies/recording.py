@@ -1,6 +1,6 @@
 """What recording a step costs the trainer's process: bytes through it, seconds, memory. Real TransferQueue, Ray, store.
 
-    python -m benchmarks.recording [--json] [--quick]
+    python -m benchmarks.studies.recording [--json] [--quick]
 
 Each arm is a process of its own with a Ray of its own, which records six synthetic steps of other prompts each, the
 first to warm up. "through the trainer" is what the recorder did before, as a model of a few lines: it fetched all of a
@@ -253,7 +253,7 @@ def main(
         return
     for samples, tokens in ((128, 1024),) if quick else SIZES:
         for name in ARMS:
-            command = [sys.executable, "-m", "benchmarks.recording", "--arm", name]
+            command = [sys.executable, "-m", "benchmarks.studies.recording", "--arm", name]
             command += ["--size", str(samples), str(tokens)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
             row = {"arm": name, "samples": samples, "tokens": tokens, **json.loads(done.stdout.splitlines()[-1])}

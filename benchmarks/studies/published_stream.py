@@ -1,6 +1,7 @@
 """StreamRL's settings in the simulator: what its arms gain here, beside what was published.
 
-    python -m benchmarks.published_stream [--json] [--quick] [--seeds 2] [--only PART] [--model 7b] [--variation TEXT]
+    python -m benchmarks.studies.published_stream [--json] [--quick] [--seeds 2] [--only PART] [--model 7b]
+        [--variation TEXT]
 
 Actors of 7B, 32B and 72B with PPO, responses of up to 5k, 10k and 20k tokens (``examples/simulate/streamrl72b.yaml``).
 Of StreamRL (arXiv:2504.15930) are known here its algorithms, ratios, hardware (128 H800s) and the recall of its ranker;
@@ -25,8 +26,8 @@ import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
-from benchmarks.placement_simulated import figures, run
-from benchmarks.published import A100, H800, PARTS, held
+from benchmarks.studies.placement_simulated import figures, run
+from benchmarks.studies.published import A100, H800, PARTS, held
 from verl_rhyme.observability import slot_time
 from verl_rhyme.observability.slot_time import REASONS
 from verl_rhyme.simulation import cluster_file, event_log, summary
@@ -35,7 +36,7 @@ from verl_rhyme.simulation.run import Simulation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "streamrl72b.yaml"
+CLUSTER = Path(__file__).parents[2] / "examples" / "simulate" / "streamrl72b.yaml"
 
 #: Skewness-aware dispatch; the pools run at once, so that the slower one counts.
 SKEWNESS_AWARE = "placement.policy=skewness_aware", "placement.options={objective: max}"

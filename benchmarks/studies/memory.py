@@ -1,6 +1,6 @@
 """Is the preflight's memory estimate true? Measured peaks of training steps beside it.
 
-    python -m benchmarks.memory [--json] [--quick]
+    python -m benchmarks.studies.memory [--json] [--quick]
 
 A model is built from its config with transformers and trained as verl's FSDP engine trains it (verl's own log-probs,
 two micro-batches, AdamW, transformers' activation checkpointing), without sharding ("torch") and under FSDP2 on one

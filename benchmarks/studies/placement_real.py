@@ -1,6 +1,6 @@
 """Placement by forecasts through the real stack: stock verl, the router's policies, HistoPipe and ours, side by side.
 
-    python -m benchmarks.placement_real [--json] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR]
+    python -m benchmarks.studies.placement_real [--json] [--quick] [--arm ARM] [--runs N] [--repeats N] [--out DIR]
         [SETTING ...]
 
 Real verl, vLLM and GRPO on the tiny world, two or three replicas of four slots, updates of three or four times as many
@@ -8,12 +8,12 @@ samples. Arms take turns; each run is one seed's, a few minutes long, and its ro
 what is there is not run again, so that ``--runs 1`` goes on by one run. With no run left to make, or ``--runs 0``, it
 shows what there is: every run's row, and for each arm the medians over its runs.
 
-Steady settings: a decoding step takes at least 60 ms and an update of the actor 3 s (:mod:`benchmarks.steady_step`),
-as on GPUs of their own; bare ones leave the replicas to share this machine's cores. All arms but ``stock`` draft; that
-one, which takes four times as long, trains two epochs and not three. Policies that reckon with costs know those of the
-setting's first run with drafts. Figures are of the steps from the second epoch on: in the first there is no history to
-forecast by. Arms with ``eager`` in their name move each response once (``tests/e2e/eager_moves.py``), so that
-there is something to check; their seconds are no placement's.
+Steady settings: a decoding step takes at least 60 ms and an update of the actor 3 s
+(:mod:`benchmarks.steady_step`), as on GPUs of their own; bare ones leave the replicas to share this machine's
+cores. All arms but ``stock`` draft; that one, which takes four times as long, trains two epochs and not three. Policies
+that reckon with costs know those of the setting's first run with drafts. Figures are of the steps from the second epoch
+on: in the first there is no history to forecast by. Arms with ``eager`` in their name move each response once
+(``tests/e2e/eager_moves.py``), so that there is something to check; their seconds are no placement's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verl_rhyme.simulation import fitted, recorded
 
 SAMPLES, SLOTS, LIMIT, EPOCHS, STEPS_AN_EPOCH = 4, 4, 384, 3, 3
 STEADY_MS, UPDATE_S, TEMPERATURE = 60, 3.0, 0.6
-EAGER = Path(__file__).parents[1] / "tests" / "e2e"
+EAGER = Path(__file__).parents[2] / "tests" / "e2e"
 
 
 @dataclass(frozen=True)

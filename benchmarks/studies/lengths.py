@@ -1,6 +1,6 @@
 """Forecasts of lengths on recorded traces, and on lengths made up at the size of a real dataset.
 
-    python -m benchmarks.lengths [--json] [--quick] [TRACE.parquet ...]
+    python -m benchmarks.studies.lengths [--json] [--quick] [TRACE.parquet ...]
 
 Each group is forecast before any of its responses has begun, then learnt. Arms: ``ours``
 (``verl_rhyme.lengths.predictor``); ``last epoch``, the mean of the prompt's responses in the epoch before; ``all

@@ -1,6 +1,6 @@
 """Where drafts end, and why: what is lost between the adaptive drafter's accepted tokens and what could be had.
 
-    python -m benchmarks.draft_losses [--policy DIR --temperature T] [--json] [--quick] TRACE.parquet ...
+    python -m benchmarks.studies.draft_losses [--policy DIR --temperature T] [--json] [--quick] TRACE.parquet ...
 
 Every verify step ends with a token that no draft gave. Of that token it is asked, in this order:
 

@@ -1,6 +1,6 @@
 """Is the drafter's confidence true? Predicted against observed acceptance on recorded traces.
 
-    python -m benchmarks.calibration [--json] [--quick] [--plot OUT.png] [TRACE.parquet ...]
+    python -m benchmarks.studies.calibration [--json] [--quick] [--plot OUT.png] [TRACE.parquet ...]
 
 Of every drafted token: the probability that the drafter gave to its being reached and accepted, and whether it was.
 Each trace begins with a drafter that has learnt nothing.

@@ -1,6 +1,6 @@
 """What it is worth to keep a prompt's samples on one replica: first-epoch acceptance over several real replicas.
 
-    python -m benchmarks.siblings [--json] [--quick] [--replicas N ...] [--seeds N ...] [--runs N] [--out DIR]
+    python -m benchmarks.studies.siblings [--json] [--quick] [--replicas N ...] [--seeds N ...] [--runs N] [--out DIR]
 
 Real verl, vLLM and GRPO on the tiny world with +rhyme=histospec, trained for one epoch, in which no prompt has a
 history: drafts come from the other samples of its group, from the request itself and from other prompts, all as far as

@@ -1,6 +1,6 @@
 """What an event costs the scheduler: microseconds by kind of event and size of the ledger.
 
-    python -m benchmarks.scheduler [--json] [--quick] [--every N]
+    python -m benchmarks.studies.scheduler [--json] [--quick] [--every N]
 
 The pure scheduler without engines, driven as its coordinator drives it: after every event it is asked whether it is
 enough() for an update batch, and what may start in place of what ended (dispatch()). Prompts of 16 samples are loaded

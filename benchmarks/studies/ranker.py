@@ -1,10 +1,11 @@
 """How well the longest responses to prompts never seen are found: length rankers beside an oracle.
 
-    python -m benchmarks.ranker [--json] [--quick] [--development] [--seeds 3] [--only TEXT]
+    python -m benchmarks.studies.ranker [--json] [--quick] [--development] [--seeds 3] [--only TEXT]
 
-Two tasks, each with prompts to train on and others to be measured on (``benchmarks.length_pairs``): ``puzzles``, whose
-lengths the tiny world's Qwen2 sampled, and ``roads``, whose lengths are those of the task's own writer of searches.
-``--development``: measured on the prompts that were looked at while rankers were made, and not on fresh ones.
+Two tasks, each with prompts to train on and others to be measured on (``benchmarks.studies.length_pairs``):
+``puzzles``, whose lengths the tiny world's Qwen2 sampled, and ``roads``, whose lengths are those of the task's own
+writer of searches. ``--development``: measured on the prompts that were looked at while rankers were made, and not on
+fresh ones.
 
 Arms: the ranker trained by each loss (``listwise``, ``margin``; ``regression`` is the published arm, StreamRL section
 5), begun from the policy's weights where there is one, else from nothing; ``boosting``; ``prompt length``; ``history``,
@@ -31,8 +32,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from benchmarks import length_pairs
 from benchmarks.machine import commit, describe
+from benchmarks.studies import length_pairs
 from verl_rhyme.lengths import boosting
 from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.lengths.pairs import Floats, Pairs

@@ -1,6 +1,6 @@
 """What selection by length does to the lengths that are trained: a simulation with the real scheduler.
 
-    python -m benchmarks.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
+    python -m benchmarks.studies.length_bias [--json] [--quick] [--arm ARM] [TRACE.parquet ...]
 
 The policy is constant, and there is one epoch: each prompt has the lengths that a recorded run sampled for it, and is
 expected to have the mean of as many others. An engine makes a token a step for each running request; the scheduler

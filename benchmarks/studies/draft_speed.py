@@ -1,6 +1,6 @@
 """Speed and memory of drafting against the size of a prompt's history.
 
-    python -m benchmarks.draft_speed [--json] [--quick]
+    python -m benchmarks.studies.draft_speed [--json] [--quick]
 
 Histories are a trace's responses with one token in twenty replaced; 32 requests follow further such responses. Every
 arm has the same histories and the same requests, in rounds that take turns. A request's step is all that the drafter

@@ -1,5 +1,5 @@
 """Agent loop workers whose engines are simulated, and counters for what passes between processes; for
-:mod:`benchmarks.coordinator`.
+:mod:`benchmarks.studies.coordinator`.
 
 The workers are the real ones but for the agent loop: it sleeps for as long as its response takes, and tells what
 verl's would. They stamp every end of an attempt before it is reported and every start as it arrives.

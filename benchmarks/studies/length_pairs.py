@@ -1,6 +1,6 @@
 """Prompts and how long several responses to each were: what a length ranker is trained on and measured with.
 
-    python -m benchmarks.length_pairs OUT.parquet --split train --prompts 1500 --samples 4
+    python -m benchmarks.studies.length_pairs OUT.parquet --split train --prompts 1500 --samples 4
 
 The tiny world's Qwen2 (``examples/tiny_world``) answers puzzles of 2 to 7 people at temperature 1, without an engine:
 many prompts are wanted here and few responses to each, where the traces of ``benchmarks.traces`` have 64 prompts. The
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-MODEL = Path(__file__).parents[1] / "examples" / "tiny_world" / "models" / "qwen2"
-FOLDER = Path(__file__).parent / "traces" / "lengths"
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_world" / "models" / "qwen2"
+FOLDER = Path(__file__).parents[1] / "traces" / "lengths"
 LIMIT = 512
 _ROWS = 256  # responses that are sampled side by side
 

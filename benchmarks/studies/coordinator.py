@@ -1,10 +1,10 @@
 """The coordinator at size: 8,192 samples in flight on 128 simulated replicas.
 
-    python -m benchmarks.coordinator [--json] [--quick] [--arm NAME] [--seconds S] [--tokens N] [--profile FILE]
+    python -m benchmarks.studies.coordinator [--json] [--quick] [--arm NAME] [--seconds S] [--tokens N] [--profile FILE]
 
 The real coordinator, driver, reports, TransferQueue and agent loop workers; engines are simulated
-(:mod:`benchmarks.simulated_fleet`), and so is the trainer, which sleeps. Update batches of 512 prompts x 16 samples,
-8,192 samples at a time, response lengths log-normal among prompts and within each.
+(:mod:`benchmarks.studies.simulated_fleet`), and so is the trainer, which sleeps. Update batches of 512 prompts x 16
+samples, 8,192 samples at a time, response lengths log-normal among prompts and within each.
 
 Arms: `on-policy` (k = 0, tail batching) and `colocated` (k = 2, two batches in flight) with engines that stop when a
 batch is collected, `separate` (k = 2) with engines that run on while the actor trains; `echo`: attempts that end
@@ -37,7 +37,7 @@ import typer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from benchmarks.machine import commit, describe
-from benchmarks.simulated_fleet import (
+from benchmarks.studies.simulated_fleet import (
     SAMPLES,
     ProbedCoordinator,
     SimulatedWorker,

@@ -1,6 +1,6 @@
 """What an interrupted response is worth to the request that generates it anew.
 
-    python -m benchmarks.regrowth [--json] [--quick]
+    python -m benchmarks.studies.regrowth [--json] [--quick]
 
 The response is a trace's. What it said before the weights changed is made of it: a token stays with probability
 ``kept``, else another one of the trace's stands there; and once in 200 tokens 1 to 16 are inserted or left out (except

@@ -1,7 +1,7 @@
 """How near the planner's split is to the best one, by simulating all of them; and what two sites of two kinds are
 worth.
 
-    python -m benchmarks.allocation [--json] [--quick] [--bound K]
+    python -m benchmarks.studies.allocation [--json] [--quick] [--bound K]
 
 ``splits``: on one site of Qwen2.5-32B's profile (tensor parallel 4, reckoned), each split of the nodes is run through
 the simulator under the rules of ``full`` at each bound of staleness. ``near`` is the simulated step of the planner's
@@ -42,7 +42,7 @@ from verl_rhyme.simulation.workload import Lengths
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-PLANS = Path(__file__).parents[1] / "examples" / "plan"
+PLANS = Path(__file__).parents[2] / "examples" / "plan"
 BOUNDS = (0, 1, 2, 4)
 #: GPUs of the site, prompts of a batch, median length of a response.
 SIZES = [(64, 64, 1000), (64, 64, 2500), (128, 64, 1000), (128, 64, 2500)]

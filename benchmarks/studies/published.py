@@ -1,6 +1,6 @@
 """RhymeRL's setting in the simulator: what its arms gain here, beside what was published.
 
-    python -m benchmarks.published [--json] [--quick] [--seeds 2] [--only PART]
+    python -m benchmarks.studies.published [--json] [--quick] [--seeds 2] [--only PART]
 
 128 GPUs, 14B and 32B actors, responses of up to 16k tokens (``examples/simulate/rhymerl14b.yaml``, ``..32b.yaml``).
 RhymeRL (arXiv:2508.18588) is known here by what was written about it: its shares and speed-ups, neither batch, lengths,
@@ -22,14 +22,14 @@ import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
-from benchmarks.placement_simulated import figures, run
+from benchmarks.studies.placement_simulated import figures, run
 from verl_rhyme.simulation import cluster_file
 from verl_rhyme.simulation.engine import Segment
 from verl_rhyme.simulation.scenario import Step
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-CLUSTERS = Path(__file__).parents[1] / "examples" / "simulate"
+CLUSTERS = Path(__file__).parents[2] / "examples" / "simulate"
 GPUS = 128
 
 #: HistoSpec as in the paper: acceptance lengths by epoch (the last for all later ones) and draft tokens verified for

@@ -1,6 +1,6 @@
 """Draws acceptance length by the policy's entropy: ``results/draft_quality.jsonl`` and ``results/draft_losses.jsonl``.
 
-python -m benchmarks.entropy_plot docs/pictures/entropy.png
+python -m benchmarks.studies.entropy_plot docs/pictures/entropy.png
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib import pyplot
 
 from benchmarks import traces
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
 ARMS = {
     "adaptive floor 0.1": ("ours", "tab:red"),
     "arctic factor 1": ("suffix (arctic-inference)", "tab:blue"),
@@ -46,8 +46,8 @@ def kind(trace: str) -> str:
 
 def main(out: Path) -> None:
     """Write the picture."""
-    rows = [json.loads(line) for line in (RESULTS / "draft_quality.jsonl").read_text().splitlines()]
-    losses = [json.loads(line) for line in (RESULTS / "draft_losses.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (HERE.parent / "results" / "draft_quality.jsonl").read_text().splitlines()]
+    losses = [json.loads(line) for line in (HERE / "results" / "draft_losses.jsonl").read_text().splitlines()]
     at = {name: entropies(name) for name in sorted({row["trace"] for row in rows})}
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     for axis, epochs in zip(axes, ("first", "later"), strict=True):

@@ -1,6 +1,6 @@
 """A history with less room than prompts, under reshuffled epochs: what is hit, what is written, what the ledger costs.
 
-    python -m benchmarks.eviction [--json] [--quick]
+    python -m benchmarks.studies.eviction [--json] [--quick]
 
 The real store (LMDB) is given small prompts, whose lengths change by a fifth from pass to pass, for several passes over
 reshuffled data, with room for 20, 40 and 80 % of them (and for 150 %, with four epochs asked for); a hit is a prompt

@@ -1,6 +1,6 @@
 """Placement by forecasts of lengths, in the simulator: steps at DAPO's sizes, and what they are sensitive to.
 
-    python -m benchmarks.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT] [--arm TEXT]
+    python -m benchmarks.studies.placement_simulated [--json] [--quick] [--seeds 2] [--only TEXT] [--arm TEXT]
 
 The cluster is ``examples/simulate/dapo32b.yaml`` (costs reckoned, lengths made up) without drafts. ``within a step``:
 verl's synchronous order on the GPUs that train. ``across steps``: ``preset=histopipe``, whole batches, on engines of
@@ -34,7 +34,7 @@ from verl_rhyme.simulation.scenario import Step
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-CLUSTER = Path(__file__).parents[1] / "examples" / "simulate" / "dapo32b.yaml"
+CLUSTER = Path(__file__).parents[2] / "examples" / "simulate" / "dapo32b.yaml"
 _ACROSS = ["preset=histopipe", "topology=separate", "streaming.part=null"]
 SETTINGS = {
     "within a step": ["topology=colocated"],

@@ -1,6 +1,6 @@
 """How much of a response repeats under newer weights? Coupled sampling against drafts verified by rejection.
 
-    python -m benchmarks.coupling [--json] [--quick]
+    python -m benchmarks.studies.coupling [--json] [--quick]
 
 The tiny world's Qwen2 answers puzzles with keyed noise. Copies of it take policy-gradient steps on other answers of its
 own (advantages within a prompt's group, AdamW), and each newer policy is teacher-forced along the old answers: at every
@@ -30,7 +30,7 @@ from verl_rhyme.sampling.noise import draw, key_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-MODEL = Path(__file__).parents[1] / "examples/tiny_world/models/qwen2"
+MODEL = Path(__file__).parents[2] / "examples/tiny_world/models/qwen2"
 #: Learning rate and updates of each newer policy; the tiny recipe's rate is 3e-4.
 LEVELS = [(0.0, 0), (1e-5, 1), (1e-5, 4), (1e-4, 1), (1e-4, 4), (3e-4, 1), (3e-4, 4), (1e-3, 1), (1e-3, 4)]
 GROUP = 8

@@ -1,6 +1,6 @@
 """The real engine for a long time under a changing history: do drafts keep coming, does memory stay flat?
 
-    python -m benchmarks.soak [--json] [--quick] [--minutes 20]
+    python -m benchmarks.studies.soak [--json] [--quick] [--minutes 20]
 
 One engine with drafting samples freely from the tiny world's model, with prefix caching, prompts prefilled in chunks,
 and a KV cache so small that requests are preempted. Meanwhile every step's responses are appended to the store that it

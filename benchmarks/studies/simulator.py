@@ -1,12 +1,12 @@
 """The simulator held against real runs: fitted on one, it predicts others' step times and bubble ratios.
 
-    python -m benchmarks.simulator [--json] [--quick] [--train] [--keep] [--speed] [--out DIR] [CASE ...]
+    python -m benchmarks.studies.simulator [--json] [--quick] [--train] [--keep] [--speed] [--out DIR] [CASE ...]
 
 Real verl, vLLM and GRPO on the tiny world. A decoding step takes at least 75 ms and an update of the actor 3.5 s
-(:mod:`benchmarks.steady_step`), as on GPUs of their own: this machine's cores are shared by all replicas. From the
-fitted run come the costs of steps and trainer; from the predicted one the responses' lengths and, in one of two rows,
-their acceptance lengths; in the other these, too, are the fitted run's, by epoch. What chance decides (which of two
-equally loaded replicas a request gets, where a prompt's hash falls) is drawn anew sixteen times: mean and standard
+(:mod:`benchmarks.steady_step`), as on GPUs of their own: this machine's cores are shared by all replicas. From
+the fitted run come the costs of steps and trainer; from the predicted one the responses' lengths and, in one of two
+rows, their acceptance lengths; in the other these, too, are the fitted run's, by epoch. What chance decides (which of
+two equally loaded replicas a request gets, where a prompt's hash falls) is drawn anew sixteen times: mean and standard
 deviation. The first step of a run, in which all is warmed up, is not counted.
 
 ``--train`` makes the runs first, four minutes each; without it they are read from ``--out``. ``--quick`` takes the
@@ -38,7 +38,7 @@ from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths
 
-LOGS = Path(__file__).parent / "traces" / "simulator"
+LOGS = Path(__file__).parents[1] / "traces" / "simulator"
 
 SAMPLES, SLOTS, LIMIT, EPOCHS, DRAWS = 4, 8, 384, 2, 16
 STEADY_MS, UPDATE_S = 75, 3.5

@@ -1,6 +1,6 @@
 """The relay of weights: seconds to write a version, to fetch it from another node's relay, and to read it.
 
-    python -m benchmarks.weights [--json] [--quick] [--gigabytes 2]
+    python -m benchmarks.studies.weights [--json] [--quick] [--gigabytes 2]
 
 Tensors of a decoder's shapes in bf16, in shared memory, through the real folder and two real relays (Ray actors) on
 this machine: what is fetched goes through Ray's object store as it does between nodes, but over no network. ``write``
