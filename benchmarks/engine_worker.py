@@ -35,6 +35,8 @@ class ReplayProposer(HistoryProposer):
         if history_dir not in loaders:
             loaders[history_dir] = HistoryLoader(HistoryReader(history_dir, namespace), self._config.wait_for_history)
         self._history = loaders[history_dir]
+        if self._head is not None:  # else it would have learnt the very responses in the round before
+            self._head.begin(str(self._config.head))
         self._start()
         self._requests.clear()
         self._finished.clear()

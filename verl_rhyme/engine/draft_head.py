@@ -70,16 +70,22 @@ class EngineHead:
         self._losses: torch.Tensor | None = None  # their sum, where it was computed
         if not drafts:
             return
-        hidden = runner.model_config.get_hidden_size()
         # Next to the nodes' histories, which are emptied when a run begins.
         self._file = Path(folder).parent / f"head-{_digest(runner.model_config)}.safetensors"
-        with _training():
-            self._head = DraftHead(hidden).to(runner.device)
-            self._head.half = runner.device.type != "cpu"
-            self._load(None if begin == NEW else begin)
-            self._trainer = HeadTrainer(self._head, max(4096, HEAD_BUFFER // (2 * hidden)), STEPS)
-        self._guesser = HeadGuesser(self._head, STEPS)
+        self.begin(begin)
         self._watch()
+
+    def begin(self, begin: str) -> None:
+        """Begin with a file, or anew (``drafting.head``); what was learnt since is forgotten."""
+        hidden = self._runner.model_config.get_hidden_size()
+        self._counts[:], self._knows, self.updates = 0, 0, 0
+        self._number.clear()
+        with _training():
+            self._head = DraftHead(hidden).to(self._runner.device)
+            self._head.half = self._runner.device.type != "cpu"
+            self._load(begin)
+            self._trainer = HeadTrainer(self._head, HEAD_BUFFER // (2 * hidden), STEPS)
+        self._guesser = HeadGuesser(self._head, STEPS)
         if self._alone:
             self.gather()
 
@@ -242,11 +248,11 @@ class EngineHead:
         except Exception:
             logger.warning("the draft head could not be saved as %s", self._file, exc_info=True)
 
-    def _load(self, init: str | None) -> None:
+    def _load(self, begin: str) -> None:
         """Begin with a head of before, if there is one that fits."""
-        if init is None and not self._file.exists():
+        if begin == NEW and not self._file.exists():
             return
-        path = self._file if init is None or self._file.exists() else Path(init)
+        path = self._file if self._file.exists() else Path(begin)
         try:
             counts, self._knows = head.load(path, self._head, self._vocabulary)
             self._counts += counts
@@ -290,7 +296,7 @@ class EngineHead:
         if self._drafts:
             logger.warning("no draft head from now on: %s failed; drafts come from text alone", doing, exc_info=True)
             self._guesser.rows = None
-            self._guesser.begin(None)
+            self._counts[:] = 0  # other ranks then gather nothing
             self._hidden = None
             del self._trainer  # its memory is the engine's again
         self._drafts = False

@@ -281,9 +281,9 @@ class HistoryProposer:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
 
         Returns:
-            ``{id: {"drafted", "accepted", "verify_steps", "history_hit", "reverified"}}`` of those this worker drafted
-            for. One of them has also ``draft_errors`` and ``draft_seconds``, the drafter's and its history's since the
-            last call, and :meth:`EngineHead.training` since then.
+            ``{id: fields of RequestCounts}`` of those this worker drafted for. One of them has also ``draft_errors`` and
+            ``draft_seconds``, the drafter's and its history's since the last call, and
+            :meth:`EngineHead.training` since then.
         """
         drafter = self._drafter
         if drafter is None:
