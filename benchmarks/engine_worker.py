@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from verl_rhyme.engine.extension import RhymeWorkerMethods
+from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.reader import HistoryReader
-from verl_rhyme.workers.vllm.extension import RhymeWorkerMethods
-from verl_rhyme.workers.vllm.history_loader import HistoryLoader
-from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
 #: Where a request's ``extra_args`` tell which response it follows.
 PATH = "path"
@@ -35,6 +35,8 @@ class ReplayProposer(HistoryProposer):
         if history_dir not in loaders:
             loaders[history_dir] = HistoryLoader(HistoryReader(history_dir, namespace), self._config.wait_for_history)
         self._history = loaders[history_dir]
+        if self._head is not None:  # else it would have learnt the very responses in the round before
+            self._head.begin(str(self._config.head))
         self._start()
         self._requests.clear()
         self._finished.clear()

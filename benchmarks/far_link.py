@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from verl_rhyme.workers.weights.folder import Folder
-from verl_rhyme.workers.weights.receiving import LinkError
-from verl_rhyme.workers.weights.sending import Base, Sender
-from verl_rhyme.workers.weights.transfer import Chunk, Part
+from verl_rhyme.weights.folder import Folder
+from verl_rhyme.weights.receiving import LinkError
+from verl_rhyme.weights.sending import Base, Sender
+from verl_rhyme.weights.transfer import Chunk, Part
 
 _LENGTH = struct.Struct("<Q")
 _MOST = 1 << 30

@@ -183,8 +183,8 @@ def not_once(run: recorded.Run, wanted_steps: int, epochs: int, of_epoch: int) -
 async def cuts(seed: int, count: int, root: Path) -> dict[str, Any]:
     """Versions over a link that is cut in each, once; after every other cut the receiver starts anew, too."""
     from benchmarks.weights_across_sites import fetch, write  # with what makes its updates: seconds
-    from verl_rhyme.workers.weights.folder import claim
-    from verl_rhyme.workers.weights.transfer import identity
+    from verl_rhyme.weights.folder import claim
+    from verl_rhyme.weights.transfer import identity
 
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     there, here = claim(root / "there"), claim(root / "here")

@@ -42,10 +42,10 @@ from omegaconf import OmegaConf
 
 from benchmarks.machine import commit
 from verl_rhyme.config import RhymeConfig, StreamingConfig
+from verl_rhyme.config.config_tree import parse
 from verl_rhyme.config.presets import tree
 from verl_rhyme.config.scheduling import OVERSUBSCRIPTION
-from verl_rhyme.config_tree import parse
-from verl_rhyme.scheduling.allocation.planner import plan
+from verl_rhyme.planning.planner import plan
 from verl_rhyme.scheduling.ledger import Harvest
 from verl_rhyme.scheduling.rules import TAIL_SHARE, Rules, Unit, of_options
 from verl_rhyme.simulation import cluster_file, plan_file

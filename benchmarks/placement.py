@@ -31,7 +31,7 @@ import numpy as np
 import typer
 
 from benchmarks.machine import commit, describe
-from verl_rhyme.scheduling.placement import Placement, Request
+from verl_rhyme.placement import Placement, Request
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

@@ -8,8 +8,9 @@ there is not run again, so that ``--runs 1`` goes on by one run. With no run lef
 what there is: every run's row, and for each arm the medians over its runs.
 
 ``rollout-bound``: a decoding step takes at least 150 ms, and training a sample 190 ms of one device, a third of it more
-for its old log-probability (:mod:`benchmarks.steady_step`), as on GPUs of their own: rollout takes more than two thirds
-of a synchronous step, as it does for users. ``steady``: 60 and 150 ms, where separate engines wait for the trainer.
+for its old log-probability (:mod:`benchmarks.steady_step`), as on GPUs of their own: rollout takes more than
+two thirds of a synchronous step, as it does for users. ``steady``: 60 and 150 ms, where separate engines wait for the
+trainer.
 
 Speeds are of the steps from the second epoch on; what ``summary.json`` says of the run is of all of it.
 """

@@ -37,10 +37,10 @@ from benchmarks.machine import commit, describe
 from examples.tiny_world import puzzles
 from examples.tiny_world.reward import compute_score
 from examples.tiny_world.sampling import encode_prompt, sample
-from verl_rhyme.workers.weights.coding import decode, encode
-from verl_rhyme.workers.weights.folder import Folder, claim
-from verl_rhyme.workers.weights.receiving import Patience, Receiver, base_of, begin
-from verl_rhyme.workers.weights.transfer import Chunk, digest, identity
+from verl_rhyme.weights.coding import decode, encode
+from verl_rhyme.weights.folder import Folder, claim
+from verl_rhyme.weights.receiving import Patience, Receiver, base_of, begin
+from verl_rhyme.weights.transfer import Chunk, digest, identity
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

@@ -15,13 +15,12 @@ def _check_rhyme_first(original: Callable[..., None]) -> Callable[..., None]:
         import ray
         from omegaconf import OmegaConf
 
-        from verl_rhyme import config_tree
-        from verl_rhyme.config import CONFIG_PATH
+        from verl_rhyme.config import CONFIG_PATH, config_tree
 
         ours = OmegaConf.select(config, CONFIG_PATH) is not None
         if ours or any(config_tree.misplaced(config, sections=False)):
+            from verl_rhyme.checks.startup import check
             from verl_rhyme.config import ConfigError
-            from verl_rhyme.startup import check
 
             try:
                 check(config)

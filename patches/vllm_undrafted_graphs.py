@@ -9,7 +9,7 @@ from typing import Any
 from verl_rhyme.patches.core import Patch
 
 #: The proposer whose drafts are ragged; compared by name, for importing it here would import vLLM.
-_PROPOSER = "verl_rhyme.workers.vllm.proposer"
+_PROPOSER = "verl_rhyme.engine.proposer"
 
 
 def _capture_undrafted_steps(original: Callable[..., None]) -> Callable[..., None]:

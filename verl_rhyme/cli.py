@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_rhyme import __version__, ranker_command
-from verl_rhyme.plan_command import plan
-from verl_rhyme.simulate_command import profile, simulate
+from verl_rhyme import __version__
+from verl_rhyme.commands import ranker as ranker_command
+from verl_rhyme.commands.plan import plan
+from verl_rhyme.commands.simulate import profile, simulate
 
 if TYPE_CHECKING:
-    from verl_rhyme.doctor import Check
+    from verl_rhyme.checks.doctor import Check
     from verl_rhyme.history.inspection import Inspection
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
@@ -69,7 +70,7 @@ def doctor(
     if not as_json:
         print("verl-rhyme: looking at the installed verl and vLLM, 20 to 45 s", file=sys.stderr, flush=True)
     with _silenced():
-        from verl_rhyme.doctor import examine
+        from verl_rhyme.checks.doctor import examine
 
         checks = examine(history_dir)
     failed = sum(check.status == "fail" for check in checks)
@@ -101,8 +102,8 @@ def preflight(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.config import ConfigError
-    from verl_rhyme.preflight.compose import compose
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not (as_json or dry_run):
@@ -110,7 +111,7 @@ def preflight(
     try:
         with _silenced():
             config = compose(arguments or [])
-            from verl_rhyme.preflight.checks import examine as examine_run
+            from verl_rhyme.checks.preflight.checks import examine as examine_run
 
             found = examine_run(config, dry_run=dry_run, notes=_pairs(note))
     except (ConfigError, ValueError, OmegaConfBaseException) as error:
@@ -121,7 +122,7 @@ def preflight(
             print(json.dumps({"version": __version__, "ok": False, "error": told}, indent=2))
         print(f"verl-rhyme preflight: {told}", file=sys.stderr)
         raise typer.Exit(1) from error
-    from verl_rhyme.preflight.estimate import lines
+    from verl_rhyme.checks.preflight.estimate import lines
 
     estimated = lines(found.estimate, found.plan, found.machine.gpu_source) if found.estimate else []
     if as_json:
@@ -154,9 +155,9 @@ def preflight(
 @app.command()
 def run_name(arguments: _Arguments = None, note: _Notes = None) -> None:
     """Print what the run scripts call a run's folder: preset and what differs from it, model, engine, mode."""
+    from verl_rhyme.checks.preflight import run_folder
+    from verl_rhyme.checks.preflight.compose import compose
     from verl_rhyme.config import ConfigError
-    from verl_rhyme.preflight import run_folder
-    from verl_rhyme.preflight.compose import compose
 
     try:
         with _silenced():
@@ -179,11 +180,11 @@ def claim(
 
     Exits 1, and says why, if the folder is another run's or cannot be written, and 3 if the run is finished.
     """
+    from verl_rhyme.checks.preflight import run_folder
+    from verl_rhyme.checks.preflight.checks import examine
+    from verl_rhyme.checks.preflight.compose import compose
+    from verl_rhyme.checks.preflight.plan import check_numbers
     from verl_rhyme.config import ConfigError
-    from verl_rhyme.preflight import run_folder
-    from verl_rhyme.preflight.checks import examine
-    from verl_rhyme.preflight.compose import compose
-    from verl_rhyme.preflight.plan import check_numbers
 
     try:
         with _silenced():

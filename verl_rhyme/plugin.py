@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 #: When this module of verl has been imported ... call this function of ours (without arguments).
 REGISTRATIONS: tuple[tuple[str, str], ...] = (
-    ("omegaconf", "verl_rhyme.interpolations:register"),
+    ("omegaconf", "verl_rhyme.config.interpolations:register"),
     ("verl.plugin.platform.platform_manager", "verl_rhyme.platforms.cpu:register_platform"),
     ("verl.workers.engine.fsdp.transformer_impl", "verl_rhyme.platforms.cpu:register_fsdp_engines"),
     ("verl.workers.engine.megatron.transformer_impl", "verl_rhyme.platforms.megatron_cpu:register"),
-    ("verl.checkpoint_engine.base", "verl_rhyme.workers.weights.engine:register"),
-    ("verl.workers.rollout.replica", "verl_rhyme.workers.registry:register"),
-    ("verl.workers.rollout.base", "verl_rhyme.workers.registry:register_adapter"),
+    ("verl.checkpoint_engine.base", "verl_rhyme.weights.engine:register"),
+    ("verl.workers.rollout.replica", "verl_rhyme.engine.registry:register"),
+    ("verl.workers.rollout.base", "verl_rhyme.engine.registry:register_adapter"),
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
 )
 

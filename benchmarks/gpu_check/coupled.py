@@ -27,8 +27,8 @@ def generate(llm: Any, rows: int, length: int) -> tuple[np.ndarray, float]:
     """int [PROBES, length] of the probes among ``rows`` (1: each by itself), and the seconds it took."""
     from vllm import SamplingParams
 
+    from verl_rhyme.processes.request import RequestMeta
     from verl_rhyme.sampling.noise import key_of
-    from verl_rhyme.workers.request import RequestMeta
 
     common = {"max_tokens": length, "ignore_eos": True, "detokenize": False, "temperature": 1.0}
     probes = [
@@ -61,7 +61,7 @@ def measure(small: bool, invariant: bool) -> None:
             skip_tokenizer_init=True,
             async_scheduling=False,
             enable_prefix_caching=False,
-            worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+            worker_extension_cls="verl_rhyme.engine.extension.RhymeWorkerMethods",
             **{**engines.settings(0.5), "dtype": "bfloat16", "load_format": "auto"},
         )
         if refused := llm.collective_rpc("install_sampler")[0]:

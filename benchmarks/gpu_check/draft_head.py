@@ -57,7 +57,7 @@ def main() -> None:
         head, rows = head_of(hidden, 512 if small else MOST_TOKENS, at)
         trainer = HeadTrainer(head, 4096 if small else HEAD_BUFFER // (2 * hidden), STEPS)
         said = np.random.default_rng(0).integers(VOCABULARY, size=2048)
-        trainer.add(torch.randn(len(said), hidden, device=at), said, np.arange(len(said)) - 2 - len(said) // 2)
+        trainer.add(torch.randn(len(said), hidden, device=at), said, -1 - np.arange(len(said)))
         update = milliseconds(lambda: trainer.update(rows, 1.0), 2 if small else 20)  # noqa: B023
         for batch in (4,) if small else (1, 64, 256):
             tell(

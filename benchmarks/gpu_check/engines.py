@@ -136,6 +136,6 @@ def recorded(size: str) -> Iterator[tuple[str, Any, str]]:
 
 def graphs(mode: str, slots: int) -> dict[str, Any]:
     """``compilation_config`` of an engine that drafts, with this ``cudagraph_mode``."""
-    from verl_rhyme.workers.vllm import cuda_graphs
+    from verl_rhyme.engine import cuda_graphs
 
     return {"compilation_config": cuda_graphs.settings(json.dumps({"cudagraph_mode": mode}), False, slots, 8192)}

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_check import philox
 from benchmarks.gpu_check.telling import VOCABULARY, device, quick, tell
-from verl_rhyme.workers.vllm import draw_kernel
+from verl_rhyme.engine import draw_kernel
 
 #: Rows that float64 takes at a time.
 _CHUNK = 16

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.telling import asked, device, tell
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
-    "ours, undrafted": {"worker_extension_cls": "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods"},
+    "ours, undrafted": {"worker_extension_cls": "verl_rhyme.engine.extension.RhymeWorkerMethods"},
     "drafts of vLLM's ngram": {
         "speculative_config": {
             "method": "ngram",

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_check.kernel import logits_of
 from benchmarks.gpu_check.telling import VOCABULARY, device, milliseconds, quick, tell
-from verl_rhyme.workers.vllm import draw_kernel
+from verl_rhyme.engine import draw_kernel
 
 
 def by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

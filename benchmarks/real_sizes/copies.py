@@ -28,8 +28,8 @@ from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.copies import CopyReader
 from verl_rhyme.history.record import PromptHistory
 from verl_rhyme.history.values import entry_of
-from verl_rhyme.workers.history_copies import HistoryFetcher, node_copies_dir
-from verl_rhyme.workers.history_writer import READ, HistoryWriter, writer_name
+from verl_rhyme.history_writer.history_copies import HistoryFetcher, node_copies_dir
+from verl_rhyme.history_writer.history_writer import READ, HistoryWriter, writer_name
 
 EPOCHS, PROMPTS = 4, 32
 OBJECT_STORE = 1 << 30

@@ -2,12 +2,12 @@
 
     python -m benchmarks.real_sizes history [--json] [--quick] [--tokens 8192 ...] [--prompts N] [--threads N]
 
-The store alone, without TransferQueue and Ray (``benchmarks.recording`` has those, and what a step waits): epochs of
-made responses are appended, snapshotted, rewritten (what is kept is copied into a dense file) and restored into another
-folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the kernel takes back
-as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. From the fifth epoch on a
-prompt's history has its size: four epochs, one of which goes. Responses are made of phrases, most of which their prompt
-has in other responses, too, as reasoning about one problem has; one token in twenty is another.
+The store alone, without TransferQueue and Ray (``benchmarks.studies.recording`` has those, and what a step waits):
+epochs of made responses are appended, snapshotted, rewritten (what is kept is copied into a dense file) and restored
+into another folder; each in a process of its own, whose peak of memory of its own (not of mapped files, which the
+kernel takes back as it likes) is watched every 5 ms, and so is the disk that it takes beyond what it found. From the
+fifth epoch on a prompt's history has its size: four epochs, one of which goes. Responses are made of phrases, most of
+which their prompt has in other responses, too, as reasoning about one problem has; one token in twenty is another.
 
 Last, one prompt is read: the fastest of many reads from a warm map, and of its parts: unpacking, and the checksum.
 

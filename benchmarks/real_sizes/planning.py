@@ -89,7 +89,7 @@ class Engine:
     def __init__(self, folder: Path, texts: Texts, prompts: list[list[int]], rows: int, threads: int) -> None:
         import torch
 
-        from verl_rhyme.workers.vllm.proposer import HistoryProposer
+        from verl_rhyme.engine.proposer import HistoryProposer
 
         drafting = {"weigh_cost": False, "plan_threads": threads}
         self.proposer = HistoryProposer(
@@ -126,7 +126,7 @@ class Engine:
     def admit(self) -> None:
         """End all requests and begin as many; siblings lie together."""
         from verl_rhyme.history.keys import prompt_key
-        from verl_rhyme.workers.request import RequestMeta
+        from verl_rhyme.processes.request import RequestMeta
 
         self._generation += 1
         each = self._rows // len(self._prompts)

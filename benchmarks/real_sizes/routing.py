@@ -37,8 +37,8 @@ from benchmarks import placement
 from benchmarks.machine import commit, describe
 from benchmarks.meetings import meetings
 from benchmarks.real_sizes.routing_world import Ran, World, tokens_by
-from verl_rhyme.preflight.history_room import RESPONSE_BYTES, TOKEN_BYTES
-from verl_rhyme.simulation.profile import profile
+from verl_rhyme.checks.preflight.history_room import RESPONSE_BYTES, TOKEN_BYTES
+from verl_rhyme.planning.profile import profile
 
 PROMPTS, BATCH, REPLICAS_A_NODE = 17_398, 512, 8
 PROFILE = "qwen2.5-32b-h800-tp4"

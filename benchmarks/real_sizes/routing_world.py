@@ -21,21 +21,22 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.real_sizes.virtual import Actor, Clock, Queue
+from verl_rhyme.agent_loop import stored_attempts
+from verl_rhyme.agent_loop.reports import Reports
+from verl_rhyme.agent_loop.session import PROMPTS
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import LENGTH_PLACEMENTS
+from verl_rhyme.coordinator import coordinator, crew
+from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.observability.request_record import RequestRecord
+from verl_rhyme.placement import Move
+from verl_rhyme.planning.cost import ReplicaCost
+from verl_rhyme.processes.messages import Before, Handed, Setting
+from verl_rhyme.processes.request import FIELD
+from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
-from verl_rhyme.scheduling.cost import ReplicaCost
-from verl_rhyme.scheduling.placement import Move
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Engine, Request
-from verl_rhyme.workers import coordinator, crew, stored_attempts
-from verl_rhyme.workers.coordinator import Coordinator
-from verl_rhyme.workers.messages import Before, Handed, Setting
-from verl_rhyme.workers.reports import Reports
-from verl_rhyme.workers.request import FIELD
-from verl_rhyme.workers.router import PlacementRouter
-from verl_rhyme.workers.session import PROMPTS
-from verl_rhyme.workers.stored_attempts import TRAIN
 
 PROMPT_TOKENS, MOST_TOKENS, WORKERS = 200, 20_480, 16
 #: Seconds: an update with its weight sync, a reward, and between two looks at the loads.

@@ -87,7 +87,7 @@ class Step:
         from vllm.v1.sample.rejection_sampler import RejectionSampler
         from vllm.v1.sample.sampler import Sampler
 
-        from verl_rhyme.workers.request import RequestMeta
+        from verl_rhyme.processes.request import RequestMeta
 
         ids = [str(row) for row in range(self.rows)]
         meta = [RequestMeta(noise=f"{row:016x}" if keyed else "").put({}) for row in range(self.rows)]
@@ -106,8 +106,8 @@ class Step:
 
     def sampler(self, arm: str) -> Callable[[], Any]:
         """A call that samples this step."""
-        from verl_rhyme.workers.vllm.drawer import Drawer
-        from verl_rhyme.workers.vllm.sampler import DrawingSampler, DrawingVerifier
+        from verl_rhyme.engine.drawer import Drawer
+        from verl_rhyme.engine.sampler import DrawingSampler, DrawingVerifier
 
         runner = self.runner(keyed=arm == "ours, keyed")
         plain, verifier = runner.sampler, runner.rejection_sampler

@@ -5,7 +5,7 @@ from pathlib import Path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_rhyme import interpolations
+from verl_rhyme.config import interpolations
 
 _GROUPS = Path(__file__).parents[2] / "verl_rhyme" / "conf"
 

@@ -17,13 +17,13 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from verl_rhyme.agent_loop import client as clients
+from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker
+from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
+from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.workers import client as clients
-from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker
-from verl_rhyme.workers.client import RhymeLLMServerClient, rhymed
-from verl_rhyme.workers.request import FIELD, RequestMeta
-from verl_rhyme.workers.router import router
-from verl_rhyme.workers.session import Interrupted, Session, current, enter
+from verl_rhyme.processes.request import FIELD, RequestMeta
+from verl_rhyme.router.router import router
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 

@@ -11,12 +11,12 @@ from ray.exceptions import RayActorError
 from tensordict import TensorDict
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS
+from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
+from verl_rhyme.processes.messages import Handed, NotOpen, Setting
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.messages import Handed, NotOpen, Setting
-from verl_rhyme.workers.session import PROMPTS, SESSIONS
-from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
 
 @ray.remote(num_cpus=0)

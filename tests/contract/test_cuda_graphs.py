@@ -7,9 +7,9 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from verl_rhyme.engine.cuda_graphs import settings
+from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.patches.vllm_undrafted_graphs import PATCH
-from verl_rhyme.workers.vllm.cuda_graphs import settings
-from verl_rhyme.workers.vllm.proposer import HistoryProposer
 
 ROWS, LONGEST = 256, 32
 ORIGINAL = getattr(

@@ -20,11 +20,12 @@ from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
 
-from verl_rhyme.workers import deaths, replica_start, replicas
-from verl_rhyme.workers.deaths import Outliving, ReplicaDied, dead, is_death
-from verl_rhyme.workers.replicas import Spares
-from verl_rhyme.workers.router import router
-from verl_rhyme.workers.vllm.replica import RhymeReplica
+from verl_rhyme.coordinator import replica_start, replicas
+from verl_rhyme.coordinator.replicas import Spares
+from verl_rhyme.engine.replica import RhymeReplica
+from verl_rhyme.processes import deaths
+from verl_rhyme.processes.deaths import Outliving, ReplicaDied, dead, is_death
+from verl_rhyme.router.router import router
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 

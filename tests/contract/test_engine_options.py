@@ -8,8 +8,8 @@ import dataclasses
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from verl_rhyme import combinations
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.checks import combinations
+from verl_rhyme.engine.server import RhymeHttpServer
 
 PREFIX = "actor_rollout_ref.rollout.engine_kwargs.vllm."
 #: Of an option file, which is no field.
@@ -95,7 +95,7 @@ def test_no_other_option_is_taken_for_the_beginning_of_a_refused_one():
 
 
 def test_the_extension_is_ours_without_an_option_for_it():
-    from verl_rhyme.workers.vllm.extension import RhymeWorkerExtension
+    from verl_rhyme.engine.extension import RhymeWorkerExtension
 
     extension = RhymeHttpServer._get_worker_extension_cls(None)
     assert extension == f"{RhymeWorkerExtension.__module__}.{RhymeWorkerExtension.__name__}"

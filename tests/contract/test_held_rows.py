@@ -16,11 +16,11 @@ from verl.utils import transferqueue_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from verl_rhyme.actor.actor import streamed
+from verl_rhyme.actor.held_rows import _bytes
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.trainer.fetching import Fetching
-from verl_rhyme.workers.actor import streamed
-from verl_rhyme.workers.held_rows import _bytes
-from verl_rhyme.workers.stored_attempts import TRAIN
 
 P, R = 100, 800
 KEYS = ["a_0_0_0", "a_1_0_0"]

@@ -14,9 +14,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from verl.checkpoint_engine import base
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 
-from verl_rhyme.workers.deaths import ReplicaDied
-from verl_rhyme.workers.weights import kept_group
-from verl_rhyme.workers.weights.kept_group import KeptGroupManager, kept
+from verl_rhyme.processes.deaths import ReplicaDied
+from verl_rhyme.weights import kept_group
+from verl_rhyme.weights.kept_group import KeptGroupManager, kept
 
 
 class Groups:

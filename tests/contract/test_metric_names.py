@@ -13,14 +13,14 @@ from verl.trainer.ppo import metric_utils, ray_trainer
 from verl.utils import tracking
 
 from verl_rhyme.history.store import HistoryStore
+from verl_rhyme.history_writer.history_writer import STORE_COUNTS
 from verl_rhyme.observability import batches, steps
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability.events import REQUESTS
 from verl_rhyme.observability.progress import LOGGER_VARIABLE, MetricsFollower
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import balance, layout, pipeline, ranking, recorder, reserve
-from verl_rhyme.workers.history_writer import STORE_COUNTS
-from verl_rhyme.workers.weights import manager
+from verl_rhyme.weights import manager
 
 ROOT = Path(__file__).parents[2]
 #: Ours in a table are spelt in full, or as the last part of the name before: `waiting/mean`, `max`.

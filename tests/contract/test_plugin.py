@@ -217,7 +217,7 @@ import verl
 from verl.workers.rollout.replica import get_rollout_replica_class
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl.workers.config import RolloutConfig
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine.server import RhymeHttpServer
 def server(custom):
     config = RolloutConfig(name="vllm", custom=custom)
     replica = get_rollout_replica_class("vllm")(replica_rank=0, config=config, model_config=None)
@@ -230,7 +230,7 @@ import logging
 from verl_rhyme.observability.audible import keep_audible
 for _ in range(2):
     keep_audible()
-logging.getLogger("verl_rhyme.workers.coordinator").warning("sample %d is lost", 7)
+logging.getLogger("verl_rhyme.coordinator.coordinator").warning("sample %d is lost", 7)
 """
 
 

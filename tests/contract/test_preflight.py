@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.preflight import config_checks, memory
-from verl_rhyme.preflight.architecture import Architecture
-from verl_rhyme.preflight.compose import compose
-from verl_rhyme.preflight.machine_checks import reward_function
-from verl_rhyme.preflight.memory import Rollout
+from verl_rhyme.checks.preflight import config_checks, memory
+from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.checks.preflight.machine_checks import reward_function
+from verl_rhyme.checks.preflight.memory import Rollout
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,8 +83,8 @@ def test_parameters_are_those_that_transformers_makes(kind):
 def test_the_estimate_is_within_fifteen_percent_of_the_allocator():
     from dataclasses import replace
 
-    from benchmarks.memory import config, measure
-    from verl_rhyme.preflight.memory import Training
+    from benchmarks.studies.memory import config, measure
+    from verl_rhyme.checks.preflight.memory import Training
 
     model = Architecture.read(config("qwen2-25m"))
     plain = Training("torch", compute_bytes=4, fused_loss=False, foreach=False, tokens=256)

@@ -34,7 +34,7 @@ if module in ("examples.tiny_world.data", "examples.tiny_world.untie", "examples
     sys.exit()
 if module not in ("verl_rhyme.observability.progress", "verl.trainer.main_ppo"):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-from verl_rhyme.preflight.compose import compose
+from verl_rhyme.checks.preflight.compose import compose
 arguments = sys.argv[sys.argv.index("verl.trainer.main_ppo") + 1 :]
 config = compose(arguments)
 folder = pathlib.Path(config.trainer.default_local_dir)

@@ -23,10 +23,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 
-from verl_rhyme import config_tree
-from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS
-from verl_rhyme.preflight.checks import examine
-from verl_rhyme.preflight.compose import compose
+from verl_rhyme.checks.preflight.checks import examine
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, config_tree
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "config"

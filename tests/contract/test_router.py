@@ -19,10 +19,10 @@ from verl.workers.rollout.router import (
     _create_plugin_extension,
 )
 
+from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.scheduling.placement import POLICIES
-from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.router import FIELDS, PlacementRouter, router
+from verl_rhyme.placement import POLICIES
+from verl_rhyme.router.router import FIELDS, PlacementRouter, router
 
 METHODS = [name for name, value in vars(RequestLoadBalancer).items() if callable(value) and not name.startswith("_")]
 SERVERS = {f"10.0.0.{i}:8000": f"handle {i}" for i in range(4)}
@@ -205,7 +205,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verl_makes_it_from_a_file(no_ray: None, tmp_path: Any) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(
-        "router_class: verl_rhyme.workers.router.PlacementRouter\npolicy: sticky_group\noptions: {factor: 1.5}\n"
+        "router_class: verl_rhyme.router.router.PlacementRouter\npolicy: sticky_group\noptions: {factor: 1.5}\n"
     )
     made = _create_plugin_extension(SERVERS, str(file))._target
     assert (made.get_status()["policy"], made._placement.policy._factor) == ("sticky_group", 1.5)

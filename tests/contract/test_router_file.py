@@ -14,12 +14,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from verl_rhyme import config_tree
-from verl_rhyme.config import CONFIG_PATH, ConfigError
-from verl_rhyme.preflight.compose import compose
-from verl_rhyme.scheduling.cost import TYPICAL
-from verl_rhyme.workers import router_file
-from verl_rhyme.workers.router import PlacementRouter
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, ConfigError, config_tree
+from verl_rhyme.planning.cost import TYPICAL
+from verl_rhyme.router import router_file
+from verl_rhyme.router.router import PlacementRouter
 
 STICKY = [f"{CONFIG_PATH}.placement.policy=sticky_group", f"+{CONFIG_PATH}.placement.options.factor=1.5"]
 
@@ -88,7 +87,7 @@ def test_a_later_start_has_its_own_settings(tmp_path: Any) -> None:
     configured(tmp_path, *STICKY)
     _, file = configured(tmp_path, f"{CONFIG_PATH}.placement.policy=least_loaded")
     assert OmegaConf.load(file) == {
-        "router_class": "verl_rhyme.workers.router.PlacementRouter",
+        "router_class": "verl_rhyme.router.router.PlacementRouter",
         "policy": "least_loaded",
         "options": {},
     }

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from verl_rhyme.checks.seam_check import Seam, check
+from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
-from verl_rhyme.seam_check import Seam, check
-from verl_rhyme.seams import SEAMS
 
 # The doctor in a process of its own; the code before it may break something.
 DOCTOR = "{before}\nfrom verl_rhyme.cli import app\napp({arguments!r})"

@@ -6,9 +6,9 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import startup
+from verl_rhyme.checks import startup
+from verl_rhyme.checks.preflight import config_checks
 from verl_rhyme.config import ConfigError
-from verl_rhyme.preflight import config_checks
 
 
 def config(tmp_path, **rollout):
@@ -104,7 +104,7 @@ def test_nothing_is_checked_without_rhyme(tmp_path):
 
 
 def pipeline_config(tmp_path, stale=1, **rollout):
-    agent = {"agent_loop_manager_class": "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"}
+    agent = {"agent_loop_manager_class": "verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"}
     rollout = {"agent": agent, "calculate_log_probs": True, "scheduling_policy": "priority", **rollout}
     return config(tmp_path, custom={"rhyme": {"max_staleness": stale}}, **rollout)
 
@@ -189,7 +189,7 @@ def test_a_preset_with_the_pipeline_without_rhyme(tmp_path):
 
 OWN_MANAGERS = """
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
-from verl_rhyme.workers.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
+from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
 
 class Foreign(AgentLoopManagerTQ): ...
 class Drafting(RhymeAgentLoopManager): ...
@@ -201,12 +201,12 @@ class Sorted(SessionAgentLoopManager): ...
     ("build", "name", "told"),
     [
         (config, "Drafting", None),
-        (config, "Foreign", "Foreign does not derive from verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"),
+        (config, "Foreign", "Foreign does not derive from verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"),
         (config, "Missing", "agent_loop_manager_class=own_managers.Missing cannot be imported"),
         (config, None, None),
         (pipeline_config, "Sorted", None),
         (pipeline_config, None, "agent_loop_manager_class=null with"),
-        (pipeline_config, "Drafting", "does not derive from verl_rhyme.workers.agent_loop.SessionAgentLoopManager"),
+        (pipeline_config, "Drafting", "does not derive from verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"),
     ],
 )
 def test_an_agent_loop_manager_of_ones_own(tmp_path, monkeypatch, build, name, told):

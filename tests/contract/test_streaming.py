@@ -13,9 +13,9 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_rhyme.actor.actor import StreamedActor, streamed
+from verl_rhyme.actor.streamed_update import BY_TOKENS, CannotStream, _reduces, why_not
 from verl_rhyme.trainer.streaming import GROUP_ESTIMATORS, STREAMED_LOSSES
-from verl_rhyme.workers.actor import StreamedActor, streamed
-from verl_rhyme.workers.streamed_update import BY_TOKENS, CannotStream, _reduces, why_not
 
 #: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
 OTHER_LOSSES = {"sapo", "geo_mean", "clip_cov", "kl_cov", "bypass_mode"}

@@ -22,11 +22,11 @@ import torch
 from ray.exceptions import RayError
 
 from verl_rhyme.config import WeightsConfig
-from verl_rhyme.workers.weights import manager as managers
-from verl_rhyme.workers.weights import relay
-from verl_rhyme.workers.weights.engine import RelayCheckpointEngine, register
-from verl_rhyme.workers.weights.folder import Folder, WeightsError
-from verl_rhyme.workers.weights.manager import RelayManager, relayed
+from verl_rhyme.weights import manager as managers
+from verl_rhyme.weights import relay
+from verl_rhyme.weights.engine import RelayCheckpointEngine, register
+from verl_rhyme.weights.folder import Folder, WeightsError
+from verl_rhyme.weights.manager import RelayManager, relayed
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks import far_link
 from benchmarks.far_link import TcpSource, Wire, sender, two_sites
-from verl_rhyme.workers.weights.folder import claim
-from verl_rhyme.workers.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
-from verl_rhyme.workers.weights.transfer import identity
+from verl_rhyme.weights.folder import claim
+from verl_rhyme.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
+from verl_rhyme.weights.transfer import identity
 
 pytestmark = [
     pytest.mark.slow,

@@ -148,7 +148,7 @@ def build_engine(small_model):
         import torch
         from vllm import LLM
 
-        from verl_rhyme.workers.vllm.sampler import allow_all_options
+        from verl_rhyme.engine.sampler import allow_all_options
 
         settings = {
             "dtype": "float32",
@@ -164,13 +164,13 @@ def build_engine(small_model):
             **options,
         }
         if history_dir is not None or draws:
-            settings["worker_extension_cls"] = "verl_rhyme.workers.vllm.extension.RhymeWorkerMethods"
+            settings["worker_extension_cls"] = "verl_rhyme.engine.extension.RhymeWorkerMethods"
         if history_dir is not None:
             paper = (drafting or {}).get("policy") == "paper"
             settings |= {
                 "speculative_config": {
                     "method": "custom_class",
-                    "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
+                    "model": "verl_rhyme.engine.proposer.HistoryProposer",
                     "num_speculative_tokens": (drafting or {}).get("max_tokens", 8),
                 },
                 "additional_config": {

@@ -5,9 +5,9 @@ Whether one gains by it depends on how fast the machine is; that a moved one is 
 
 from collections.abc import Iterator, Mapping
 
-from verl_rhyme.scheduling.placement import Move, Progress
-from verl_rhyme.scheduling.placement.histopipe import HistoPipe
-from verl_rhyme.workers import moving
+from verl_rhyme.coordinator import moving
+from verl_rhyme.placement import Move, Progress
+from verl_rhyme.placement.histopipe import HistoPipe
 
 moving._MOVE_S = 0.2  # responses of the tiny world take a second or two
 _gaining = HistoPipe.moves

@@ -29,7 +29,7 @@ def chosen(batch, rows, dynamic):
 
 def train(engine, steps, parts, loss, streamed, by_tokens=True, dynamic=False):
     """By step: the loss over all ranks, the gradient's norm, and this rank's summed metric; of ranks that have them."""
-    from verl_rhyme.workers.streamed_update import StreamedUpdate
+    from verl_rhyme.actor.streamed_update import StreamedUpdate
 
     rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     shares = [split(part, rank, ranks) for part in parts]

@@ -11,12 +11,12 @@ import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 from scipy import stats
 
+from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling.noise import key_of
-from verl_rhyme.workers.request import RequestMeta
 
 # The modules import vLLM's samplers.
-BatchNoise = pytest.importorskip("verl_rhyme.workers.vllm.drawer").BatchNoise
-is_installed = pytest.importorskip("verl_rhyme.workers.vllm.sampler").is_installed
+BatchNoise = pytest.importorskip("verl_rhyme.engine.drawer").BatchNoise
+is_installed = pytest.importorskip("verl_rhyme.engine.sampler").is_installed
 
 pytestmark = pytest.mark.xdist_group("coupled")
 

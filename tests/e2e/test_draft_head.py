@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from verl_rhyme.workers.vllm import draft_head
+from verl_rhyme.engine import draft_head
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
@@ -133,10 +133,10 @@ def _sharded(folder):
         skip_tokenizer_init=True,
         tensor_parallel_size=2,
         num_gpu_blocks_override=64,
-        worker_extension_cls="verl_rhyme.workers.vllm.extension.RhymeWorkerMethods",
+        worker_extension_cls="verl_rhyme.engine.extension.RhymeWorkerMethods",
         speculative_config={
             "method": "custom_class",
-            "model": "verl_rhyme.workers.vllm.proposer.HistoryProposer",
+            "model": "verl_rhyme.engine.proposer.HistoryProposer",
             "num_speculative_tokens": 8,
         },
         additional_config={"rhyme": {"drafting": drafting, "history_dir": f"{folder}/history", "namespace": "tp"}},

@@ -11,7 +11,7 @@ import pytest
 from exact_distribution import LENGTH, PROMPT, SETTINGS, VOCABULARY, history_of
 
 from verl_rhyme.drafting import head
-from verl_rhyme.workers.vllm import draft_head
+from verl_rhyme.engine import draft_head
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
@@ -69,7 +69,7 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
 
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
 def test_a_broken_sampler_is_noticed(engine, write_history, distribution_of, p_value, monkeypatch, fault):
-    from verl_rhyme.workers.vllm import drawer, sampler
+    from verl_rhyme.engine import drawer, sampler
 
     write_history(engine.history_folder, history_of("true", distribution_of))
     if fault == "accepts more":

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from verl_rhyme.workers.request import RequestMeta
+from verl_rhyme.processes.request import RequestMeta
 
 pytestmark = pytest.mark.xdist_group("real_vocabulary")
 

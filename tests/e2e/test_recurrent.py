@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu_check import models
 from verl_rhyme.config import ConfigError
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine.server import RhymeHttpServer
 
 pytestmark = pytest.mark.xdist_group("recurrent")
 

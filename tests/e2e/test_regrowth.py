@@ -5,7 +5,7 @@ import pytest
 from exact_distribution import LENGTH, PROMPT, VOCABULARY
 
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
-from verl_rhyme.workers.request import RequestMeta
+from verl_rhyme.processes.request import RequestMeta
 
 pytestmark = pytest.mark.xdist_group("exactness")
 

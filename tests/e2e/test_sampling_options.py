@@ -11,8 +11,8 @@ import pytest
 from exact_distribution import LENGTH, PROMPT, history_of, letters
 from scipy import stats
 
+from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling.noise import key_of
-from verl_rhyme.workers.request import RequestMeta
 
 pytestmark = pytest.mark.xdist_group("exactness")
 
@@ -152,7 +152,7 @@ def test_a_seed_repeats_its_tokens(drafting, plain):
 
 def test_what_only_vllm_can_do_is_left_to_it(drafting, stock, monkeypatch):
     """The step's drafts are dropped then: the distribution is that of the first position."""
-    from verl_rhyme.workers.vllm import sampler
+    from verl_rhyme.engine import sampler
 
     monkeypatch.setattr(sampler, "_foreign", lambda metadata: True)
     before = drafting.collective_rpc("draft_totals")[0]

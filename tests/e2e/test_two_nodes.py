@@ -20,14 +20,15 @@ from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import Trajectory
+from verl_rhyme.history_writer import history_service
+from verl_rhyme.history_writer.history_copies import HistoryFetcher, HistoryRequests, fetchers, node_copies_dir
+from verl_rhyme.history_writer.history_service import HistoryService, HistoryUnavailable
+from verl_rhyme.history_writer.history_writer import HistoryWriter, node_history_dir
 from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, read_responses
+from verl_rhyme.processes import stored_samples
+from verl_rhyme.processes.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.workers import history_service, stored_samples
-from verl_rhyme.workers.history_copies import HistoryFetcher, HistoryRequests, fetchers, node_copies_dir
-from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
-from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
-from verl_rhyme.workers.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 
 # Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.
 pytestmark = pytest.mark.xdist_group("two_nodes")

@@ -7,8 +7,8 @@ from pathlib import Path
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from verl_rhyme.agent_loop.session import current
 from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.workers.session import current
 
 #: A tool takes so long that a step that waits for it fails the test.
 HANGS_S = 3600.0

@@ -20,7 +20,11 @@ MOSTLY = 0.9
 
 def steady(step_ms, **more):
     """Environment of a run whose decoding steps take so many milliseconds at least (benchmarks/steady_step)."""
-    folders = [str(ROOT / "tests" / "e2e"), str(ROOT / "benchmarks" / "steady_step"), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(ROOT / "tests" / "e2e"),
+        str(ROOT / "benchmarks" / "steady_step"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {"STEADY_STEP_MS": step_ms, "PYTHONPATH": os.pathsep.join(folders), **more}
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from verl_rhyme import config_tree
-from verl_rhyme.arms import arm_name
-from verl_rhyme.config import PRESETS, presets
+from verl_rhyme.config import PRESETS, config_tree, presets
+from verl_rhyme.config.arms import arm_name
 
 
 def rhyme(preset, **changes):

@@ -8,30 +8,26 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import (
+from benchmarks import full_scale, placement, real_run, systems, traces
+from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
+from benchmarks.draft_quality import summary
+from benchmarks.real_sizes import budget, planning
+from benchmarks.replay import replay
+from benchmarks.studies import (
     allocation,
     eviction,
-    full_scale,
     length_pairs,
     lengths,
-    placement,
     placement_real,
     placement_simulated,
     published,
     published_stream,
     ranker,
-    real_run,
     scheduler,
     simulated_fleet,
     simulator,
-    systems,
-    traces,
 )
-from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
-from benchmarks.draft_quality import summary
-from benchmarks.real_sizes import budget, planning
-from benchmarks.regrowth import Regrown, previous_of
-from benchmarks.replay import replay
+from benchmarks.studies.regrowth import Regrown, previous_of
 from examples.roads import maps
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.lengths.ranker import LOSSES

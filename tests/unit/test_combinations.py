@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import combinations, config_tree, interpolations
-from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES
+from verl_rhyme.checks import combinations
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree, interpolations
 
 ROOT = Path(__file__).parents[2]
 

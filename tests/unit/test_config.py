@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_rhyme import config_tree
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.cli import app
 from verl_rhyme.config import (
     CONFIG_PATH,
@@ -21,14 +21,14 @@ from verl_rhyme.config import (
     ConfigError,
     ModelRankerOptions,
     RhymeConfig,
+    config_tree,
     generate,
     options,
     presets,
 )
-from verl_rhyme.config_tree import GONE, parse
+from verl_rhyme.config.config_tree import GONE, parse
 from verl_rhyme.lengths.ranker import LOSSES
-from verl_rhyme.preflight.compose import compose
-from verl_rhyme.scheduling.placement import POLICIES, PlacementPolicy
+from verl_rhyme.placement import POLICIES, PlacementPolicy
 
 
 def tree(path, value):

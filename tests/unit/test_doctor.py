@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from verl_rhyme import doctor
+from verl_rhyme.checks import doctor
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
 

@@ -1,5 +1,4 @@
-"""What the documents point to exists: links, their anchors, and the files that are named where reading begins; every
-module is among these."""
+"""What the documents point to exists: links, their anchors, and the files that are named where reading begins."""
 
 import re
 from pathlib import Path
@@ -50,26 +49,3 @@ def test_files_that_are_named_exist(name):
     assert len(found) > 20
     missing = {path for path in found if not any((parent / path).exists() for parent in (PACKAGE, ROOT))}
     assert missing == set()
-
-
-def passages(text: str) -> list[str]:
-    """Rows of tables one by one, all else by section."""
-    rows = re.findall(r"^\|.*$", text, re.M)
-    return [*rows, *re.split(r"^## ", re.sub(r"^\|.*$", "", text, flags=re.M), flags=re.M)]
-
-
-def test_every_module_is_named():
-    """By its path, or by its name in a passage that names its folder."""
-    found = [
-        passage for name in ("README.md", "docs/architecture.md") for passage in passages((ROOT / name).read_text())
-    ]
-    unnamed = set()
-    for module in PACKAGE.rglob("*.py"):
-        path = module.relative_to(PACKAGE)
-        folder = "" if len(path.parts) == 1 else f"{path.parent}/"
-        bare = re.compile(rf"(?<![\w/]){path.name}")
-        if path.name != "__init__.py" and not any(
-            str(path) in passage or (folder in passage and bare.search(passage)) for passage in found
-        ):
-            unnamed.add(str(path))
-    assert unnamed == set()

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks import draft_losses, traces
+from benchmarks import traces
 from benchmarks.arms import Oracle
 from benchmarks.replay import replay
+from benchmarks.studies import draft_losses
 from benchmarks.traces import Response
 
 KEY = b"k" * 16

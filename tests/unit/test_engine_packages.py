@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import engine_packages as packages
-from verl_rhyme.preflight import machine_checks
-from verl_rhyme.preflight.plan import Plan
+from verl_rhyme.checks import engine_packages as packages
+from verl_rhyme.checks.preflight import machine_checks
+from verl_rhyme.checks.preflight.plan import Plan
 
 
 def plan(strategy: str, device: str = "cuda") -> Plan:

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks import fault_injection, faults
 from benchmarks.fault_injection import REPLACED, TITLES, TOLD, Injection, Injector, processes, redispatched
-from verl_rhyme.workers import client, replicas
-from verl_rhyme.workers.weights import manager
+from verl_rhyme.agent_loop import client
+from verl_rhyme.coordinator import replicas
+from verl_rhyme.weights import manager
 
 _SERVER = (
     f"import subprocess, time; subprocess.Popen([{TITLES['engine']!r}, '60'], executable='/bin/sleep'); time.sleep(60)"

@@ -3,9 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import CONFIG_PATH
 from verl_rhyme.observability import observe
-from verl_rhyme.preflight.compose import compose
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 

@@ -1,10 +1,10 @@
-"""benchmarks.length_bias: schedules train each response of an epoch as it was drawn, and longer ones less where it is
-drawn again."""
+"""benchmarks.studies.length_bias: schedules train each response of an epoch as it was drawn, and longer ones less where
+it is drawn again."""
 
 import numpy as np
 import pytest
 
-from benchmarks import length_bias
+from benchmarks.studies import length_bias
 
 
 @pytest.mark.parametrize("unit", ["group", "trajectory"])

@@ -12,16 +12,16 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_rhyme import doctor, engine_packages
+from verl_rhyme.checks import doctor, engine_packages
+from verl_rhyme.checks.preflight import checks, config_checks, history_room, machine, machine_checks, model_folder
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.checks.preflight.estimate import gib
+from verl_rhyme.checks.preflight.machine import Machine
 from verl_rhyme.cli import app
 from verl_rhyme.config import ConfigError
 from verl_rhyme.history import environment
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore
-from verl_rhyme.preflight import checks, config_checks, history_room, machine, machine_checks, model_folder
-from verl_rhyme.preflight.compose import compose
-from verl_rhyme.preflight.estimate import gib
-from verl_rhyme.preflight.machine import Machine
 
 MODEL = {
     "model_type": "qwen2",
@@ -134,7 +134,7 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         (
             [f"{R}.custom.rhyme.max_staleness=1"],
             "rhyme",
-            "agent_loop_manager_class=verl_rhyme.workers.agent_loop.Rhyme",
+            "agent_loop_manager_class=verl_rhyme.agent_loop.agent_loop.Rhyme",
         ),
         ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "only a response that is regenerated"),
         (

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from verl_rhyme.preflight import memory
-from verl_rhyme.preflight.architecture import Architecture, UnknownArchitecture
-from verl_rhyme.preflight.memory import Rollout, Training
-from verl_rhyme.preflight.model_folder import PUBLISHED
+from verl_rhyme.checks.preflight import memory
+from verl_rhyme.checks.preflight.architecture import Architecture, UnknownArchitecture
+from verl_rhyme.checks.preflight.memory import Rollout, Training
+from verl_rhyme.checks.preflight.model_folder import PUBLISHED
 
 
 def architecture(kind, layers, hidden, ffn, heads, kv_heads, vocab, **others):

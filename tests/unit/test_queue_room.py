@@ -3,10 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme import config_tree
 from verl_rhyme.checks import queue_room
-from verl_rhyme.config import CONFIG_PATH, presets
-from verl_rhyme.preflight.compose import compose
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, config_tree, presets
 
 VERL = 100_000  # its default
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from examples.tiny_world import data
 from tests.unit.lengths.test_ranker import world
-from verl_rhyme import ranker_data
 from verl_rhyme.cli import app
+from verl_rhyme.commands import ranker_data
 from verl_rhyme.history.keys import data_key, prompt_key, template_label
 from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.store import HistoryStore

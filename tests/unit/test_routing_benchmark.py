@@ -9,7 +9,7 @@ from benchmarks.meetings import meetings
 from benchmarks.real_sizes import routing
 from benchmarks.real_sizes.routing_world import World, tokens_by
 from benchmarks.real_sizes.virtual import Actor, Clock
-from verl_rhyme.simulation.profile import profile
+from verl_rhyme.planning.profile import profile
 
 BATCH, STEPS, REPLICAS, SAMPLES = 8, 2, 16, 16
 

@@ -10,9 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+from verl_rhyme.checks.preflight import run_folder
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.cli import FINISHED, app
-from verl_rhyme.preflight import run_folder
-from verl_rhyme.preflight.compose import compose
 
 R = "actor_rollout_ref.rollout"
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,10 +9,9 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-from verl_rhyme import config_tree, interpolations
 from verl_rhyme.checks import stale_tokens
-from verl_rhyme.config import CONFIG_PATH
-from verl_rhyme.preflight.compose import compose
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, config_tree, interpolations
 
 IS = "algorithm.rollout_correction.rollout_is"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"

@@ -1,1 +1,4 @@
-"""What start-up and preflight look at beside the table of combinations, one file a subject."""
+"""What is looked at before a run: doctor, start-up, preflight, seams, combinations of options.
+
+Process: the command's, and verl's driver at its start. Engines: verl, vllm.
+"""

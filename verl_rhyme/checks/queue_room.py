@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.combinations import Refusal
+from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, RhymeConfig
 from verl_rhyme.scheduling.rules import of_config
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.combinations import Refusal
-from verl_rhyme.preflight import model_folder
+from verl_rhyme.checks.combinations import Refusal
+from verl_rhyme.checks.preflight import model_folder
 
 KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 #: Megabytes that are enough for small models, and little of a machine's shared memory.

@@ -5,7 +5,9 @@ The one source of every option: a field of these dataclasses with its help (:fun
 
 A file for each part of the tree: :mod:`.drafting` (history, drafting, sampling), :mod:`.scheduling` (scheduling,
 streaming), :mod:`.placement` (placement, lengths), :mod:`.root` (the root, weights, events); :mod:`.presets` what
-``+rhyme=NAME`` sets; :mod:`.listing` all options as records. :mod:`verl_rhyme.config_tree` reads the tree from verl's.
+``+rhyme=NAME`` sets; :mod:`.listing` all options as records. :mod:`.config_tree` reads the tree from verl's.
+
+Process: all. Engines: none.
 """
 
 from __future__ import annotations

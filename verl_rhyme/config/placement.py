@@ -44,7 +44,7 @@ class PlacementConfig:
     profile: str | None = option(
         None,
         "What a replica's work costs, for policies by expected lengths: a file of `verl-rhyme profile`, or a name of "
-        "simulation/profiles; null: a 32B model's over four H800s (only ratios count).",
+        "planning/profiles; null: a 32B model's over four H800s (only ratios count).",
     )
 
     def __post_init__(self) -> None:

@@ -47,8 +47,8 @@ def tree(preset: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any
 PIPELINES = tuple(name for name, options in PRESETS.items() if "max_staleness" in options)
 
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-DRAFTING_MANAGER = "verl_rhyme.workers.agent_loop.RhymeAgentLoopManager"
-PIPELINE_MANAGER = "verl_rhyme.workers.agent_loop.SessionAgentLoopManager"
+DRAFTING_MANAGER = "verl_rhyme.agent_loop.agent_loop.RhymeAgentLoopManager"
+PIPELINE_MANAGER = "verl_rhyme.agent_loop.agent_loop.SessionAgentLoopManager"
 
 #: verl's keys that presets with the pipeline set, and why.
 _PIPELINE_KEYS: Mapping[str, tuple[Any, str]] = {

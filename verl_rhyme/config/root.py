@@ -84,5 +84,5 @@ class RhymeConfig:
         return self.max_staleness == 0 and self.drafting.enable and self.sampling.verify == "ours"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict; :func:`verl_rhyme.config_tree.parse` reads it back."""
+        """Plain nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""
         return dataclasses.asdict(self)

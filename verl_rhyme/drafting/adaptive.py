@@ -1,7 +1,8 @@
 """The adaptive drafter: several sources, calibrated confidence, drafts that end where the next token no longer pays.
 
 Sources are the prompt's history, the live texts of its group, the request's own text, and counts over all responses
-(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`). At each draft position the token most likely to be accepted is
+(:class:`~verl_rhyme.drafting.live_texts.LiveTexts`), and a draft head where there is one
+(:mod:`~verl_rhyme.drafting.guesses`). At each draft position the token most likely to be accepted is
 taken (:mod:`~verl_rhyme.drafting.confidence`); the walk ends where the probability that the token is reached and
 accepted falls below ``drafting.floor``. Of all that was planned a batch drafts the likeliest tokens, as many as its
 budget allows and as pay for their verification (:mod:`~verl_rhyme.drafting.budget`).

@@ -1,4 +1,5 @@
-"""What the drafter asks of a draft head (:mod:`verl_rhyme.drafting.head`)."""
+"""Between the drafter and a draft head (:mod:`verl_rhyme.drafting.head`), without torch: sizes, which the preflight
+reads, the protocol, and by what is measured whether the head is asked."""
 
 from __future__ import annotations
 

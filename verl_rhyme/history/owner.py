@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from verl_rhyme.history.environment import HistoryError
-from verl_rhyme.ownership import OWNER_FILE, NotOurs, Owner, is_ours, is_user_folder, lock, make_private
+from verl_rhyme.history.ownership import OWNER_FILE, NotOurs, Owner, is_ours, is_user_folder, lock, make_private
 
 _LOCK = "writer.lock"
 _IN_USE = "in_use.lock"

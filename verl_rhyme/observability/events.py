@@ -79,7 +79,7 @@ RESPONSES = pa.schema(
 )
 
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
-#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints (``preflight/run_folder.py``).
+#: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints.
 INFO_FILE = "run.json"
 #: What its values must be, for those that are read.
 _INFO: dict[str, tuple[Callable[[Any], bool], str]] = {

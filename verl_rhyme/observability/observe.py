@@ -25,8 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from verl_rhyme import config_tree, interpolations
-from verl_rhyme.config import RhymeConfig
+from verl_rhyme.config import RhymeConfig, config_tree, interpolations
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
 from verl_rhyme.observability.sampled import Answers, Unknown

@@ -26,7 +26,7 @@ from .page.run import Run, load
 
 METRICS_FILE = steps.METRICS_FILE
 EVENTS_FOLDER = "events"
-#: In a checkpoint folder, whose it is (``preflight/run_folder.py``).
+#: In a checkpoint folder, whose it is (``checks/preflight/run_folder.py``).
 MARKER_FILE = "run.json"
 #: Epochs before this one are cold: nothing is in the history yet.
 FIRST_WARM_EPOCH = 2

@@ -3,6 +3,8 @@
 A wheel has the patches in this folder; a checkout has them in ``patches/`` at its top, which is searched as well.
 Importing this package imports none of the packages it patches; each patch waits for the module of its target.
 ``verl-rhyme doctor`` applies and reads back every patch; see ``CONTRIBUTING.md`` for how to add one.
+
+Process: all. Engines: verl, vllm, ray, torch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ AS_IT_IS = frozenset(
     }
 )
 #: Those that :func:`continued` adapts, but for ``stop``: the server's front end knows the text before
-#: (:mod:`verl_rhyme.workers.vllm.earlier_text`).
+#: (:mod:`verl_rhyme.engine.earlier_text`).
 ADAPTED = frozenset({"min_tokens", "seed", "stop"})
 
 

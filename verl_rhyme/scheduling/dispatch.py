@@ -1,7 +1,7 @@
 """What starts, where, and what is expected of it: the rollout's starts, with forecasts and a plan.
 
 A plan is made for all prompts of an update when the first of them starts; a policy of
-:mod:`verl_rhyme.scheduling.placement` that goes by lengths makes it, over an account of what runs where. Pure, as what
+:mod:`verl_rhyme.placement` that goes by lengths makes it, over an account of what runs where. Pure, as what
 it stands on; an error in it costs the plan, and the router decides.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.placement import Ahead, Load, Move, Placement, Progress, Request
 from verl_rhyme.scheduling.attempts import Attempt, Start
-from verl_rhyme.scheduling.placement import Ahead, Load, Move, Placement, Progress, Request
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.samples import Prompt
 

@@ -2,7 +2,7 @@
 
 Around the :class:`~verl_rhyme.scheduling.scheduler.Scheduler`, which counts tokens and versions: who is started under
 which name and from whose text, whose word counts, what an ended attempt leaves to others. A pure state machine too; the
-coordinator (``workers/coordinator.py``) carries its messages.
+coordinator (``coordinator/coordinator.py``) carries its messages.
 """
 
 from __future__ import annotations

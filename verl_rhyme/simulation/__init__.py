@@ -1,1 +1,4 @@
-"""A cluster in virtual time, driven by the same policies as training."""
+"""A cluster in virtual time, driven by the same policies as training.
+
+Process: the command's. Engines: none.
+"""

@@ -2,7 +2,7 @@
 
 Keys and types are those of :mod:`verl_rhyme.simulation.cluster_keys`; the run's options (``max_staleness``,
 ``scheduling.*``, ...) are those of :mod:`verl_rhyme.config`, read by the same code. A replica's profile is a file of
-its own (:mod:`verl_rhyme.simulation.profile`).
+its own (:mod:`verl_rhyme.planning.profile`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
 from verl_rhyme.config.checks import nearest
-from verl_rhyme.config_tree import ended, parse
-from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
-from verl_rhyme.scheduling.placement import Placement
+from verl_rhyme.config.config_tree import ended, parse
+from verl_rhyme.placement import Placement
+from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
+from verl_rhyme.planning.profile import profile
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, plain, typed
 from verl_rhyme.scheduling.rules import Rules, of_options
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile, DraftsFile, WorkloadFile
-from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Streaming
-from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, plain, typed
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 #: Sections of the file that are the run's options.

@@ -23,7 +23,7 @@ class ReplicasFile:
 
 @dataclass
 class TrainingFile:
-    """:class:`~verl_rhyme.scheduling.cost.TrainingCost`; ``gradients``: of streamed parts, too, and not their
+    """:class:`~verl_rhyme.planning.cost.TrainingCost`; ``gradients``: of streamed parts, too, and not their
     log-probabilities alone."""
 
     token: float = 0.0

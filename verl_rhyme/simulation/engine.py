@@ -2,7 +2,7 @@
 
 All its requests advance a step together, so that the engine counts steps, and a request is done at a step that is known
 when it begins: between two events nothing is computed. Steps are a continuous quantity here. As caches grow steps
-become longer, which is integrated exactly. What :mod:`verl_rhyme.scheduling.cost` says of a step holds. Where siblings
+become longer, which is integrated exactly. What :mod:`verl_rhyme.planning.cost` says of a step holds. Where siblings
 help each other's drafts, they do from when two of them run until the last of their prompt has left: what one that ended
 said is still there.
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl_rhyme.scheduling.cost import ReplicaCost
+from verl_rhyme.planning.cost import ReplicaCost
 
 #: Steps by which one counts as done all the same: rounding of times.
 _ROUNDING = 1e-6

@@ -15,8 +15,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from verl_rhyme.config import PIPELINES
-from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
-from verl_rhyme.scheduling.cost_fit import FitError, StepFit, fit_steps
+from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
+from verl_rhyme.planning.cost_fit import FitError, StepFit, fit_steps
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.recorded import Run, RunError
 from verl_rhyme.simulation.recorded_training import Training

@@ -14,13 +14,13 @@ from omegaconf import MISSING
 from omegaconf.errors import MissingMandatoryValue
 from scipy.special import ndtri
 
-from verl_rhyme.scheduling.allocation.planner import Objective, Problem
-from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Training, Work
+from verl_rhyme.planning.planner import Objective, Problem
+from verl_rhyme.planning.profile import Profile, profile, shipped
+from verl_rhyme.planning.sites import Links, Model, Pool
+from verl_rhyme.planning.times import Training, Work
+from verl_rhyme.planning.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation import recorded
 from verl_rhyme.simulation.cluster_keys import LengthsFile
-from verl_rhyme.simulation.profile import Profile, profile, shipped
-from verl_rhyme.simulation.typed_yaml import ClusterError, by_percentile, from_folder_of, read
 from verl_rhyme.simulation.workload import Lengths
 
 #: Quantiles that stand for a distribution of lengths.
@@ -31,7 +31,7 @@ _ALIKE = 1.1
 
 @dataclass
 class ModelFile:
-    """:class:`~verl_rhyme.scheduling.allocation.sites.Model`."""
+    """:class:`~verl_rhyme.planning.sites.Model`."""
 
     parameters: float = MISSING
     weight_bytes: float = 2.0
@@ -39,7 +39,7 @@ class ModelFile:
 
 @dataclass
 class TrainingKindFile:
-    """:class:`~verl_rhyme.scheduling.allocation.times.Training`."""
+    """:class:`~verl_rhyme.planning.times.Training`."""
 
     token: float = MISSING
     update: float = 0.0
@@ -49,7 +49,7 @@ class TrainingKindFile:
 
 @dataclass
 class KindFile:
-    """A kind of GPU: of :class:`~verl_rhyme.scheduling.allocation.sites.Pool`. ``profiles``: one for each tensor
+    """A kind of GPU: of :class:`~verl_rhyme.planning.sites.Pool`. ``profiles``: one for each tensor
     parallel size that it may generate with; ``training``: none where it does not train."""
 
     name: str = MISSING
@@ -122,7 +122,7 @@ class LoadedPlan:
     """What is to be planned, and by what.
 
     Attributes:
-        problem, objective, slowest: Of :func:`~verl_rhyme.scheduling.allocation.planner.plan`.
+        problem, objective, slowest: Of :func:`~verl_rhyme.planning.planner.plan`.
         max_staleness: That is planned for; ``None``: the bounds are compared.
         sources: Of the profiles' figures, by kind and tensor parallel size.
     """

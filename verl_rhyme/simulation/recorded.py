@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_rhyme.observability import events
-from verl_rhyme.scheduling.cost_fit import Requests
+from verl_rhyme.planning.cost_fit import Requests
 from verl_rhyme.simulation.scenario import AGAIN, Drafts
 from verl_rhyme.simulation.workload import Prompt
 

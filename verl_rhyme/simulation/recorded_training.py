@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_rhyme.observability.slot_time import TRAINING_STAGES
-from verl_rhyme.scheduling.cost import TrainingCost
-from verl_rhyme.scheduling.cost_fit import fit_line
+from verl_rhyme.planning.cost import TrainingCost
+from verl_rhyme.planning.cost_fit import fit_line
 from verl_rhyme.simulation.recorded import Run, RunError
 
 #: Stages that are within a step and not in an update.

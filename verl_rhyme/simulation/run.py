@@ -15,11 +15,11 @@ from statistics import fmean
 from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
+from verl_rhyme.placement import Placement
+from verl_rhyme.placement import Request as Asked
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.expectations import Expectations
-from verl_rhyme.scheduling.placement import Placement
-from verl_rhyme.scheduling.placement import Request as Asked
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment

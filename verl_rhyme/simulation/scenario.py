@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from verl_rhyme.observability.metrics import fillable_slots
-from verl_rhyme.scheduling.cost import ReplicaCost, TrainingCost
+from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 
 #: Tokens a step of a regenerated response's own text as draft, verified in long runs (docs/coupling.md).
@@ -79,7 +79,7 @@ class Scenario:
         training: What an update costs.
         streaming: Updates come in parts; ``None``: each as a whole.
         colocated: Engines stand still while the actor trains; else they have GPUs of their own.
-        placement: Policy and options (:data:`~verl_rhyme.scheduling.placement.POLICIES`).
+        placement: Policy and options (:data:`~verl_rhyme.placement.POLICIES`).
         drafts: What drafting gains.
         limit: Samples that are given to the engines at a time; ``None``: all that may start.
         lot: So many more are given at once, or none.

@@ -7,7 +7,7 @@ was in no part, and takes the optimizer's step.
 
 from __future__ import annotations
 
-from verl_rhyme.scheduling.cost import TrainingCost
+from verl_rhyme.planning.cost import TrainingCost
 from verl_rhyme.simulation.scenario import Part, Streaming
 
 

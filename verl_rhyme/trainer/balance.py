@@ -3,7 +3,7 @@
 Where rollout goes on while the actor trains, a step shows one of two things. Either the trainer waited for its batch:
 by so much generation is slower. Or the batch was whole before the trainer came for it: by so much it is faster. With
 both known, ``T_train = step - waited`` and ``T_gen = step - ahead`` go into the elastic rule
-(:class:`~verl_rhyme.scheduling.allocation.elastic.Elastic`).
+(:class:`~verl_rhyme.planning.elastic.Elastic`).
 
 Whether anything comes of the advice is :mod:`~verl_rhyme.trainer.reserve`'s.
 """
@@ -17,10 +17,10 @@ from statistics import median
 import numpy as np
 
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
-from verl_rhyme.scheduling.allocation.roster import Roster
-from verl_rhyme.scheduling.allocation.times import Work, rollout
-from verl_rhyme.workers.messages import Reply, Setting
+from verl_rhyme.planning.elastic import Elastic, Limits
+from verl_rhyme.planning.roster import Roster
+from verl_rhyme.planning.times import Work, rollout
+from verl_rhyme.processes.messages import Reply, Setting
 
 logger = logging.getLogger(__name__)
 

@@ -17,21 +17,21 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_rhyme import config_tree
-from verl_rhyme.arms import arm_name
+from verl_rhyme.agent_loop.client import rhymed
+from verl_rhyme.config import config_tree
+from verl_rhyme.config.arms import arm_name
+from verl_rhyme.history.ownership import user_folder
+from verl_rhyme.history_writer.history_service import HistoryService, tokenizer_namespace
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import fillable_slots
-from verl_rhyme.ownership import user_folder
+from verl_rhyme.processes.deaths import Outliving
+from verl_rhyme.router import router_file
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
-from verl_rhyme.workers import router_file
-from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.deaths import Outliving
-from verl_rhyme.workers.history_service import HistoryService, tokenizer_namespace
-from verl_rhyme.workers.weights.kept_group import kept
-from verl_rhyme.workers.weights.manager import RelayManager, relayed
+from verl_rhyme.weights.kept_group import kept
+from verl_rhyme.weights.manager import RelayManager, relayed
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 from verl_rhyme.trainer.topology import Topology
-from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
 
 logger = logging.getLogger(__name__)
 

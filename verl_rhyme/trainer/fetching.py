@@ -1,4 +1,4 @@
-"""What of a part its stages fetch from TransferQueue: all fields once, then what is new (``workers/held_rows.py``)."""
+"""What of a part its stages fetch from TransferQueue: all fields once, then what is new (``actor/held_rows.py``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
+from verl_rhyme.actor.held_rows import JOIN, KEEP
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.workers.held_rows import JOIN, KEEP
 
 #: A stage that needs nothing new asks for this: there is no empty answer.
 SMALL = "uid"
@@ -24,7 +24,7 @@ class Fetching:
 
     Args:
         trainer: The pipeline.
-        holds: The workers keep rows (:class:`~verl_rhyme.workers.actor.StreamedActor`).
+        holds: The workers keep rows (:class:`~verl_rhyme.actor.actor.StreamedActor`).
     """
 
     def __init__(self, trainer: Any, holds: bool) -> None:

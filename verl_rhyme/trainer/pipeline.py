@@ -1,8 +1,8 @@
 """The pipeline: rollout by the coordinator's scheduler, on verl's V1 trainer (SortedRL, arXiv:2603.23414, section 3).
 
 A step: take the update batch as soon as it is finished, train, publish the new policy. What happens to samples
-meanwhile is decided by :mod:`verl_rhyme.scheduling` and driven by :mod:`verl_rhyme.workers.coordinator`; how an
-interrupted one goes on, by :mod:`verl_rhyme.workers.session`; where engines and actor live, by
+meanwhile is decided by :mod:`verl_rhyme.scheduling` and driven by :mod:`verl_rhyme.coordinator.coordinator`; how an
+interrupted one goes on, by :mod:`verl_rhyme.agent_loop.session`; where engines and actor live, by
 :mod:`verl_rhyme.trainer.topology`.
 """
 
@@ -30,9 +30,17 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from verl_rhyme.actor.actor import streamed
+from verl_rhyme.agent_loop.client import rhymed
+from verl_rhyme.agent_loop.room import FULL, no_room
+from verl_rhyme.agent_loop.session import PROMPTS
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import LENGTH_PLACEMENTS, OVERSUBSCRIPTION, ConfigError, training_order
+from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.processes.messages import Handed, Reply, Setting
+from verl_rhyme.router import router_file
 from verl_rhyme.scheduling.rules import of_config
 from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.base import RhymeTrainerMixin
@@ -43,14 +51,6 @@ from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.reserve import Reserve
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
-from verl_rhyme.workers import router_file
-from verl_rhyme.workers.actor import streamed
-from verl_rhyme.workers.client import rhymed
-from verl_rhyme.workers.messages import Handed, Reply, Setting
-from verl_rhyme.workers.ranker_service import lacking
-from verl_rhyme.workers.room import FULL, no_room
-from verl_rhyme.workers.session import PROMPTS
-from verl_rhyme.workers.stored_attempts import TRAIN
 
 logger = logging.getLogger(__name__)
 

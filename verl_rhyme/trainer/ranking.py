@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from verl_rhyme.config import RankerConfig
+from verl_rhyme.coordinator.ranker_service import RankerActor
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import first_line
-from verl_rhyme.workers.ranker_service import RankerActor
 
 logger = logging.getLogger(__name__)
 

@@ -24,17 +24,17 @@ import numpy as np
 import transfer_queue as tq
 
 from verl_rhyme.history.keys import prompt_key, visit_label
+from verl_rhyme.history_writer.history_service import HistoryService, HistoryUnavailable
+from verl_rhyme.history_writer.history_writer import STORE_COUNTS, TOKEN_COUNTS
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
+from verl_rhyme.processes.request import FIELD
+from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.insight import Insight
-from verl_rhyme.workers.history_service import HistoryService, HistoryUnavailable
-from verl_rhyme.workers.history_writer import STORE_COUNTS, TOKEN_COUNTS
-from verl_rhyme.workers.request import FIELD
-from verl_rhyme.workers.stored_samples import StoredSamples, TrainedBatch
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from verl_rhyme import config_tree
+from verl_rhyme.agent_loop.client import rhymed
+from verl_rhyme.config import config_tree
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSeparate
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
-from verl_rhyme.workers.client import rhymed
 
 
 class _InVerlsPlace(RhymeTrainerMixin):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, ElasticConfig
+from verl_rhyme.coordinator.replicas import Spares, obstacle
 from verl_rhyme.observability import metrics as names
-from verl_rhyme.scheduling.allocation.elastic import Limits
-from verl_rhyme.scheduling.allocation.roster import Change, Roster
+from verl_rhyme.planning.elastic import Limits
+from verl_rhyme.planning.roster import Change, Roster
+from verl_rhyme.processes.messages import Serving
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.messages import Serving
-from verl_rhyme.workers.replicas import Spares, obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from verl.utils.debug import marked_timer
 from verl.utils.metric.utils import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
+from verl_rhyme.actor.actor import PART
+from verl_rhyme.actor.streamed_update import BY_TOKENS
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.processes.messages import Part
 from verl_rhyme.scheduling.training_order import arrange
 from verl_rhyme.trainer.fetching import Fetching
-from verl_rhyme.workers.actor import PART
-from verl_rhyme.workers.messages import Part
-from verl_rhyme.workers.stored_attempts import TRAIN
-from verl_rhyme.workers.streamed_update import BY_TOKENS
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from ray.exceptions import ActorUnavailableError
 
+from verl_rhyme.coordinator.replicas import Spares, serve
+from verl_rhyme.processes.deaths import ReplicaDied, dead, is_death
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.workers.deaths import ReplicaDied, dead, is_death
-from verl_rhyme.workers.replicas import Spares, serve
-from verl_rhyme.workers.weights.manager import RelayManager
+from verl_rhyme.weights.manager import RelayManager
 
 #: Seconds between two looks at the replicas while the trainer waits.
 _LOOK_S = 20.0

@@ -14,8 +14,8 @@ from verl_rhyme.drafting import adaptive
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.engine.threads import PlanningThreads
 from verl_rhyme.history.record import PromptHistory, Trajectory
-from verl_rhyme.workers.vllm.threads import PlanningThreads
 
 WIDTH, KEYS = 700, [bytes([i]) * 16 for i in range(4)]
 

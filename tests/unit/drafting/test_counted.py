@@ -9,7 +9,7 @@ from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.policy import DecodeStep
-from verl_rhyme.workers.vllm.threads import PlanningThreads
+from verl_rhyme.engine.threads import PlanningThreads
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

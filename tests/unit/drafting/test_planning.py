@@ -13,8 +13,8 @@ from verl_rhyme.drafting.adaptive import AdaptiveDrafter
 from verl_rhyme.drafting.histories import PENDING
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep
+from verl_rhyme.engine.threads import PlanningThreads
 from verl_rhyme.history.record import PromptHistory, Trajectory
-from verl_rhyme.workers.vllm.threads import PlanningThreads
 
 pytestmark = pytest.mark.xdist_group("kernels")  # one process compiles them in a fresh checkout
 

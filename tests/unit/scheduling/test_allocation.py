@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.allocation.planner import BOUNDS, NoSplit, Problem, colocated, dial, plan, profitable, split
-from verl_rhyme.scheduling.allocation.sites import Links, Model, Pool
-from verl_rhyme.scheduling.allocation.times import Training, Work, _highest, rollout
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.planner import BOUNDS, NoSplit, Problem, colocated, dial, plan, profitable, split
+from verl_rhyme.planning.sites import Links, Model, Pool
+from verl_rhyme.planning.times import Training, Work, _highest, rollout
 
 LENGTHS = np.exp(np.random.default_rng(0).normal(7, 1, 2000)).clip(1, 8000)
 WORK = Work(LENGTHS, samples=512, group=8, prompt_tokens=200)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.cost import StepCost
-from verl_rhyme.scheduling.cost_fit import LEAST_REQUESTS, FitError, Requests, fit_line, fit_steps
+from verl_rhyme.planning.cost import StepCost
+from verl_rhyme.planning.cost_fit import LEAST_REQUESTS, FitError, Requests, fit_line, fit_steps
 
 COST = StepCost(base=0.02, row=4e-4, cached=2e-6, draft=2e-4, drafting=0.004)
 PREFILL = 2e-5

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from verl_rhyme.lengths.outlook import certain
+from verl_rhyme.placement import Placement, Request
+from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.scheduling.attempts import Attempt, Ended
-from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.dispatch import Dispatch
-from verl_rhyme.scheduling.placement import Placement, Request
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.rules import Rules
 

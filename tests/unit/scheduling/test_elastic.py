@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.allocation.elastic import Elastic, Limits
-from verl_rhyme.scheduling.allocation.times import Work, rollout
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.elastic import Elastic, Limits
+from verl_rhyme.planning.times import Work, rollout
 
 COST = ReplicaCost(StepCost(base=5e-3, row=1e-4, cached=3e-8), slots=128)
 

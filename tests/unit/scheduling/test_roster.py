@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.allocation.roster import Change, Roster
+from verl_rhyme.planning.roster import Change, Roster
 
 PACES = st.dictionaries(st.integers(0, 9), st.floats(1e-3, 1.0), max_size=6)
 EVENTS = st.lists(st.one_of(st.sampled_from([-1, 0, 1]), PACES, st.tuples(st.booleans(), st.integers(0, 9))))

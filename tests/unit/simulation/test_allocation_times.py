@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from verl_rhyme.scheduling.allocation.planner import Problem, colocated, plan, split
-from verl_rhyme.scheduling.allocation.sites import Model, Pool
-from verl_rhyme.scheduling.allocation.times import Training, Work
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.planner import Problem, colocated, plan, split
+from verl_rhyme.planning.sites import Model, Pool
+from verl_rhyme.planning.times import Training, Work
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Scenario, Streaming

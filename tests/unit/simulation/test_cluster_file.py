@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import PRESETS, StreamingConfig
+from verl_rhyme.planning.profile import PROFILES, StepFile, profile
+from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile
-from verl_rhyme.simulation.profile import PROFILES, StepFile, profile
 from verl_rhyme.simulation.scenario import Streaming
-from verl_rhyme.simulation.typed_yaml import ClusterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
 SMALL = ["workload.prompts=16", "workload.samples=4", "batch_prompts=8"]

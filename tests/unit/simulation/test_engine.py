@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 from verl_rhyme.simulation.engine import Engine, Request, Segment
 
 STEP = StepCost(base=0.01, row=0.001, cached=1e-6, draft=0.0005, drafting=0.002)

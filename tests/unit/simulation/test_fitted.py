@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.observability.events import EventLog
+from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.profile import profile
 from verl_rhyme.scheduling.attempts import Attempt
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation import event_log, fitted, recorded
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.engine import Segment
-from verl_rhyme.simulation.profile import profile
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
 from verl_rhyme.simulation.workload import Lengths, Prompt

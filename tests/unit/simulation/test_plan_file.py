@@ -13,13 +13,14 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from verl_rhyme import combinations, config_tree
+from verl_rhyme.checks import combinations
+from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.cli import app
-from verl_rhyme.preflight.compose import compose
-from verl_rhyme.scheduling.allocation.planner import plan
+from verl_rhyme.config import config_tree
+from verl_rhyme.planning.planner import plan
+from verl_rhyme.planning.profile import PROFILES
+from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation.plan_file import PlanFile, load
-from verl_rhyme.simulation.profile import PROFILES
-from verl_rhyme.simulation.typed_yaml import ClusterError
 
 ROOT = Path(__file__).parents[3]
 ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site", "two_sites"))

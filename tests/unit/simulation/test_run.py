@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from verl_rhyme.lengths.quality import rank_correlation
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost, TrainingCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Request, Segment
 from verl_rhyme.simulation.ranker import SimulatedRanker

@@ -4,15 +4,15 @@ import pytest
 
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.batches import batch_metrics
-from verl_rhyme.scheduling.allocation.elastic import Limits
-from verl_rhyme.scheduling.allocation.roster import Roster
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
+from verl_rhyme.planning.elastic import Limits
+from verl_rhyme.planning.roster import Roster
+from verl_rhyme.processes.messages import Reply, Setting
 from verl_rhyme.scheduling.ledger import Harvest, StepCounts
 from verl_rhyme.scheduling.remembered import Batch
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import balance as module
 from verl_rhyme.trainer.balance import Balance
-from verl_rhyme.workers.messages import Reply, Setting
 
 RULES = Rules(8, 64, max_staleness=1, separate=True)
 

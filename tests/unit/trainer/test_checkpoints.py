@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+from verl_rhyme.coordinator import ranker_service
 from verl_rhyme.trainer import base
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
-from verl_rhyme.workers import ranker_service
 
 
 class Verl:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
+from verl_rhyme.processes.messages import Handed, Wants
 from verl_rhyme.trainer import driver as module
 from verl_rhyme.trainer.driver import Driver
-from verl_rhyme.workers.messages import Handed, Wants
 
 
 class Coordinator:

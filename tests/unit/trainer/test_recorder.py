@@ -11,11 +11,11 @@ from transfer_queue import KVBatchMeta
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.store import HistoryReader
+from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
-from verl_rhyme.workers.history_writer import HistoryWriter
 
 
 def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log():
@@ -89,9 +89,9 @@ PROMPTS = 9
 def slow(tmp_path, monkeypatch):
     """A recorder, its queue, and its history, which gets each prompt's samples as a piece."""
     queue, history = Queue(), Slow(tmp_path / "h")
-    for module in ("verl_rhyme.workers.stored_samples", "verl_rhyme.trainer.recorder"):
+    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
         monkeypatch.setattr(f"{module}.tq", queue)
-    monkeypatch.setattr("verl_rhyme.workers.stored_samples.PIECE_BYTES", 1)
+    monkeypatch.setattr("verl_rhyme.processes.stored_samples.PIECE_BYTES", 1)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
     yield recorder, queue, history
     history.permits.release(1000)
@@ -159,7 +159,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue = Queue()
     for module in (
         "verl.trainer.ppo.v1.replay_buffer",
-        "verl_rhyme.workers.stored_samples",
+        "verl_rhyme.processes.stored_samples",
         "verl_rhyme.trainer.recorder",
     ):
         monkeypatch.setattr(f"{module}.tq", queue)
@@ -208,7 +208,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
 def recorded(tmp_path, monkeypatch):
     """(recorder, queue, what is kept of a prompt): of a history of two visits a prompt, all within one epoch."""
     queue = Queue()
-    for module in ("verl_rhyme.workers.stored_samples", "verl_rhyme.trainer.recorder"):
+    for module in ("verl_rhyme.processes.stored_samples", "verl_rhyme.trainer.recorder"):
         monkeypatch.setattr(f"{module}.tq", queue)
     history = Slow(tmp_path / "h", permits=1000, epochs=2)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
@@ -271,6 +271,6 @@ def test_a_sample_of_which_no_server_told_goes_by_its_group():
     queue.put_group(2, "b", [0.0])
     samples = _Samples.of(KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_rhyme.workers.stored_samples.tq", queue)
+        patch.setattr("verl_rhyme.processes.stored_samples.tq", queue)
         found = samples.prompts([[], [{"prompt_key": "ab" * 16}], []])
     assert found == [bytes.fromhex("ab" * 16)] * 2 + [prompt_key([2, 2])]

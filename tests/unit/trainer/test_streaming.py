@@ -8,13 +8,13 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from verl_rhyme.actor.actor import PART
+from verl_rhyme.actor.held_rows import JOIN, KEEP
 from verl_rhyme.observability import metrics as names
+from verl_rhyme.processes.messages import Part
 from verl_rhyme.trainer import fetching as fetching_module
 from verl_rhyme.trainer import streaming as streaming_module
 from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
-from verl_rhyme.workers.actor import PART
-from verl_rhyme.workers.held_rows import JOIN, KEEP
-from verl_rhyme.workers.messages import Part
 
 
 def config(*changes):

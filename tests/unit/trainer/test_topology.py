@@ -12,14 +12,14 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
-from verl_rhyme.preflight.compose import compose
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.coordinator import replicas
+from verl_rhyme.coordinator.replicas import Spares, obstacle
+from verl_rhyme.processes.deaths import Outliving, ReplicaDied
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.registry import TRAINERS, RhymeTrainerSync
 from verl_rhyme.trainer.topology import Colocated, Separate
-from verl_rhyme.workers import replicas
-from verl_rhyme.workers.deaths import Outliving, ReplicaDied
-from verl_rhyme.workers.replicas import Spares, obstacle
-from verl_rhyme.workers.weights.manager import RelayManager
+from verl_rhyme.weights.manager import RelayManager
 
 MODES = {"colocate_async": Colocated, "separate_async": Separate}
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from verl_rhyme.workers.session import PROMPTS
+from verl_rhyme.agent_loop.session import PROMPTS
 
 _PROCESS = contextvars.ContextVar("process", default=None)
 _HANDLES: dict[int, "Handle"] = {}

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import torch
 
+from verl_rhyme.engine import draw_kernel
 from verl_rhyme.sampling import inversion, noise
-from verl_rhyme.workers.vllm import draw_kernel
 
 #: Rows are few where the interpreter is slow.
 CASES = [(1, 8), (3, 8), (97, 16), (2048, 16), (4099, 16), (151_936, 2)]

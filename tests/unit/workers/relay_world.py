@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import torch
 from ray.exceptions import RayActorError
 
-from verl_rhyme.workers.weights.delivery import Target
-from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
-from verl_rhyme.workers.weights.folder import claim
-from verl_rhyme.workers.weights.transfer import identity
+from verl_rhyme.weights.delivery import Target
+from verl_rhyme.weights.engine import RelayCheckpointEngine
+from verl_rhyme.weights.folder import claim
+from verl_rhyme.weights.transfer import identity
 
 
 def weights(version, tensors=5, size=1000):

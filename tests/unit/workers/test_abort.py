@@ -11,8 +11,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from verl_rhyme.workers.vllm.gate import Gate
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine.gate import Gate
+from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Core:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:

@@ -10,14 +10,14 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_rhyme.agent_loop import agent_loop, room
+from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker
+from verl_rhyme.agent_loop.reports import NotReported
+from verl_rhyme.agent_loop.room import Room
+from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
+from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
+from verl_rhyme.processes.deadline import NoAnswer
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
-from verl_rhyme.workers import agent_loop, room
-from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker
-from verl_rhyme.workers.deadline import NoAnswer
-from verl_rhyme.workers.reports import NotReported
-from verl_rhyme.workers.room import Room
-from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
-from verl_rhyme.workers.stored_attempts import REPORT, TRAIN
 
 _Worker = SessionAgentLoopWorker.__ray_metadata__.modified_class
 

@@ -1,8 +1,8 @@
 import asyncio
 
+from verl_rhyme.coordinator import crew as crews
+from verl_rhyme.coordinator.crew import Crew
 from verl_rhyme.scheduling.attempts import Start
-from verl_rhyme.workers import crew as crews
-from verl_rhyme.workers.crew import Crew
 
 
 class _Method:

@@ -6,7 +6,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rhyme.workers.vllm.cuda_graphs import LARGEST, TOKENS_PER_ROW, capture_sizes, settings
+from verl_rhyme.engine.cuda_graphs import LARGEST, TOKENS_PER_ROW, capture_sizes, settings
 
 
 @given(st.integers(1, 4096), st.integers(1, 1 << 17))

@@ -51,7 +51,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from verl_rhyme.workers.vllm import draw_kernel as k
+from verl_rhyme.engine import draw_kernel as k
 
 floats = {n: "*fp32" for n in "temperatures scores chosen highest sums".split()}
 draw = {"logits": "*bf16", "stride": "i32", "keys": "*i64", "positions": "*i64", "vocabulary": "i32",
@@ -92,7 +92,7 @@ def test_batches_of_any_width_need_no_further_compilation(monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
 
-    from verl_rhyme.workers.vllm import draw_kernel
+    from verl_rhyme.engine import draw_kernel
 
     compiled = {}
 

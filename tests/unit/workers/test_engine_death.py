@@ -9,10 +9,10 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl_rhyme.workers import session as sessions
-from verl_rhyme.workers.request import DIED, FIELD
-from verl_rhyme.workers.vllm.gate import Gate
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.agent_loop import session as sessions
+from verl_rhyme.engine.gate import Gate
+from verl_rhyme.engine.server import RhymeHttpServer
+from verl_rhyme.processes.request import DIED, FIELD
 
 
 async def two_steps(prompt, params, request_id, **kwargs):

@@ -10,7 +10,7 @@ def test_a_worker_that_cannot_load_its_weights_ends_and_says_why():
     script = """
         import logging
         logging.basicConfig()
-        from verl_rhyme.workers.vllm import extension
+        from verl_rhyme.engine import extension
         from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as theirs
 
         def load(self, weights):
@@ -34,7 +34,7 @@ def test_a_worker_that_cannot_load_its_weights_ends_and_says_why():
 
 
 def test_both_ways_that_weights_come_are_held_so():
-    from verl_rhyme.workers.vllm.extension import RhymeWorkerExtension
+    from verl_rhyme.engine.extension import RhymeWorkerExtension
 
     for name in ("update_weights_from_ipc", "update_verl_delta_weights"):
         assert getattr(RhymeWorkerExtension, name).__wrapped__.__name__ == name

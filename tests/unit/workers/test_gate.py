@@ -2,7 +2,7 @@
 
 import asyncio
 
-from verl_rhyme.workers.vllm.gate import Gate
+from verl_rhyme.engine.gate import Gate
 
 
 async def started(work):

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from verl_rhyme.workers.vllm import server as servers
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine import server as servers
+from verl_rhyme.engine.server import RhymeHttpServer
 
 
 class Engine:

@@ -5,9 +5,9 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from verl_rhyme.workers import actor
-from verl_rhyme.workers.actor import streamed
-from verl_rhyme.workers.held_rows import JOIN, KEEP, HeldRows
+from verl_rhyme.actor import actor
+from verl_rhyme.actor.actor import streamed
+from verl_rhyme.actor.held_rows import JOIN, KEEP, HeldRows
 
 LENGTHS = (3, 5)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from verl_rhyme.drafting.histories import PENDING
+from verl_rhyme.engine import history_loader
+from verl_rhyme.engine.history_loader import HistoryLoader
 from verl_rhyme.history.copies import Copies, CopyReader
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
-from verl_rhyme.workers.vllm import history_loader
-from verl_rhyme.workers.vllm.history_loader import HistoryLoader
 
 NAMESPACE = "test"
 KEYS = [bytes([i]) * 16 for i in range(60)]

@@ -17,9 +17,9 @@ from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
-from verl_rhyme.workers import history_writer
-from verl_rhyme.workers.history_copies import node_copies_dir
-from verl_rhyme.workers.history_writer import HistoryWriter, node_history_dir
+from verl_rhyme.history_writer import history_writer
+from verl_rhyme.history_writer.history_copies import node_copies_dir
+from verl_rhyme.history_writer.history_writer import HistoryWriter, node_history_dir
 
 KEY = b"k" * 16
 NODES = ("a" * 16, "b" * 16)
@@ -28,7 +28,7 @@ import sys, time
 import numpy as np
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.record import Trajectory
-from verl_rhyme.workers.history_writer import HistoryWriter
+from verl_rhyme.history_writer.history_writer import HistoryWriter
 for folder in sys.argv[2:]:
     writer = HistoryWriter(folder, "vocabulary", HistoryConfig(max_bytes=1 << 20), sys.argv[1])
     writer.open()

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from verl_rhyme.scheduling.placement import Move
-from verl_rhyme.workers import moving as module
-from verl_rhyme.workers.moving import Moving
+from verl_rhyme.coordinator import moving as module
+from verl_rhyme.coordinator.moving import Moving
+from verl_rhyme.placement import Move
 
 
 class _Remote:
@@ -44,7 +44,7 @@ def _look(moves):
 
 
 def test_a_look_is_one_line_and_each_move_one_for_who_asks(caplog):
-    caplog.set_level(logging.DEBUG, "verl_rhyme.workers.moving")
+    caplog.set_level(logging.DEBUG, "verl_rhyme.coordinator.moving")
     _look([Move("0_0_1", "c", "saves 3 s of 9 s"), Move("0_1_1", "d", "saves 2 s of 6 s")])
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert info == ["2 samples go on at another replica; the first, 0_0_1 at c: saves 3 s of 9 s"]

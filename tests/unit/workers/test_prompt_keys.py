@@ -13,15 +13,15 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_rhyme.agent_loop import agent_loop
+from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
+from verl_rhyme.agent_loop.client import RhymeLLMServerClient
+from verl_rhyme.agent_loop.room import Room
+from verl_rhyme.agent_loop.session import STARTS
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
-from verl_rhyme.workers import agent_loop
-from verl_rhyme.workers.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
-from verl_rhyme.workers.client import RhymeLLMServerClient
-from verl_rhyme.workers.request import FIELD, RequestMeta
-from verl_rhyme.workers.room import Room
-from verl_rhyme.workers.session import STARTS
 
 #: What the template puts before each prompt; it changes at midnight.
 DATE = [24, 11]

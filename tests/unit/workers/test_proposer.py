@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from verl_rhyme.drafting.bounds import logits_budget, table_bounds
+from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.record import PromptHistory, Trajectory
 from verl_rhyme.history.store import HistoryStore
-from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.vllm.proposer import HistoryProposer
+from verl_rhyme.processes.request import RequestMeta
 
 VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
 NAMESPACE = "test"
@@ -297,7 +297,7 @@ def test_the_engine_waits_for_a_plan_and_so_pays_for_it(tmp_path, monkeypatch):
     """What a step cost is told from when its drafts began to be planned; not what admitting others took."""
     proposer = proposer_for(tmp_path / "h")
     clock, told = [100.0], []
-    monkeypatch.setattr("verl_rhyme.workers.vllm.proposer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("verl_rhyme.engine.proposer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     class Planner:
         def start(self, *_):

@@ -12,13 +12,13 @@ from ray.exceptions import RayActorError
 
 from tests.unit.lengths.test_ranker import SMALL, VOCABULARY, world
 from verl_rhyme.config import RankerConfig
+from verl_rhyme.coordinator import ranker_service
+from verl_rhyme.coordinator.ranker_service import RankerActor, RankerService, lacking
 from verl_rhyme.lengths import ranker
 from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
-from verl_rhyme.workers import ranker_service
-from verl_rhyme.workers.ranker_service import RankerActor, RankerService, lacking
 
 KNOWN = world(96)
 PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts)}

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from verl_rhyme import config_tree
-from verl_rhyme.config import ConfigError
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.config import ConfigError, config_tree
+from verl_rhyme.engine.server import RhymeHttpServer
 
 
 def options(model_type, drafting):

@@ -7,10 +7,10 @@ from typing import ClassVar
 import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 
-from verl_rhyme.workers.weights import manager as managers
-from verl_rhyme.workers.weights.engine import register
-from verl_rhyme.workers.weights.folder import WeightsError
-from verl_rhyme.workers.weights.manager import RelayManager
+from verl_rhyme.weights import manager as managers
+from verl_rhyme.weights.engine import register
+from verl_rhyme.weights.folder import WeightsError
+from verl_rhyme.weights.manager import RelayManager
 
 
 class Told:

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import pytest
 
-from verl_rhyme.workers import coordinator
-from verl_rhyme.workers.coordinator import Coordinator
-from verl_rhyme.workers.messages import Before, NotOpen
+from verl_rhyme.coordinator import coordinator
+from verl_rhyme.coordinator.coordinator import Coordinator
+from verl_rhyme.processes.messages import Before, NotOpen
 
 
 class Crew:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from transfer_queue.storage.simple_storage import StorageUnitData
 
+from verl_rhyme.agent_loop import reports as module
+from verl_rhyme.agent_loop import room as room_module
+from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.scheduling.attempts import Ended
-from verl_rhyme.workers import reports as module
-from verl_rhyme.workers import room as room_module
-from verl_rhyme.workers.reports import Reports
 
 
 class Queue:

@@ -11,9 +11,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import SamplingParams
 
 from verl_rhyme.config import RhymeConfig
-from verl_rhyme.workers.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
-from verl_rhyme.workers.vllm.gate import Gate
-from verl_rhyme.workers.vllm.server import RhymeHttpServer
+from verl_rhyme.engine.gate import Gate
+from verl_rhyme.engine.server import RhymeHttpServer
+from verl_rhyme.processes.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 
 
 class Engine:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 # The modules import vLLM's samplers.
-drawer = pytest.importorskip("verl_rhyme.workers.vllm.drawer")
-sampler = pytest.importorskip("verl_rhyme.workers.vllm.sampler")
+drawer = pytest.importorskip("verl_rhyme.engine.drawer")
+sampler = pytest.importorskip("verl_rhyme.engine.sampler")
 
 
 def test_output_ends_with_the_first_difference():

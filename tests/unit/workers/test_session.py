@@ -13,11 +13,11 @@ from transfer_queue.utils import serial_utils
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_rhyme.agent_loop import session as sessions
+from verl_rhyme.agent_loop.client import RhymeLLMServerClient
+from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.history.keys import prompt_key
-from verl_rhyme.workers import session as sessions
-from verl_rhyme.workers.client import RhymeLLMServerClient
-from verl_rhyme.workers.request import FIELD, RequestMeta
-from verl_rhyme.workers.session import Interrupted, Session, Turn
+from verl_rhyme.processes.request import FIELD, RequestMeta
 
 PROMPT, BUDGET = [1, 2, 3], 20
 
@@ -330,7 +330,7 @@ def test_so_does_one_that_verls_client_would_resume(monkeypatch, dispatched):
     async def no_wait(_):
         client.version += 1
 
-    monkeypatch.setattr("verl_rhyme.workers.client.asyncio.sleep", no_wait)
+    monkeypatch.setattr("verl_rhyme.agent_loop.client.asyncio.sleep", no_wait)
     client = Client([5, 3], resumes=True, interruptible=dispatched)
     session = sample(partial=True) if dispatched else Session()
     output = attempt(client, session, params={**PENALTY, "max_tokens": 10})

@@ -15,9 +15,9 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
 from verl_rhyme import patches
+from verl_rhyme.engine import earlier_text
+from verl_rhyme.processes.request import RequestMeta
 from verl_rhyme.sampling.continuation import continued
-from verl_rhyme.workers.request import RequestMeta
-from verl_rhyme.workers.vllm import earlier_text
 
 KINDS = list(RequestOutputKind)
 PROMPT = [0, 1]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rhyme.workers import stored_samples
-from verl_rhyme.workers.stored_samples import StoredSamples
+from verl_rhyme.processes import stored_samples
+from verl_rhyme.processes.stored_samples import StoredSamples
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5)), max_size=30)
 

@@ -10,13 +10,13 @@ import torch
 from omegaconf import OmegaConf
 from relay_world import Near, Replica, known, let_go, publish, weights, write
 
-from verl_rhyme.workers.weights import engine as engines
-from verl_rhyme.workers.weights import folder as folders
-from verl_rhyme.workers.weights import relay as relays
-from verl_rhyme.workers.weights.engine import RelayCheckpointEngine, narrowed
-from verl_rhyme.workers.weights.folder import UnsentError, WeightsError, claim
-from verl_rhyme.workers.weights.manager import travels_in
-from verl_rhyme.workers.weights.relay import Relay
+from verl_rhyme.weights import engine as engines
+from verl_rhyme.weights import folder as folders
+from verl_rhyme.weights import relay as relays
+from verl_rhyme.weights.engine import RelayCheckpointEngine, narrowed
+from verl_rhyme.weights.folder import UnsentError, WeightsError, claim
+from verl_rhyme.weights.manager import travels_in
+from verl_rhyme.weights.relay import Relay
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ class TestTwoVersions:
         reader = """
 import sys
 from pathlib import Path
-from verl_rhyme.workers.weights.folder import Folder
+from verl_rhyme.weights.folder import Folder
 reading = Folder(Path(sys.argv[1])).read(1)
 next(reading)
 print("reads", flush=True)

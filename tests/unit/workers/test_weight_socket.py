@@ -8,8 +8,8 @@ import ray
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_rhyme.workers.vllm import weight_socket
-from verl_rhyme.workers.vllm.weight_socket import RhymeServerAdapter
+from verl_rhyme.engine import weight_socket
+from verl_rhyme.engine.weight_socket import RhymeServerAdapter
 
 
 @pytest.fixture

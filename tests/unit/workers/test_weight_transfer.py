@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.workers.weights.coding import DamagedError, Form, decode, encode
-from verl_rhyme.workers.weights.folder import Folder, WeightsError
-from verl_rhyme.workers.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
-from verl_rhyme.workers.weights.sending import Base, Sender
-from verl_rhyme.workers.weights.sites import Hop, tree
-from verl_rhyme.workers.weights.transfer import Chunk, Part, Transfer, all_chunks, digest, identity
+from verl_rhyme.weights.coding import DamagedError, Form, decode, encode
+from verl_rhyme.weights.folder import Folder, WeightsError
+from verl_rhyme.weights.receiving import LinkError, Patience, Receiver, ask_parts, base_of, begin
+from verl_rhyme.weights.sending import Base, Sender
+from verl_rhyme.weights.sites import Hop, tree
+from verl_rhyme.weights.transfer import Chunk, Part, Transfer, all_chunks, digest, identity
 
 CHUNK = 64
 

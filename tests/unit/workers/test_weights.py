@@ -16,18 +16,18 @@ import torch
 from ray.exceptions import RayActorError
 from relay_world import Dead, Near, Replica, known, let_go, publish, same, weights, write
 
-from verl_rhyme import ownership
-from verl_rhyme.workers.weights import folder as folders
-from verl_rhyme.workers.weights import relay as relays
-from verl_rhyme.workers.weights.engine import RelayCheckpointEngine
-from verl_rhyme.workers.weights.folder import Folder, UnsentError, WeightsError, claim
-from verl_rhyme.workers.weights.relay import Relay
-from verl_rhyme.workers.weights.transfer import identity
+from verl_rhyme.history import ownership
+from verl_rhyme.weights import folder as folders
+from verl_rhyme.weights import relay as relays
+from verl_rhyme.weights.engine import RelayCheckpointEngine
+from verl_rhyme.weights.folder import Folder, UnsentError, WeightsError, claim
+from verl_rhyme.weights.relay import Relay
+from verl_rhyme.weights.transfer import identity
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from verl_rhyme.workers.weights.folder import claim
+from verl_rhyme.weights.folder import claim
 folder = claim(Path(sys.argv[1]))
 (folder.path / "file").write_bytes(b"weights")
 print(folder.path, flush=True)

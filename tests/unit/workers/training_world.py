@@ -20,28 +20,29 @@ from tensordict import TensorDict
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from verl_rhyme.agent_loop import agent_loop, reports, stored_attempts
+from verl_rhyme.agent_loop.client import RhymeLLMServerClient
+from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, current
+from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import ElasticConfig
+from verl_rhyme.coordinator import coordinator, crew, replica_start, replicas
+from verl_rhyme.coordinator.coordinator import Coordinator
+from verl_rhyme.coordinator.replicas import Spares
+from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
+from verl_rhyme.planning.cost import TYPICAL
+from verl_rhyme.processes.deaths import ReplicaDied
+from verl_rhyme.processes.messages import Handed, Setting
+from verl_rhyme.router.router import PlacementRouter
 from verl_rhyme.scheduling.attempts import Attempt, sample_of
-from verl_rhyme.scheduling.cost import TYPICAL
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import driver as driver_module
 from verl_rhyme.trainer import topology
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.reserve import Reserve
-from verl_rhyme.workers import agent_loop, coordinator, crew, replica_start, replicas, reports, stored_attempts
-from verl_rhyme.workers.client import RhymeLLMServerClient
-from verl_rhyme.workers.coordinator import Coordinator
-from verl_rhyme.workers.deaths import ReplicaDied
-from verl_rhyme.workers.messages import Handed, Setting
-from verl_rhyme.workers.replicas import Spares
-from verl_rhyme.workers.router import PlacementRouter
-from verl_rhyme.workers.session import PROMPTS, SESSIONS, STARTS, current
-from verl_rhyme.workers.stored_attempts import TRAIN
-from verl_rhyme.workers.vllm.gate import Gate
-from verl_rhyme.workers.weights import manager
-from verl_rhyme.workers.weights.delivery import Delivery
-from verl_rhyme.workers.weights.manager import RelayManager
+from verl_rhyme.weights import manager
+from verl_rhyme.weights.delivery import Delivery
+from verl_rhyme.weights.manager import RelayManager
 
 _Worker = agent_loop.SessionAgentLoopWorker.__ray_metadata__.modified_class
 

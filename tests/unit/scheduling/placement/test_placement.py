@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.scheduling.placement import POLICIES, Fleet, LeastLoaded, NoReplica, Placement, Request, StickyGroup
-from verl_rhyme.scheduling.placement.fleet import REQUESTS, TOKENS
+from verl_rhyme.placement import POLICIES, Fleet, LeastLoaded, NoReplica, Placement, Request, StickyGroup
+from verl_rhyme.placement.fleet import REQUESTS, TOKENS
 
 FACTOR = 1.25
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from verl_rhyme.config import LENGTH_PLACEMENTS
 from verl_rhyme.lengths.outlook import CELLS, certain, edges
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
-from verl_rhyme.scheduling.placement import POLICIES, Ahead, Load, Placement, Progress, Request
+from verl_rhyme.placement import POLICIES, Ahead, Load, Placement, Progress, Request
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
 COST = ReplicaCost(StepCost(10e-3, 33e-6, 26e-9), slots=8, room=50_000)
 LENGTHS = st.lists(st.one_of(st.none(), st.floats(1, 20_000)), min_size=1, max_size=40)
@@ -358,7 +358,7 @@ def test_what_a_coordinator_finds_running_does_not_keep_distributions_out(look):
 @pytest.mark.parametrize(("replicas", "most"), [(4, 10**6), (4, 16), (1, 10**6)])
 def test_what_waits_is_planned_anew_soon_however_much_runs(monkeypatch, replicas, most):
     """A look at some, too, is a look: or a quarter of the slots would stand empty before what waits is planned."""
-    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", most)
+    monkeypatch.setattr("verl_rhyme.placement.makespan._WATCHED", most)
     placement = fleet("makespan", replicas, ReplicaCost(COST.step, slots=16, room=10**7))
     requests = known([4_000] * 100)
     where = dict(zip((r.id for r in requests), placement.place(requests), strict=True))
@@ -377,7 +377,7 @@ def test_what_waits_is_planned_anew_soon_however_much_runs(monkeypatch, replicas
 
 
 def test_of_more_than_can_be_looked_at_each_has_its_turn(monkeypatch):
-    monkeypatch.setattr("verl_rhyme.scheduling.placement.makespan._WATCHED", 10)
+    monkeypatch.setattr("verl_rhyme.placement.makespan._WATCHED", 10)
     placement = fleet("makespan", 4, ReplicaCost(COST.step, 1e-6, slots=64, room=10**7), gain=1e-3)
     for n, request in enumerate(known([8_000] * 40)):
         placement.acquire(request._replace(planned=f"r{max(0, n - 28) % 4}"))

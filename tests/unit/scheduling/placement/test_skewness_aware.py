@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.lengths.outlook import certain, edges
-from verl_rhyme.scheduling.cost import ReplicaCost, StepCost
-from verl_rhyme.scheduling.placement import Ahead, Load, Placement, Progress, Request, skewness_aware
-from verl_rhyme.scheduling.placement.pools import Replicas, Samples, several, takes, two
-from verl_rhyme.scheduling.placement.skewness_aware import _Place
+from verl_rhyme.placement import Ahead, Load, Placement, Progress, Request, skewness_aware
+from verl_rhyme.placement.pools import Replicas, Samples, several, takes, two
+from verl_rhyme.placement.skewness_aware import _Place
+from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
 FAST = ReplicaCost(StepCost(5e-3, 33e-6, 26e-9), slots=4, room=30_000)
 SLOW = ReplicaCost(StepCost(12e-3, 20e-6, 50e-9), slots=8, room=90_000)

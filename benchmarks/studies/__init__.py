@@ -1,0 +1,1 @@
+"""What answered a question once; its reports stand in ``docs/``, frozen ones in ``docs/studies``."""

@@ -1,0 +1,173 @@
+"""verl's actor worker, whose update may come in parts (:mod:`verl_rhyme.actor.streamed_update`).
+
+A mixin over verl's ``ActorRolloutRefWorker``, ``DetachActorWorker``, or a class of your own that derives from them;
+:func:`streamed` puts it before any of them. ``update_actor`` is theirs as ever, unless the data say that they are a
+part (:data:`PART`): then gradients are added up, and ``finish_update`` takes the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric.utils import Metric
+from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from verl_rhyme.actor.held_rows import ROWS
+from verl_rhyme.actor.streamed_update import BY_TOKENS, StreamedUpdate, why_not
+
+#: Beside the data of ``update_actor``: they are a part of a mini-batch.
+PART = "rhyme_part"
+
+
+class StreamedActor(ActorRolloutRefWorker):
+    """See the module."""
+
+    _update: StreamedUpdate | None = None
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, of rows that may be here (:mod:`verl_rhyme.actor.held_rows`)."""
+        return super().compute_log_prob(ROWS.joined(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, of rows that may be here."""
+        return super().compute_ref_log_prob(ROWS.joined(data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fetched_bytes(self) -> tuple[int, int]:
+        """Of tensors, what stages of parts fetched and what they had already, since the last call; rows go."""
+        ROWS.drop()
+        return ROWS.counts()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        """verl's; or gradients of a part.
+
+        Args:
+            data: As verl's takes it. A part has as many samples on each data parallel rank; ``global_batch_size`` is
+                the whole mini-batch's.
+
+        Returns:
+            As verl's; of a part no metrics but ``mfu``, which verl's trainer looks for.
+
+        Raises:
+            CannotStream: This engine cannot add up gradients of parts.
+        """
+        data = ROWS.joined(data)
+        if not tu.pop(data, key=PART, default=False):
+            return super().update_actor(data)
+        ROWS.drop()  # this is the last stage
+        assert self.actor is not None, "this worker has no actor"
+        began = time.perf_counter()
+        maybe_fix_3d_position_ids(data)
+        if self.enable_routing_replay:
+            tu.assign_non_tensor_data(data, "enable_routing_replay", True)
+        if self._update is None:
+            by_tokens = self.config.actor.loss_agg_mode == BY_TOKENS
+            self._update = StreamedUpdate(self.actor.engine, self.actor.loss_fn, by_tokens)
+            self._sequences: list[int] = []
+            self._seconds = 0.0
+        try:
+            self._sequences += data["input_ids"].offsets().diff().tolist()
+            self._update.add(_with_defaults(data, self.actor))
+        except BaseException:
+            self.drop_update()  # its gradients are of nothing whole
+            raise
+        self._seconds += time.perf_counter() - began
+        if not self.actor.engine.is_mp_src_rank_with_outputs():
+            return None
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"mfu": [0.0]}}).cpu()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def why_updates_wait(self) -> str | None:
+        """What of the engine, or of a class of your own, keeps gradients until the whole batch is there; ``None``:
+        nothing does."""
+        if self.actor is None:
+            return None
+        if super(StreamedActor, type(self)).update_actor is not ActorRolloutRefWorker.update_actor:
+            return f"{type(self).__name__}.update_actor is your own, and takes whole batches"
+        for name in ("train_mini_batch", "train_batch"):
+            if getattr(type(self.actor), name) is not getattr(TrainingWorker, name):
+                return f"{type(self.actor).__name__}.{name} is your own, and takes whole mini-batches"
+        return why_not(self.actor.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_update(self) -> dict[str, Any] | None:
+        """Take the optimizer's step and the learning rate's.
+
+        Returns:
+            Metrics of the whole mini-batch, as ``update_actor`` has them; ``None`` on ranks that have none.
+        """
+        update, actor = self._update, self.actor
+        if update is None or actor is None:
+            raise RuntimeError("there is no update to finish: no part was added")
+        self._update = None
+        began = time.perf_counter()
+        output = update.finish()
+        rate = actor.engine.lr_scheduler_step()
+        actor.profiler.step()
+        sequences: list[Any] = [self._sequences]
+        if (group := actor.engine.get_data_parallel_group()) is not None:
+            sequences = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(sequences, self._sequences, group)
+        if not actor.engine.is_mp_src_rank_with_outputs():
+            return None
+        output.pop("model_output")
+        output["metrics"]["lr"] = rate
+        told = actor._postprocess_output(
+            output,
+            global_token_num=list(chain.from_iterable(sequences)),
+            delta_time=self._seconds + time.perf_counter() - began,
+            forward_only=False,
+            images_seqlens=None,
+        )
+        return {name: _over_ranks(value) for name, value in tu.get(told, "metrics").items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def drop_update(self) -> None:
+        """Forget what was added since the last step, if anything was."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.drop()
+
+
+def streamed(worker: type[ActorRolloutRefWorker]) -> type[ActorRolloutRefWorker]:
+    """The class with :class:`StreamedActor` before it; one that has it stays as it is."""
+    if issubclass(worker, StreamedActor):
+        return worker
+    return type(f"Streamed{worker.__name__}", (StreamedActor, worker), {"__module__": worker.__module__})
+
+
+def _over_ranks(value: Any) -> list[Any]:
+    """A metric of all data parallel ranks."""
+    if isinstance(value, Metric):
+        return [value.aggregate()]
+    if not isinstance(value, list):
+        return [value]
+    if value and isinstance(value[0], Metric):
+        return [Metric.aggregate_dp(value)]
+    return list(chain.from_iterable(each if isinstance(each, list) else [each] for each in value))
+
+
+def _with_defaults(data: TensorDict, actor: TrainingWorker) -> TensorDict:
+    """What ``train_batch`` puts beside the data where nobody did."""
+    options = actor.engine_config
+    defaults = {
+        "use_remove_padding": actor.model_config.get("use_remove_padding", False),
+        "use_dynamic_bsz": options.use_dynamic_bsz,
+        "max_token_len_per_gpu": options.max_token_len_per_gpu,
+        "micro_batch_size_per_gpu": options.micro_batch_size_per_gpu,
+        "use_fused_kernels": options.use_fused_kernels,
+    }
+    for name, value in defaults.items():
+        if name not in data.keys():  # noqa: SIM118  (a TensorDict's "in" is something else)
+            tu.assign_non_tensor(data, **{name: value})
+    return data

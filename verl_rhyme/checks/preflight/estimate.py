@@ -1,0 +1,124 @@
+"""The memory estimate of a plan: phases, vLLM's share, host and disk, and how it reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_rhyme.checks.preflight import memory
+from verl_rhyme.checks.preflight.architecture import Architecture
+from verl_rhyme.checks.preflight.memory import CONTEXT, Phase, Serving
+from verl_rhyme.checks.preflight.plan import Plan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one GPU by phase, of vLLM, on one host and of one checkpoint.
+
+    Attributes:
+        parameters: Of the model, a count.
+        gpu_bytes: What a GPU has (on a CPU: the host's memory, shared by the node's ranks).
+        phases: On a GPU of each pool: "update", "optimizer step", "old log-probs", "rollout" (colocated, or
+            "rollout pool" of GPUs that only sample).
+        serving: What vLLM makes of its share.
+        host: By component, on one node: offloaded states and the model while it is loaded.
+        checkpoint: Bytes of one checkpoint of the actor.
+        left_out: What is not in it, in words.
+    """
+
+    parameters: int
+    gpu_bytes: int
+    phases: dict[str, Phase]
+    serving: Serving
+    host: dict[str, int]
+    checkpoint: int
+    left_out: tuple[str, ...]
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The fullest phase and its bytes."""
+        return max(((name, phase.total) for name, phase in self.phases.items()), key=lambda found: found[1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict, bytes throughout."""
+        return {
+            **asdict(self),
+            "phases": {name: {**phase.components, "total": phase.total} for name, phase in self.phases.items()},
+            "left_out": list(self.left_out),
+        }
+
+
+def estimate(model: Architecture, plan: Plan, gpu_bytes: int) -> Estimate | None:
+    """Put the phases of a plan together; ``None`` where verl's strategy is not one that is estimated."""
+    training = plan.training
+    if training is None:
+        return None
+    on_cpu = plan.device == "cpu"
+    context = {} if on_cpu else {"context": CONTEXT}
+    serving = memory.serve(model, plan.rollout, gpu_bytes)
+    served = {"vLLM": serving.share, "drafts": plan.rollout.draft_bytes}
+    head = memory.draft_head(model, plan.rollout)
+    beside_engine = {"draft head": head} if head else {}
+    served |= beside_engine
+    asleep = served if plan.colocated and not plan.sleeps else beside_engine if plan.colocated else {}
+    reference = memory.states(model, training)["parameters"] if plan.reference and not plan.lora else 0
+    phases = {
+        "update": memory.update(model, training),
+        "optimizer step": memory.optimizer_step(model, training),
+    }
+    old = memory.log_prob(model, training)
+    if old is not None:
+        phases["old log-probs"] = old
+    on_gpu_reference = reference if training.engine == "megatron" and not training.parameter_offload else 0
+    beside = {"reference": on_gpu_reference} if on_gpu_reference else {}
+    phases = {name: Phase({**phase.components, **beside, **asleep, **context}) for name, phase in phases.items()}
+    if plan.colocated:
+        held = {"actor at rest": memory.resident(model, training), **beside}
+        phases["rollout"] = Phase({**held, **served, **context})
+    if plan.standalone:
+        phases["rollout pool"] = Phase({**served, **context})
+    node = min(plan.gpus_per_node, plan.train_gpus)
+    host = {
+        "offloaded states": node * memory.offloaded(model, training),
+        "reference": node * (reference - on_gpu_reference),
+        # the first rank reads the whole model before it is split
+        "model while loading": (4 if training.engine != "megatron" else 2) * model.parameters,
+    }
+    left_out = [name for name, there in (("the critic", plan.critic), ("LoRA's savings", plan.lora > 0)) if there]
+    return Estimate(model.parameters, gpu_bytes, phases, serving, host, memory.checkpoint_bytes(model), tuple(left_out))
+
+
+def lines(found: Estimate, plan: Plan, source: str) -> list[str]:
+    """The estimate as text, GiB throughout."""
+    has = gib(found.gpu_bytes)
+    told = [
+        f"model: {count(found.parameters)} parameters; "
+        + (f"this host has {has}" if plan.device == "cpu" else f"a GPU has {has} ({source})"),
+        f"training: {plan.train_gpus} GPUs, {plan.strategy}, data parallel {plan.data_parallel} x model parallel "
+        f"{plan.model_parallel}, {plan.training.tokens if plan.training else 0} tokens a micro-batch on a GPU",
+    ]
+    for name, phase in found.phases.items():
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in phase.components.items() if size >= 1 << 16)
+        told.append(f"{name}: {gib(phase.total)} a GPU ({parts})")
+    serving = found.serving
+    told += [
+        f"vLLM: {plan.replicas} replicas of {plan.replica_gpus} GPUs; {gib(serving.share)} a GPU: weights "
+        f"{gib(serving.weights)}, activations {gib(serving.activations)}, KV cache {gib(max(0, serving.cache))}",
+        f"KV cache: {serving.bytes_per_token} bytes a token on each GPU, {serving.tokens} tokens a replica, "
+        f"{serving.sequences:.1f} sequences of {plan.rollout.longest} tokens at once",
+        "host, each node: " + ", ".join(f"{part} {gib(size)}" for part, size in found.host.items() if size),
+        f"checkpoint: {gib(found.checkpoint)}",
+    ]
+    if found.left_out:
+        told.append(f"not in it: {', '.join(found.left_out)}")
+    return told
+
+
+def count(parameters: int) -> str:
+    """A number of parameters in billions, or in millions where they are few."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, or in MiB where they are few."""
+    return f"{size / (1 << 30):.1f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

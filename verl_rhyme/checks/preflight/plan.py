@@ -1,0 +1,283 @@
+"""What verl will do with a resolved config: pools, parallel sizes, tokens of a micro-batch, vLLM's settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_rhyme.checks.preflight.memory import Rollout, Training
+from verl_rhyme.config import ConfigError, config_tree
+
+_BYTES = {"fp32": 4, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # all others: 2
+
+#: verl's ``actor.strategy`` and what the estimate calls it.
+ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
+
+
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+#: What is reckoned with as a whole number.
+_WHOLE = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.total_epochs",
+    "trainer.save_freq",
+    "trainer.v1.separate_async.parameter_sync_step",
+    f"{_ACTOR}.ppo_mini_batch_size",
+    f"{_ACTOR}.megatron.tensor_model_parallel_size",
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size",
+    f"{_ACTOR}.megatron.context_parallel_size",
+    f"{_ROLLOUT}.n",
+    f"{_ROLLOUT}.nnodes",
+    f"{_ROLLOUT}.n_gpus_per_node",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.data_parallel_size",
+    f"{_ROLLOUT}.pipeline_model_parallel_size",
+    f"{_ROLLOUT}.max_num_seqs",
+    f"{_ROLLOUT}.max_num_batched_tokens",
+)
+
+#: The same, or null.
+_WHOLE_OR_NULL = (
+    "data.train_max_samples",
+    "trainer.total_training_steps",
+    "trainer.max_actor_ckpt_to_keep",
+    f"{_ACTOR}.ppo_micro_batch_size",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.ulysses_sequence_parallel_size",
+    f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+    f"{_ROLLOUT}.log_prob_micro_batch_size",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{_ROLLOUT}.max_model_len",
+)
+
+_NUMBERS = (f"{_ROLLOUT}.gpu_memory_utilization",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that the config asks for.
+
+    Attributes:
+        strategy: ``actor_rollout_ref.actor.strategy``.
+        device: ``trainer.device``.
+        training: ``None`` where the strategy is not one of :data:`ENGINES`.
+        rollout: vLLM's settings.
+        train_gpus, rollout_gpus: Of each pool; the same GPUs where ``colocated``.
+        gpus_per_node: Of the training pool.
+        colocated: vLLM samples on the GPUs that train.
+        standalone: There is a pool that only samples.
+        sleeps: vLLM frees its memory while the actor trains.
+        data_parallel: Copies of the actor that see different samples.
+        model_parallel: GPUs of one such copy.
+        replica_gpus: GPUs of one vLLM replica.
+        reference, critic: Models beside the actor.
+        lora: The rank, 0 without.
+        sent_bytes: Of an element of the weights as the relay holds them.
+    """
+
+    strategy: str
+    device: str
+    training: Training | None
+    rollout: Rollout
+    train_gpus: int
+    rollout_gpus: int
+    gpus_per_node: int
+    colocated: bool
+    standalone: bool
+    sleeps: bool
+    data_parallel: int
+    model_parallel: int
+    replica_gpus: int
+    reference: bool
+    critic: bool
+    lora: int
+    sent_bytes: int
+
+    @property
+    def replicas(self) -> int:
+        """vLLM replicas of all pools."""
+        pools = self.colocated * self.train_gpus + self.standalone * self.rollout_gpus
+        return pools // self.replica_gpus
+
+
+def check_numbers(config: Any) -> None:
+    """Look whether sizes are numbers at all, before anything reckons with them; verl's own tree types none of them.
+
+    Raises:
+        ConfigError: It names each that is none.
+    """
+    kinds = ((_WHOLE, int, "a whole number"), (_WHOLE_OR_NULL, int, "a whole number"), (_NUMBERS, float, "a number"))
+    wrong = []
+    for keys, kind, what in kinds:
+        for key in keys:
+            value = OmegaConf.select(config, key, default=0)  # an engine's keys are there if it is
+            if value is None and keys is _WHOLE_OR_NULL:
+                continue
+            try:
+                kind(value)
+            except (TypeError, ValueError, OverflowError):
+                wrong.append(f"{key} must be {what}, not {'null' if value is None else repr(value)}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def read(config: Any, max_positions: int | None = None) -> Plan:
+    """Read verl's resolved config (a ``DictConfig``).
+
+    Args:
+        config: Resolved.
+        max_positions: The model's ``max_position_embeddings``, which verl takes where ``max_model_len`` is null.
+    """
+    ref = config.actor_rollout_ref
+    actor, rollout = ref.actor, ref.rollout
+    strategy = str(actor.strategy)
+    gpus = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    engine = actor.get("megatron" if strategy == "megatron" else "fsdp_config") or {}
+    if strategy == "megatron":
+        tp, pp, cp = (int(engine[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "context"))
+        split = cp
+    else:
+        tp = pp = cp = 1
+        split = max(
+            int(engine.get("ulysses_sequence_parallel_size", 1)), int(actor.get("ulysses_sequence_parallel_size", 1))
+        )
+    model_parallel = tp * pp * split
+    data_parallel = max(1, gpus // model_parallel)
+    colocated = bool(ref.get("hybrid_engine", True))
+    standalone = config.trainer.v1.trainer_mode == "separate_async"
+    lora = int(ref.model.get("lora_rank") or 0) or int((ref.model.get("lora") or {}).get("rank") or 0)
+    training = None
+    if strategy in ENGINES:
+        device = str(config.trainer.device)
+        local = -(-int(actor.ppo_mini_batch_size) * int(rollout.n) // data_parallel)
+        tokens, whole = _tokens(config, actor, "ppo", local, split, data_parallel)
+        bypass = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
+        log_prob = None if bypass else _tokens(config, rollout, "log_prob", local, split, data_parallel)[0]
+        training = Training(
+            engine=ENGINES[strategy],
+            world=gpus,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            tokens=tokens,
+            log_prob_tokens=log_prob,
+            accumulate=whole > tokens,
+            fused_kernels=bool(actor.get("use_fused_kernels")),
+            entropy=bool(actor.get("entropy_coeff")) or bool(actor.get("calculate_entropy")),
+            parameter_offload=bool(engine.get("param_offload")),
+            optimizer_offload=bool(engine.get("optimizer_offload")),
+            **(_megatron(engine) if strategy == "megatron" else _fsdp(engine, ref, strategy, gpus, device)),
+        )
+    critic = config.critic.get("enable")
+    replica = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
+    return Plan(
+        strategy=strategy,
+        device=str(config.trainer.device),
+        training=training,
+        rollout=_rollout(config, max_positions),
+        train_gpus=gpus,
+        rollout_gpus=int(rollout.nnodes) * int(rollout.n_gpus_per_node) if standalone else gpus,
+        gpus_per_node=int(config.trainer.n_gpus_per_node),
+        colocated=colocated,
+        standalone=standalone,
+        sleeps=bool(rollout.free_cache_engine),
+        data_parallel=data_parallel,
+        model_parallel=model_parallel,
+        replica_gpus=math.prod(map(int, replica)),
+        reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
+        critic=config.algorithm.adv_estimator == "gae" if critic is None else bool(critic),
+        lora=lora,
+        sent_bytes=_sent(rollout, training),
+    )
+
+
+def sequence_tokens(config: Any) -> int:
+    """The longest prompt and response."""
+    return int(config.data.max_prompt_length) + int(config.data.max_response_length)
+
+
+def _tokens(config: Any, section: Any, kind: str, local: int, split: int, data_parallel: int) -> tuple[int, int]:
+    """Tokens of a micro-batch on one GPU, and of the whole mini-batch that it is cut from.
+
+    A dynamic micro-batch is filled up to its budget, but a sequence is never cut, so one of full length counts where
+    it is above the budget.
+    """
+    longest = -(-sequence_tokens(config) // split)
+    whole = local * longest
+    dynamic = section.get("use_dynamic_bsz" if kind == "ppo" else "log_prob_use_dynamic_bsz")
+    if dynamic:
+        return min(whole, max(int(section[f"{kind}_max_token_len_per_gpu"]), longest)), whole
+    rows = section.get(f"{kind}_micro_batch_size_per_gpu")
+    if rows is None:
+        rows = -(-int(section.get(f"{kind}_micro_batch_size") or data_parallel) // data_parallel)
+    return min(int(rows), local) * longest, whole
+
+
+def _megatron(engine: Any) -> dict[str, Any]:
+    return {
+        "sequence_parallel": bool(engine.sequence_parallel),
+        "distributed_optimizer": bool(engine.use_distributed_optimizer),
+        "recompute": (engine.get("override_transformer_config") or {}).get("recompute_granularity") == "full",
+        "chunked_entropy": bool(engine.get("entropy_from_logits_with_chunking")),
+    }
+
+
+def _fsdp(engine: Any, ref: Any, strategy: str, gpus: int, device: str) -> dict[str, Any]:
+    size = int(engine.get("fsdp_size", -1))
+    mixed = engine.get("mixed_precision") or {}
+    chunked = bool(engine.get("entropy_from_logits_with_chunking")) or bool(engine.get("use_torch_compile"))
+    return {
+        "shards": size if 0 < size < gpus else gpus,
+        "recompute": bool(ref.model.enable_gradient_checkpointing),
+        "parameter_bytes": _size(engine.get("model_dtype") or "fp32"),
+        "compute_bytes": _size(mixed.get("param_dtype", "bf16")),
+        "reduce_bytes": _size(mixed.get("reduce_dtype", "fp32")),
+        "fused_loss": device != "cpu",
+        "foreach": device != "cpu",
+        "chunked_entropy": chunked,
+        "always_offloaded": strategy == "fsdp2" and bool(engine.get("offload_policy")),
+    }
+
+
+def _rollout(config: Any, max_positions: int | None) -> Rollout:
+    rollout = config.actor_rollout_ref.rollout
+    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    try:
+        rhyme = config_tree.from_verl(config)
+    except ConfigError:  # a finding of its own
+        rhyme = None
+    weight = _size(rollout.dtype)
+    cache = str(engine.get("kv_cache_dtype") or "auto")
+    return Rollout(
+        tp=int(rollout.tensor_model_parallel_size),
+        pp=int(rollout.pipeline_model_parallel_size),
+        utilization=float(rollout.gpu_memory_utilization),
+        max_model_len=int(rollout.max_model_len or max_positions or sequence_tokens(config)),
+        longest=sequence_tokens(config),
+        max_num_seqs=int(rollout.max_num_seqs),
+        max_num_batched_tokens=int(rollout.max_num_batched_tokens),
+        weight_bytes=weight,
+        cache_bytes=weight if cache == "auto" else _size(cache),
+        draft_bytes=rhyme.drafting.logits_memory if rhyme and rhyme.drafting.enable else 0,
+        draft_head=bool(rhyme and rhyme.drafting.enable and rhyme.drafting.head),
+    )
+
+
+def _sent(rollout: Any, training: Training | None) -> int:
+    """FSDP's float32 is narrowed to what engines compute in, unless they quantise it: ``weights/engine.py``."""
+    held = 2 if training is not None and training.engine == "megatron" else getattr(training, "parameter_bytes", 4)
+    return held if rollout.get("quantization") else min(held, max(2, _size(rollout.dtype)))
+
+
+def _size(dtype: Any) -> int:
+    return _BYTES.get(str(dtype).removeprefix("torch."), 2)

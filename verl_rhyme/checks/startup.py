@@ -1,0 +1,152 @@
+"""What must be right before anything heavy starts. Called before Ray does, for commands with a rhyme tree."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from verl_rhyme.checks import combinations, loss_normalisation, queue_room, stale_tokens, weight_bucket
+from verl_rhyme.checks.combinations import Refusal
+from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
+from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
+from verl_rhyme.router import router_file
+
+logger = logging.getLogger(__name__)
+
+#: The releases whose seams this version was built on; the doctor checks the same.
+SUPPORTED = {"verl": "0.9.1", "vllm": "0.24.0"}
+
+#: What a weight sync through /dev/shm needs at least.
+SHM_BYTES = 256 << 20
+
+
+def check(config: Any) -> None:
+    """Refuse, with how to mend it, what would fail later or be ignored in silence.
+
+    Args:
+        config: verl's whole config. Without a rhyme tree, or with ``enable=false``, only that nothing of ours that
+            needs rhyme is left in it.
+
+    Raises:
+        ConfigError: See the message.
+    """
+    if isinstance(config.get("rhyme"), str):
+        raise ConfigError(str(combinations.group_not_found(config.rhyme)))
+    rhyme = config_tree.from_verl(config)
+    if rhyme is not None:
+        _check_versions()
+        _check_plugin()
+    for refusal in refusals(config, rhyme):
+        raise ConfigError(str(refusal))
+    if rhyme is None:
+        return
+    check_agent_loops(config, rhyme)
+    _check_files(config)
+    _check_shared_memory()
+    for refusal in weight_bucket.refusals(config):
+        raise ConfigError(str(refusal))
+    for told in loss_normalisation.contradictions(config, rhyme):
+        logger.warning("%s", told)
+    if (correction := stale_tokens.correction(config, rhyme)) is not None:
+        if correction.corrected:
+            logger.info("%s", correction.detail)
+        else:
+            logger.warning("%s; %s", correction.detail, correction.remedy)
+
+
+def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
+    """What a config is refused for, whatever the machine: the preflight lists it, start-up raises the first.
+
+    Args:
+        config: verl's whole config.
+        rhyme: Our tree in it; ``None`` without rhyme.
+    """
+    found = list(combinations.refusals(config, rhyme))
+    if rhyme is None:
+        return found
+    with contextlib.suppress(ValueError):  # rules that contradict each other: in the list already
+        found += queue_room.refusals(config, rhyme)
+    try:
+        router_file.check(rhyme.placement)
+        router_file.check_own(config)
+    except ConfigError as error:
+        found.append(Refusal(str(error)))
+    return found
+
+
+def _check_versions() -> None:
+    for package, supported in SUPPORTED.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ConfigError(f"{package} is not installed; verl-rhyme needs {package}=={supported}") from None
+        if Version(found).base_version != supported:
+            raise ConfigError(
+                f"{package} {found} is installed, verl-rhyme supports {supported}: "
+                f"pip install '{package}=={supported}', or set {CONFIG_PATH}.enable=false"
+            )
+
+
+def _check_plugin() -> None:
+    from verl_rhyme import patches, plugin
+
+    failures = [*plugin.FAILURES, *map(str, patches.refused())]
+    if failures:
+        listed = "\n  ".join(failures)
+        raise ConfigError(f"verl-rhyme could not be set up (see `verl-rhyme doctor`):\n  {listed}")
+
+
+def check_agent_loops(config: Any, rhyme: RhymeConfig) -> None:
+    """A manager of somebody's own is one of ours with something added; its class is imported to see that.
+
+    Raises:
+        ConfigError: It is not, or cannot be imported.
+    """
+    from omegaconf import OmegaConf
+
+    name = OmegaConf.select(config, MANAGER)
+    if name in (DRAFTING_MANAGER, PIPELINE_MANAGER, None):  # the table's; verl's own lacks the samples' numbers only
+        return
+    from verl.utils.import_utils import load_class_from_fqn
+
+    needed = PIPELINE_MANAGER if rhyme.pipeline else DRAFTING_MANAGER
+    try:
+        known = issubclass(load_class_from_fqn(name), load_class_from_fqn(needed))
+    except Exception as error:
+        raise ConfigError(f"{MANAGER}={name} cannot be imported: {error}") from error
+    if not known:
+        raise ConfigError(
+            f"{MANAGER}={name} does not derive from {needed}, which rhyme needs there: put that in the "
+            "place of verl's manager among its bases, or drop the override"
+        )
+
+
+def _check_files(config: Any) -> None:
+    for option in ("train_files", "val_files"):
+        files = config.data.get(option) or []
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+                raise ConfigError(f"data.{option}: no file {file}; make or download the dataset, or mend the path")
+
+
+def _check_shared_memory() -> None:
+    """verl moves weights through /dev/shm where devices have no IPC."""
+    from verl.plugin.platform import get_platform
+
+    if get_platform().is_ipc_supported():
+        return
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        raise ConfigError(f"no shared memory ({error}): mount a tmpfs on /dev/shm; weights go through it") from None
+    if free < SHM_BYTES:
+        raise ConfigError(
+            f"/dev/shm has {free >> 20} MiB free, weights need at least {SHM_BYTES >> 20}: free some, or start the "
+            "container with a larger --shm-size"
+        )

@@ -1,0 +1,218 @@
+"""``verl-rhyme plan``: which GPUs roll out and which train, and which bound of staleness is profitable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from verl_rhyme.planning.planner import Objective, Plan, Split
+    from verl_rhyme.simulation.plan_file import LoadedPlan
+
+#: Rows of the table.
+_SHOWN = 8
+#: Columns of a terminal that the table wants.
+_WIDTH = 104
+#: Of a step, by which turns on the same GPUs have to be faster to be recommended.
+_BETTER = 0.99
+
+
+def plan(
+    cluster: Annotated[Path, typer.Argument(help="Sites, kinds and batch, such as examples/plan/one_site.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[KIND=]FILE", help="A replica's profile (verl-rhyme profile), in place of a kind's own."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Which GPUs roll out and which train, and which max_staleness is profitable: steps, costs, overrides."""
+    from verl_rhyme.planning import planner
+    from verl_rhyme.simulation import plan_file
+
+    try:
+        loaded = plan_file.load(cluster, overrides or [], profile or [])
+        told = loaded.problem, loaded.objective, loaded.slowest
+        plans = planner.dial(*told) if loaded.max_staleness is None else [planner.plan(*told)]
+        found = planner.profitable(plans, loaded.objective)
+    except (OSError, ValueError) as error:
+        print(f"verl-rhyme plan: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(_report(plans, found, loaded), indent=2))
+    else:
+        _print(plans, found, loaded)
+
+
+def overrides_of(split: Split, max_staleness: int) -> list[str]:
+    """What verl and ``+rhyme=full`` are to be told of a split on separate GPUs, as hydra overrides."""
+
+    def nodes(of: str, shares: list[tuple[int, int]]) -> Iterator[str]:
+        gpus, node = sum(share for share, _ in shares), shares[0][1]
+        yield f"{of}.nnodes={-(-gpus // node)}"
+        yield f"{of}.n_gpus_per_node={min(gpus, node)}"
+
+    return [
+        "+rhyme=full",
+        "trainer.v1.trainer_mode=separate_async",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=relay",
+        *nodes("trainer", [(split.train_gpus, split.train.node)]),
+        *nodes("actor_rollout_ref.rollout", [(gpus, pool.node) for pool, gpus in split.rollout]),
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={split.tp}",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={min(pool.utilization for pool, _ in split.rollout)}",
+        f"actor_rollout_ref.rollout.max_num_seqs={min(pool.replicas[split.tp].slots for pool, _ in split.rollout)}",
+        f"actor_rollout_ref.rollout.custom.rhyme.max_staleness={max_staleness}",
+    ]
+
+
+def _report(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> dict[str, Any]:
+    return {
+        "objective": loaded.objective,
+        "max_staleness": found.max_staleness,
+        "why": _why(plans, found, loaded.objective),
+        "dial": [
+            {
+                "max_staleness": plan.max_staleness,
+                "staleness_mean": _mean_staleness(plan.max_staleness),
+                "colocated_step_s": None if plan.turns is None else plan.turns.step,
+                **_row(plan.best),
+            }
+            for plan in plans
+        ],
+        "best": _row(found.best),
+        "overrides": overrides_of(found.best, found.max_staleness),
+        "compared": [_row(split) for split in found.others],
+        "looked_at": found.looked_at,
+        "refused": found.refused,
+        "sources": loaded.sources,
+    }
+
+
+def _row(split: Split) -> dict[str, Any]:
+    return {
+        "what": split.what,
+        "train": {"pool": split.train.name, "gpus": split.train_gpus},
+        "rollout": [{"pool": pool.name, "gpus": gpus} for pool, gpus in split.rollout],
+        "tensor_parallel": split.tp,
+        "binds": split.binds,
+        "step_s": split.step,
+        "tokens_per_s": split.tokens_per_s,
+        "rollout_s": split.rolled_out,
+        "trainer_s": split.trained,
+        "transfer_s": split.transfer,
+        "trainer_idle": split.train_idle,
+        "gpus": split.gpus,
+        "price_per_hour": split.hourly,
+        "cost_per_sample": split.cost,
+    }
+
+
+def _mean_staleness(bound: int) -> float:
+    """Of trained groups, with as many batches in flight as ``full`` has (Little's law)."""
+    from verl_rhyme.scheduling.rules import Rules
+
+    return Rules(1, 1, max_staleness=bound).batches - 1
+
+
+def _why(plans: Sequence[Plan], found: Plan, objective: Objective) -> str:
+    """Why a bound of staleness is the one."""
+    from verl_rhyme.planning.planner import PROFIT, value
+
+    if len(plans) == 1:
+        return f"max_staleness={found.max_staleness}, as given"
+    measure = "tokens/s" if objective == "time" else "samples for the price"
+    first, best = plans[0], min(plans, key=lambda plan: value(plan.best, objective))
+    before, after = (
+        min((of.best, *filter(None, [of.turns])), key=lambda split: value(split, objective)) for of in (first, found)
+    )
+    gain = value(before, objective) / value(after, objective)
+    most = value(found.best, objective) / value(best.best, objective) - 1
+    told = f"max_staleness={found.max_staleness} is profitable: "
+    if found is not first:
+        where = ", in turns on the same GPUs" if before.colocated else ""
+        told += f"{gain:.2f} times the {measure} of max_staleness={first.max_staleness}{where}; "
+    if most < 0.01:
+        return told + f"more gains nothing, for the step stands on: {found.best.binds}"
+    return told + f"more gains {most:.0%} at most (below {PROFIT:.0%}, at max_staleness={best.max_staleness})"
+
+
+def _print(plans: Sequence[Plan], found: Plan, loaded: LoadedPlan) -> None:
+    best = found.best
+    table = _table(
+        "max_staleness", "rollout + trainer GPUs", "binds", "step s", "tokens/s", "mean staleness", "colocated"
+    )
+    for plan in plans:
+        table.add_row(
+            str(plan.max_staleness),
+            f"{plan.best.rollout_gpus} + {plan.best.train_gpus}",
+            plan.best.binds,
+            f"{plan.best.step:.0f}",
+            f"{plan.best.tokens_per_s:.0f}",
+            f"{_mean_staleness(plan.max_staleness):g}",
+            "" if plan.turns is None else f"{plan.turns.step:.0f}",
+        )
+    _show(table)
+    print("colocated: step s of rollout and training in turns on the same GPUs")
+    print(_why(plans, found, loaded.objective))
+    least = "step time" if loaded.objective == "time" else "cost of a trained sample"
+    print(f"\nmax_staleness={found.max_staleness}, best of {found.looked_at} splits by {least}:")
+    print(f"  trainer  {best.train_gpus} GPUs of {best.train.name}")
+    replicas = [f"{gpus} GPUs of {pool.name} ({gpus // best.tp} replicas of {best.tp})" for pool, gpus in best.rollout]
+    print(f"  rollout  {', '.join(replicas)}")
+    table = _table("trainer", "rollout", "TP", "step s", "rollout s", "trainer s", "idle", "GPUs", "cost")
+    for split in [best, *found.others[: _SHOWN - 1]]:
+        rollout = " + ".join(f"{gpus} {pool.name}" for pool, gpus in split.rollout)
+        table.add_row(
+            escape(f"{split.train_gpus} {split.train.name}"),
+            "the same, in turns" if split.colocated else escape(rollout),
+            str(split.tp),
+            *(f"{seconds:.0f}" for seconds in (split.step, split.rolled_out, split.trained)),
+            f"{split.train_idle:.0%}",
+            str(split.gpus),
+            "" if split.cost is None else f"{1000 * split.cost:.2f}",
+        )
+    _show(table)
+    if hidden := found.others[_SHOWN - 1 :]:
+        print(f"and {len(hidden)} more (--json has all)")
+    print("rollout s, trainer s: seconds that each allows a step; idle: share of a step in which the trainer waits")
+    print(
+        "cost: of 1000 trained samples, in the currency of the prices"
+        if best.cost is not None
+        else "no prices: no cost"
+    )
+    if best.transfer:
+        print(f"a version is {best.transfer:.0f} s on its way between the sites")
+    turns = found.turns
+    if turns is not None and turns.step < _BETTER * best.step and loaded.objective == "time":
+        print(
+            f"in turns on the same {turns.gpus} GPUs a step takes {turns.step:.0f} s: +rhyme=full "
+            "trainer.v1.trainer_mode=colocate_async"
+        )
+    for why in found.refused:
+        print(f"not possible: {why}")
+    for what, source in loaded.sources.items():
+        print(f"what steps cost on {what}: {source}")
+    print("overrides:")
+    for line in overrides_of(best, found.max_staleness):
+        print(f"  {line}")
+
+
+def _table(*columns: str) -> Table:
+    """Numbers right-aligned, all but the first two columns."""
+    table = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, no_wrap=True, justify="left" if i < 2 else "right")
+    return table
+
+
+def _show(table: Table) -> None:
+    Console(width=max(_WIDTH, Console().width)).print(table, highlight=False)

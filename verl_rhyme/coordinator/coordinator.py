@@ -1,0 +1,513 @@
+"""The coordinator: the one place where a run's rollout is driven, also while the trainer trains.
+
+An asyncio Ray actor around :class:`~verl_rhyme.scheduling.rollout.Rollout`. Agent loop workers push how attempts ended;
+at once, and by nobody's clock, it starts what may be started. The trainer hands prompts over, asks whether a batch is
+:meth:`~Coordinator.enough`, takes it, and says which policy version is published. No token text passes through it.
+
+It is told all that it knows and can be told again: Ray starts it anew when its process dies, under the same handle, and
+:class:`~verl_rhyme.trainer.driver.Driver` opens it with the state it had at the last batch; what happened since is in
+TransferQueue, where agent loop workers write before they tell, and in what they are about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import ray
+import transfer_queue as tq
+
+from verl_rhyme.agent_loop.room import no_room
+from verl_rhyme.agent_loop.session import PROMPTS
+from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
+from verl_rhyme.coordinator.crew import Crew
+from verl_rhyme.coordinator.leftovers import Leftovers
+from verl_rhyme.coordinator.moving import Moving
+from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.observability.audible import keep_audible
+from verl_rhyme.observability.batches import (
+    SlotAccount,
+    batch_metrics,
+    forecast_metrics,
+    placement_metrics,
+    replica_paces,
+)
+from verl_rhyme.placement import Move, Placement
+from verl_rhyme.processes.messages import Before, Handed, NotOpen, Part, Reply, Serving, Setting, Wants
+from verl_rhyme.scheduling.attempts import Attempt, Ended
+from verl_rhyme.scheduling.capacity import Capacity
+from verl_rhyme.scheduling.dispatch import Dispatch
+from verl_rhyme.scheduling.expectations import Expectations
+from verl_rhyme.scheduling.ledger import State
+from verl_rhyme.scheduling.lost_starts import LOSING_S, LostStarts
+from verl_rhyme.scheduling.rollout import Rollout
+from verl_rhyme.scheduling.rules import STOP_WAIT_S
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which it is logged, again and again, what a batch still waits for.
+_PATIENCE_S = 60.0
+#: Seconds after which the trainer is asked to look after the replicas, again and again.
+_LOOK_S = 20.0
+#: Seconds for which the trainer waits for a batch while the queue is full and no attempt ends: nothing frees entries.
+_FULL_S = 120.0
+#: Seconds between two looks at the clock while a batch settles.
+_TICK_S = 0.05
+#: How often all agent loop workers may fail to start before the run ends.
+_CREWS = 5
+#: Of an error's text, the latest.
+_ERROR_CHARS = 4000
+
+
+class Coordinator:
+    """See the module; :func:`start` makes it an actor. Whatever it is asked before :meth:`open` raises
+    :class:`NotOpen`, but reports are kept until then."""
+
+    def __init__(self) -> None:
+        keep_audible()
+        tq.init()
+        gc.freeze()  # half a million imported objects, which the collector would stop all to look through
+        self._openings = 0
+        self._opened: tuple[Setting, Rollout, Crew] | None = None
+        self._early: list[Ended] = []
+        self._dispatching = False
+        self._error: Exception | None = None
+        self._complained_at: float | None = None  # when it was last logged what a batch waits for
+        self._lost_starts = LostStarts()
+        self._full: tuple[float, str] | None = None  # when a worker last found no room in the queue, and the error
+        self._waited_from: float | None = None  # since when the trainer waits for a batch, but for attempts that ended
+        self._announced = False  # to the router, under this version
+        self._crewless = 0  # how often in a row no worker started
+        self._changes: set[asyncio.Future[None]] = set()
+        self._leftovers = Leftovers()
+        self._moving: Moving | None = None
+
+    # ---- the trainer's ----
+
+    async def open(self, setting: Setting, workers: list[Any], before: Before, fresh: bool) -> dict[str, Any]:
+        """Begin, or take up what was begun; nothing is started before :meth:`publish`.
+
+        Args:
+            setting: The run's.
+            workers: The agent loop workers.
+            before: What was begun.
+            fresh: Nothing is being trained: what TransferQueue holds for nobody goes before this returns.
+
+        Returns:
+            The state it begins with.
+        """
+        self._openings = opening = self._openings + 1
+        if self._opened is not None:
+            self._opened[2].close()
+            self._opened = None  # what is reported meanwhile is not that rollout's any more
+        if self._moving is not None:
+            self._moving.close()
+        rollout = Rollout(setting.rules, setting.filters, before.generation)
+        self._expectations = expectations = Expectations(setting.response_limit)
+        if before.lengths is not None:
+            expectations.load_state_dict(before.lengths)
+        rollout.scheduler.version = before.version
+        me = ray.get_runtime_context().current_actor
+        crew = Crew(workers, me, setting.lost_after, self._lost)
+        running = await crew.join()
+        listing = await tq.async_kv_list() or {}
+        self._still(opening, crew)
+        if before.state is not None:
+            known, prompts = await evidence(listing, set(running)), set(listing.get(PROMPTS, ()))
+            self._still(opening, crew)
+            now = before.version, before.batches_left
+            handed = [prompt[:2] for prompt in before.handed]
+            for uid in rollout.restore(before.state, *now, known, prompts, handed):
+                logger.warning("the data of prompt %s are gone: another is loaded in its place", uid)
+            rollout.expect(expectations.resume(before.state.get("expectations", {}), rollout.needs_prompt))
+            rollout.expect(expectations.hand({p.uid: p.key for p in before.handed if rollout.needs_prompt(p.uid)}))
+        placement = None if setting.placement is None else Placement(*setting.placement, cost=setting.cost)
+        self._dispatch = Dispatch(rollout, self._lengths, placement, expectations.prompt_tokens)
+        self._moving = Moving(
+            self._dispatch, setting.router, self._move, lambda: self._open[2].where(), lambda: self._dispatching
+        )
+        await self._moving.look()
+        self._still(opening, crew)
+        self._dispatch.take_up(running)
+        self._opened, self._error = (setting, rollout, crew), None
+        self._moving.begin()
+        self._capacity = Capacity(setting.limit, setting.room, (before.state or {}).get("capacity"))
+        self._leftovers.forget()
+        self._lost_starts = LostStarts()
+        self._slots = SlotAccount(setting.slots, time.time() if running else None)
+        if before.serving is not None:
+            self._serve(before.serving)
+        crew.abandon([name for name in running if not rollout.may_train(name)])
+        if fresh:
+            # Waited for: who dies before it is done is opened as fresh again.
+            await self._leftovers.clear(rollout, listing, keep=set())
+            self._still(opening)
+        early, self._early = self._early, []
+        await self.ended(early)
+        self._lost([a.name for a in rollout.attempts() if not crew.knows(a.name)], "their worker died meanwhile")
+        return self._state()
+
+    async def add_workers(self, workers: list[Any]) -> None:
+        """Others in the place of those that are gone."""
+        (setting, rollout, crew), opening = self._open, self._openings
+        crew.close()
+        crew = Crew(workers, ray.get_runtime_context().current_actor, setting.lost_after, self._lost)
+        await crew.join()
+        self._still(opening, crew)
+        self._crewless = 0 if len(crew) else self._crewless + 1
+        if self._crewless == _CREWS:
+            raise RuntimeError(f"no agent loop worker starts, {_CREWS} times over:\n{crew.start_error[-_ERROR_CHARS:]}")
+        self._opened = setting, rollout, crew
+        self._go()
+
+    async def hand(self, prompts: list[Handed]) -> None:
+        """Prompts whose data are in TransferQueue's :data:`PROMPTS`."""
+        rollout = self._open[1]
+        rollout.hand(prompt[:2] for prompt in prompts)
+        rollout.expect(self._expectations.hand({prompt.uid: prompt.key for prompt in prompts}))
+        self._go()
+
+    async def rank(self, locations: dict[str, float], ranker: int) -> None:
+        """The length ranker, by its number, expects these log lengths of responses to prompts, by key."""
+        self._open[1].expect(self._expectations.rank(locations, ranker))
+
+    async def publish(self, version: int, batches_left: int) -> Wants:
+        """The engines run under the policy ``version`` from now on; so many update batches are left."""
+        rollout, opening = self._open[1], self._openings
+        self._leftovers.after_batch(rollout)
+        await self._errands.look()
+        self._still(opening)
+        rollout.publish(version, batches_left)
+        self._slots.go(time.time())
+        self._announced = False
+        self._dispatching = batches_left > 0
+        self._go()
+        return self._wants() if self._dispatching else Wants()
+
+    async def serve(self, serving: Serving, leaves: str = "") -> int:
+        """So many replicas generate from now on.
+
+        Args:
+            serving: How many.
+            leaves: Address of one that does no more, and that the router knows no more: what runs there goes on
+                elsewhere.
+
+        Returns:
+            How many samples did.
+        """
+        errands = self._errands
+        self._serve(serving)
+        if leaves:
+            moved = await errands.vacate(leaves)
+        else:
+            moved = 0
+            await errands.look()
+        self._go()
+        return moved
+
+    async def pause(self) -> None:
+        """Start nothing until :meth:`publish`: the engines are about to get new weights."""
+        if self._opened is not None:
+            self._leftovers.after_batch(self._opened[1])
+            self._slots.hold(time.time())
+        self._dispatching = False
+
+    async def enough(self, rewarded: bool, stopping: bool, part: int | None = None) -> Wants | None:
+        """Wait until the engines may be stopped (:meth:`Scheduler.enough`), or something is wanted.
+
+        Args:
+            rewarded: See there.
+            stopping: They will be: nothing is started until :meth:`publish`, or until this is asked again.
+            part: Samples of a part that is worth telling; ``None``: none is.
+
+        Raises:
+            RuntimeError: The rollout cannot go on; the message says why.
+        """
+        rollout, clock, opening = self._open[1], asyncio.get_running_loop().time, self._openings
+        await self._errands.look()  # some may have been replaced
+        self._still(opening)
+        began = clock()
+        self._complained_at = self._complained_at or began
+        self._waited_from = self._waited_from or began
+        self._dispatching = True
+        self._go()
+        while True:
+            self._raise()
+            if rollout.scheduler.enough(rewarded):
+                self._dispatching, self._complained_at, self._waited_from = not stopping, None, None
+                return None
+            if any(wants := self._wants()):
+                return wants
+            if part is not None and (names := rollout.part(part)):
+                return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
+            self._check_room(clock())
+            self._complained_at = self._complain(self._complained_at, "an update batch")
+            await self._change(_LOOK_S)
+            self._still(opening)
+            if clock() - began > _LOOK_S:
+                return Wants(replicas=True)
+
+    async def take(self) -> Reply | None:
+        """Wait until all has come that the update batch waits for (:meth:`Scheduler.settled`), and take it.
+
+        Returns:
+            ``None``: it is not ready, because a reward failed or is long in coming: the engines are to run on.
+        """
+        (setting, rollout, _), opening = self._open, self._openings
+        clock = asyncio.get_running_loop().time
+        began = complained_at = looked = clock()
+        while not rollout.scheduler.settled(looked - began):
+            self._raise()
+            complained_at = self._complain(complained_at, "attempts to end after the abort")
+            # Where thousands wait for their rewards a look takes milliseconds: at most a fifth of the time goes to it.
+            await asyncio.sleep(4 * (clock() - looked))
+            await self._change(_TICK_S)
+            self._still(opening)
+            looked = clock()
+        self._raise()
+        if given_up := rollout.give_up():
+            logger.warning(
+                "%d samples did not end within %.0f s of the abort (a slow tool?) and start again: %s",
+                *(len(given_up), STOP_WAIT_S, given_up[:8]),
+            )
+        self._abandon()
+        if not rollout.scheduler.ready():
+            return None
+        running = [Attempt(p.uid, n, s.attempt).name for p, n, s in rollout.scheduler.ledger.samples("running")]
+        taken = time.time()
+        on = self._slots.take(taken, running), taken
+        batch = rollout.take()
+        for sample, tokens in zip(batch.harvest.samples, batch.harvest.lengths, strict=True):
+            self._expectations.generated(*sample, tokens)  # some were told to a coordinator before this one
+        answered = self._expectations.keep(rollout.needs_prompt)
+        self._dispatch.keep(rollout.needs_prompt)
+        state = self._state()
+        listing = await tq.async_kv_list() or {}  # after: others finish meanwhile, and shorter ones would be taken
+        self._still(opening)
+        keys, tags = _stored(batch.attempts, listing)
+        dropped = self._leftovers.dropped(rollout, listing, set(batch.attempts))
+        self._leftovers.taken(listing, keys)
+        self._go()
+        return Reply(
+            keys=keys,
+            tags=tags,
+            metrics={
+                **batch_metrics(batch, setting.slots, *(on if setting.rules.starts_through_training else ())),
+                **forecast_metrics(self._expectations),
+                **placement_metrics(self._dispatch),
+            },
+            filtered=batch.filtered,
+            failed=batch.failed,
+            wasted=batch.wasted,
+            state=state,
+            dropped=dropped,
+            dropped_tags=[listing[TRAIN][key] for key in dropped],
+            lengths=self._expectations.news(),
+            answered=answered,
+            paces=replica_paces(batch.ran),
+        )
+
+    async def state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON."""
+        return {**self._state(), "lengths": self._expectations.state_dict()}
+
+    async def wants(self) -> Wants:
+        """Without waiting."""
+        return self._wants()
+
+    # ---- the agent loop workers' ----
+
+    async def ended(self, reports: list[Ended]) -> None:
+        """How attempts ended, in the order in which they did."""
+        if self._opened is None:
+            self._early += reports
+            return
+        _, rollout, crew = self._opened
+        if self._waited_from is not None:
+            self._waited_from = asyncio.get_running_loop().time()
+        for report in reports:
+            self._watch_starts(report)
+            if report.status != "generated":
+                crew.ended(report.name)
+            self._dispatch.ended(report.name, report.tokens if report.status == "generated" else None)
+            try:
+                told = rollout.ended(report)
+                self._slots.ran(told)
+                if report.status == "generated" and rollout.may_train(report.name):
+                    self._expectations.generated(*Attempt.named(report.name).sample, report.tokens)
+                if told and not told[0]["attempt"]:  # later requests of a conversation begin with what was said in it
+                    self._expectations.prompted(Attempt.named(report.name).uid, told[0]["prompt_tokens"])
+                for record in told:
+                    self._capacity.observe(record["prompt_tokens"], record["response_tokens"])
+            except Exception as error:
+                self._fail(error)
+        self._leftovers.reports(rollout.take_obsolete())
+        self._go()
+
+    async def full(self, error: str) -> None:
+        """A worker finds no room in TransferQueue for what is finished, and waits."""
+        self._full = asyncio.get_running_loop().time(), error
+
+    # ---- within ----
+
+    def _check_room(self, now: float) -> None:
+        """Training frees entries; a trainer that waits for a batch frees none.
+
+        Raises:
+            RuntimeError: The queue is full, and nothing ends any more.
+        """
+        if self._full is None or self._waited_from is None or now - self._full[0] > _LOOK_S:
+            return
+        if now - self._waited_from > _FULL_S:
+            when = f"and for {_FULL_S:.0f} s nothing ended that could be trained and make room"
+            raise no_room(self._open[0].rules, when, self._full[1][-_ERROR_CHARS:])
+
+    def _state(self) -> dict[str, Any]:
+        state = self._open[1].state_dict()
+        return {**state, "capacity": self._capacity.state, "expectations": self._expectations.under_way}
+
+    @property
+    def _open(self) -> tuple[Setting, Rollout, Crew]:
+        if self._opened is None:
+            raise NotOpen("the coordinator was started anew")
+        return self._opened
+
+    def _still(self, opening: int, crew: Crew | None = None) -> None:
+        """After a wait: who asked may have lost touch, and opened it anew; then all that is here is another rollout's.
+
+        Args:
+            opening: Which one it was before.
+            crew: One that is nobody's yet, and would watch its workers, and tell of what they lost, for ever.
+
+        Raises:
+            NotOpen: That is so.
+        """
+        if opening != self._openings:
+            if crew is not None:
+                crew.close()
+            raise NotOpen("the coordinator was opened anew")
+
+    @property
+    def _errands(self) -> Moving:
+        if self._opened is None or self._moving is None:
+            raise NotOpen("the coordinator was started anew")
+        return self._moving
+
+    def _go(self) -> None:
+        """Start what may be started, end what is abandoned, and tell those who wait that something changed."""
+        setting, rollout, crew = self._open
+        if self._error is None:
+            try:
+                if self._dispatching and len(crew):
+                    limit = self._capacity.limit
+                    lot = max(1, setting.lot * limit // setting.limit)
+                    starts = [s._replace(why=self._dispatch.why(s.name)) for s in self._dispatch.fill(limit, lot)]
+                    self._errands.tell_errors()
+                    if starts and setting.router is not None:
+                        setting.router.expect.remote(len(starts), more=self._announced)
+                        self._announced = True
+                    crew.start(starts, rollout.scheduler.version + 1)
+                    self._slots.handed((start.name for start in starts), time.time())
+                self._abandon()
+            except Exception as error:
+                self._fail(error)
+        for change in self._changes:
+            if not change.done():
+                change.set_result(None)
+        self._changes.clear()
+
+    def _serve(self, serving: Serving) -> None:
+        self._capacity.share, self._slots.slots = serving
+
+    def _move(self, moves: list[Move]) -> None:
+        """Carry these out, and start what waited until it was known how far the rest is."""
+        self._open[2].move(moves)
+        self._go()
+
+    def _abandon(self) -> None:
+        """End what nobody waits for."""
+        _, rollout, crew = self._open
+        abandoned = rollout.take_abandoned()
+        for name in abandoned:
+            self._dispatch.ended(name)
+        crew.abandon(abandoned)
+
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+        return self._expectations.lengths([uid for uid, _ in samples], had)
+
+    def _watch_starts(self, report: Ended) -> None:
+        lost = report.status == "lost"
+        if lost:
+            logger.warning("%s could not start, and starts again: %s", report.name, report.error)
+        if self._lost_starts.ended(lost, asyncio.get_running_loop().time()):
+            self._fail(
+                RuntimeError(f"no sample could be started for {LOSING_S:.0f} s; the latest error: {report.error}")
+            )
+
+    def _lost(self, names: list[str], why: str) -> None:
+        if self._opened is None:
+            return
+        for name in names:
+            self._dispatch.ended(name)
+        if lost := self._opened[1].lost(names):
+            logger.warning("%d samples start again (%s): %s", len(lost), why, lost[:8])
+        self._go()
+
+    def _wants(self) -> Wants:
+        _, rollout, crew = self._open
+        return Wants(rollout.wanted(), not len(crew))
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            logger.error("the rollout cannot go on", exc_info=error)
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _change(self, timeout: float) -> None:
+        change = asyncio.get_running_loop().create_future()
+        self._changes.add(change)
+        await asyncio.wait({change}, timeout=timeout)
+        self._changes.discard(change)
+
+    def _complain(self, complained_at: float, what: str) -> float:
+        now = asyncio.get_running_loop().time()
+        if now - complained_at < _PATIENCE_S:
+            return complained_at
+        rollout = self._open[1]
+        counts = {state: sum(1 for _ in rollout.scheduler.ledger.samples(state)) for state in get_args(State)}
+        dropped = ""
+        if filtered := rollout.filtered:
+            dropped = f"; filter_groups dropped {sum(filtered.values())} groups, by their score: {filtered}"
+        logger.warning("waiting for %s; samples by state: %s%s", what, counts, dropped)
+        return now
+
+
+def _stored(attempts: Iterable[str], listing: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Keys and tags of what these attempts left in TransferQueue's ``train``."""
+    stored = trajectories(listing.get(TRAIN, {}))
+    keys = [key for name in attempts for key in stored[name]]
+    return keys, [listing[TRAIN][key] for key in keys]
+
+
+def start() -> Any:
+    """A coordinator as a Ray actor on this node; its handle outlives its process."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(Coordinator)
+        .options(
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=1000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
+        )
+        .remote()
+    )

@@ -1,0 +1,246 @@
+"""Which token each row of a batch's logits draws: by whose noise, and from the distribution that its request asks for.
+
+The noise is keyed by request and position (:mod:`verl_rhyme.sampling.noise`). A request may carry its key, to meet the
+same noise when it is generated anew (``docs/coupling.md``); one with a ``seed`` is keyed by it; any other by its id.
+
+What a request asks for beside a temperature goes through vLLM's own processors first, a few rows at a time.
+
+For vLLM's V1 model runner. There a row's ``num_tokens_no_spec`` is its prompt and the tokens sampled so far, hence the
+position of the next one: ``InputBatch.add_request`` sets it for new and resumed requests, ``_bookkeeping_sync`` moves
+it on, and of a prompt that is still prefilled in chunks the draw is discarded. Asynchronous scheduling with drafts of
+a model leaves it behind, so that is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+
+from verl_rhyme.engine import draw
+from verl_rhyme.engine.draw import Rows
+from verl_rhyme.processes.request import RequestMeta
+from verl_rhyme.sampling import inversion
+from verl_rhyme.sampling.noise import key_of
+
+#: Bytes of float32 logits that are worked on at a time, in a CPU's caches or in enough rows to fill a GPU; what is made
+#: of them takes a few times as many.
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+
+
+class BatchNoise:
+    """Keys and positions of the rows of a model runner's batch."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._ids: list[str] = []  # vLLM's, of the latest batch
+        self._keys = np.empty(0, dtype=np.uint64)
+        self._keyed = np.empty(0, dtype=bool)
+
+    def rows(self, counts: np.ndarray) -> Rows:
+        """What is known of the rows of logits.
+
+        Args:
+            counts: int64 [B], rows of each request: its drafts and one more.
+        """
+        requests = len(counts)
+        batch = self._runner.input_batch
+        request = np.repeat(np.arange(requests), counts)
+        offset = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
+        if not batch.req_ids:  # vLLM measures its samplers on logits of no request
+            nothing = np.zeros(len(request))
+            keys, at = nothing.astype(np.uint64), nothing.astype(np.int64)
+            return Rows(request, keys, at, nothing.astype(np.float32) + 1, nothing.astype(bool))
+        if len(batch.req_ids) != requests:
+            raise RuntimeError(
+                f"{requests} rows to sample for a batch of {len(batch.req_ids)} requests: whose are they"
+            )
+        if batch.req_ids != self._ids:
+            known = dict(zip(self._ids, zip(self._keys, self._keyed, strict=True), strict=True))
+            self._ids = list(batch.req_ids)
+            both = [known.get(id) or self._key(id) for id in self._ids]
+            self._keys = np.array([key for key, _ in both], dtype=np.uint64)
+            self._keyed = np.array([keyed for _, keyed in both], dtype=bool)
+        positions = batch.num_tokens_no_spec[:requests].astype(np.int64)
+        return Rows(
+            request,
+            self._keys[request],
+            positions[request] + offset,
+            batch.temperature_cpu[:requests][request],
+            self._keyed[request],
+        )
+
+    def _key(self, id: str) -> tuple[int, bool]:
+        """A request's key, and whether its noise must be met again."""
+        params = self._runner.requests[id].sampling_params
+        if noise := RequestMeta.of(params.extra_args).noise:
+            return int(noise, 16), True
+        if params.seed is not None:
+            return key_of("seed", params.seed), False
+        # vLLM's own ids end in eight random characters, and are the same on all ranks.
+        return key_of("request", id), False
+
+
+@dataclass
+class Drawn:
+    """Of each row of logits: its token (int64 [N]) and, where asked for, what vLLM tells of log-probabilities."""
+
+    tokens: torch.Tensor
+    logprobs: LogprobsTensors | None
+
+
+class Drawer:
+    """Draws a token for each row of logits, as each row's request wants it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._noise = BatchNoise(runner)
+        self._mode: str = runner.sampler.logprobs_mode
+        self._processors = RejectionSampler(runner.sampler)  # for vLLM's processors of drafted positions
+        self._scratch = torch.empty(0)
+
+    def draw(self, logits: torch.Tensor, metadata: SamplingMetadata, counts: np.ndarray) -> Drawn:
+        """A token for each row.
+
+        Args:
+            logits: float [N, V], the rows of a request together: its drafted positions, and the one after.
+            metadata: vLLM's, of the B requests.
+            counts: int64 [B], rows of each request; N together.
+        """
+        rows = self._noise.rows(counts)
+        wanted = metadata.max_num_logprobs
+        plain = not (_positional(metadata) or _masked(metadata) or wanted) and not self._mode.endswith("logits")
+        if plain and draw.has_kernel(logits.device):
+            tokens, logprobs = draw.by_kernel(logits, rows, scaled=False, raw=self._mode.startswith("raw"))
+            if wanted is None:
+                return Drawn(tokens, None)
+            from verl_rhyme.engine import draw_kernel
+
+            ranked = draw_kernel.ranks(logits, tokens)
+            return Drawn(tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranked))
+        parts = [
+            self._draw_some(logits[at], rows.part(at), metadata, len(counts))
+            for at in _chunks(logits, counts, metadata)
+        ]
+        if wanted is None:
+            return Drawn(torch.cat([part.tokens for part in parts]), None)
+        columns = zip(*(part.logprobs[:3] for part in parts if part.logprobs is not None), strict=True)
+        return Drawn(torch.cat([part.tokens for part in parts]), LogprobsTensors(*map(torch.cat, columns)))
+
+    def _draw_some(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> Drawn:
+        raw = logits.float().contiguous()
+        target = self._target(raw, rows, metadata, requests)
+        base = raw if self._mode.startswith("raw") else target
+        wanted, as_logits = metadata.max_num_logprobs, self._mode.endswith("logits")
+        quick = wanted == 0 and base is target and not as_logits
+        if draw.has_kernel(logits.device):
+            tokens, logprobs = draw.by_kernel(target, rows, scaled=True, raw=False)
+        else:
+            if self._scratch.numel() < target.numel():
+                self._scratch = torch.empty(target.numel())
+            tokens, logprobs = draw.by_inversion(target, rows, self._scratch, want_logprobs=quick)
+        if wanted is None:
+            return Drawn(tokens, None)
+        if quick:
+            assert logprobs is not None
+            return Drawn(
+                tokens, LogprobsTensors(tokens.to(torch.int32)[:, None], logprobs[:, None], ranks(base, tokens))
+            )
+        table = base if as_logits else base.log_softmax(dim=-1)
+        values, ids = table.topk(wanted, dim=-1)
+        ids = torch.cat([tokens[:, None], ids], dim=1).to(torch.int32)
+        values = torch.cat([table.gather(1, tokens[:, None]), values], dim=1)
+        return Drawn(tokens, LogprobsTensors(ids, values, ranks(base, tokens)))
+
+    def _target(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
+        """Logits (float32 [n, V]) with everything applied that a request can ask for; the argument stays as it is."""
+        target = logits
+        if _positional(metadata):
+            target = self._processed(target.clone(), rows, metadata, requests)
+        if (divisors := rows.divisors) is not None:
+            target = target / torch.from_numpy(divisors).to(target.device, non_blocking=True)[:, None]
+        if not _masked(metadata):
+            return target.contiguous()
+        if target is logits:
+            target = target.clone()
+        request = torch.from_numpy(rows.request).to(target.device, non_blocking=True)
+        for processor in metadata.logitsprocs.argmax_invariant:
+            if processor.min_p_count:
+                each = copy.copy(processor)
+                each.min_p = processor.min_p[request]
+                target = each.apply(target)
+        k, p = (None if column is None else column[request] for column in (metadata.top_k, metadata.top_p))
+        return apply_top_k_top_p(target, k, p)
+
+    def _processed(self, logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, requests: int) -> torch.Tensor:
+        """What depends on the tokens before: whole requests only, from their first drafted position on."""
+        first, last = int(rows.request[0]), int(rows.request[-1]) + 1
+        counts = np.bincount(rows.request, minlength=requests)
+        for processor in metadata.logitsprocs.non_argmax_invariant:
+            for request, biases in getattr(processor, "biases", {}).items():
+                if first <= request < last:
+                    at = np.flatnonzero(rows.request == request)
+                    tokens = torch.tensor(list(biases), device=logits.device)
+                    values = torch.tensor(list(biases.values()), device=logits.device)
+                    logits[at[0] : at[-1] + 1, tokens] += values
+        # To vLLM every row is a drafted position, the last of each request too; that one's draft is never looked at.
+        drafts = metadata.spec_token_ids or [[] for _ in counts]
+        padded = [[*drafts[i][: n - 1], PLACEHOLDER_TOKEN_ID] if n else [] for i, n in enumerate(counts.tolist())]
+        return self._processors.apply_logits_processors(
+            logits,
+            replace(metadata, spec_token_ids=padded),
+            SimpleNamespace(num_draft_tokens=counts.tolist()),  # type: ignore[arg-type]
+        )
+
+
+def _positional(metadata: SamplingMetadata) -> bool:
+    """Whether a request wants something that depends on which tokens came before, or on the request alone."""
+    return bool(
+        not metadata.no_penalties
+        or metadata.bad_words_token_ids
+        or metadata.allowed_token_ids_mask is not None
+        or any(
+            getattr(p, "min_toks", None) or getattr(p, "biases", None)
+            for p in metadata.logitsprocs.non_argmax_invariant
+        )
+    )
+
+
+def _masked(metadata: SamplingMetadata) -> bool:
+    """Whether a request cuts its distribution off: top-k, top-p, min-p."""
+    return (
+        metadata.top_k is not None
+        or metadata.top_p is not None
+        or any(processor.min_p_count for processor in metadata.logitsprocs.argmax_invariant)
+    )
+
+
+def _chunks(logits: torch.Tensor, counts: np.ndarray, metadata: SamplingMetadata) -> Iterator[slice]:
+    """Rows to work on together: a few, whole requests where vLLM's processors want them."""
+    rows, vocabulary = logits.shape
+    most = max(1, CHUNK_BYTES[logits.device.type] // (4 * vocabulary))
+    if not _positional(metadata):
+        yield from (slice(first, min(first + most, rows)) for first in range(0, rows, most))
+        return
+    first = end = 0
+    for count in counts.tolist():
+        if end > first and end + count - first > most:
+            yield slice(first, end)
+            first = end
+        end += count
+    yield slice(first, end)
+
+
+def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """int64 [N], entries of each row (float [N, V]) that are at least its token's (int64 [N])."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(inversion.ranks(logits.numpy(), tokens.numpy()))
+    return (logits >= logits.gather(1, tokens[:, None])).sum(-1)

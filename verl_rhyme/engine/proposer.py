@@ -1,0 +1,318 @@
+"""Drafting inside vLLM: a ``custom_class`` proposer around the configured drafter.
+
+The policy is a ``drafting.policy.DraftPolicy``; this file only maps batch rows to requests and keeps vLLM's bounds.
+Drafting can fail, generation can't: any error gives empty drafts, a counter and one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from verl_rhyme.config import config_tree
+from verl_rhyme.drafting import recurrent
+from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
+from verl_rhyme.drafting.policies import build
+from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
+from verl_rhyme.engine.draft_head import EngineHead, all_ranks
+from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.engine.threads import PlanningThreads, sensible
+from verl_rhyme.history.copies import CopyReader
+from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.history.reader import HistoryReader
+from verl_rhyme.processes.request import FIELD, RequestMeta
+
+logger = logging.getLogger("vllm.verl_rhyme")  # below "vllm", so that vLLM's own handler prints it
+
+#: Counts nobody asked for (of requests that others sent, say) are forgotten beyond this many, 100 bytes each.
+_MAX_FINISHED = 1 << 15
+
+
+@dataclass(slots=True)
+class _Request:
+    id: str  # the server's; vLLM's internal id, by which it is drafted for, is unique whatever a client sends
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Who drafts; the same step after step until a request comes or goes."""
+
+    req_ids: tuple[str, ...]  # vLLM's internal ids
+    max_tokens: np.ndarray  # int64
+
+
+class HistoryProposer:
+    """Built by vLLM from ``speculative_config={"method": "custom_class", "model": "<this class>"}``.
+
+    ``additional_config["rhyme"]`` holds ``drafting`` (the config tree), ``history_dir`` and ``namespace``; with
+    ``copies_dir``, requests may say that their prompt's history is copied from another node.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        settings = vllm_config.additional_config[FIELD]
+        self._config = config_tree.parse({"drafting": settings["drafting"]}).drafting  # type: ignore[union-attr]
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        scheduler = vllm_config.scheduler_config
+        self._step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._slots = scheduler.max_num_seqs
+        self._logit_bytes = vllm_config.model_config.dtype.itemsize
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        reader = HistoryReader(settings["history_dir"], settings["namespace"])
+        copies = CopyReader(settings["copies_dir"]) if settings.get("copies_dir") else None
+        self._history = HistoryLoader(reader, self._config.wait_for_history, copies)
+        self._threads: PlanningThreads | None = None
+        self._drafter: DraftPolicy | None = None  # on the one rank whose drafts are used
+        self._head: EngineHead | None = None
+        self._folder = settings["history_dir"]
+        self._requests: dict[str, _Request] = {}  # by vLLM's internal id
+        self._batch: _Batch | None = None  # of the last step, unless one of it has ended since
+        self._finished: OrderedDict[str, RequestCounts] = OrderedDict()  # by RequestMeta.id
+        self._runner: Any = None
+        self._drafted = self._accepted = self._errors = 0
+        self._seconds = self._ended = 0.0
+        self._planning = 0.0  # seconds of the last plan
+        self._reported: dict[str, float] = {}  # of the counts of all requests, with earlier ones
+        self._calls = 0
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """vLLM asks every drafter to load its model, once it has loaded its own; this one has none.
+
+        Raises:
+            ConfigError: The model has recurrent layers (:mod:`verl_rhyme.drafting.recurrent`), whatever its config
+                says of them.
+        """
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        for name, layer in self._vllm_config.compilation_config.static_forward_context.items():
+            cache = getattr(layer, "get_kv_cache_spec", None)
+            if cache is not None and isinstance(cache(self._vllm_config), MambaSpec):
+                recurrent.refuse(f"layer {name} is a {type(layer).__name__}")
+
+    def attach(self, model_runner: Any) -> None:
+        """Called through the worker extension once the engine is up."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self._runner = model_runner
+        # The scheduler takes the drafts of the first rank only.
+        drafts = get_tensor_model_parallel_rank() == 0
+        if self._config.head is not None:
+            self._head = self._new_head(self._config.head, drafts)
+        if drafts:
+            self._start()
+        # vLLM asks no drafter at all, and drafts zeros for everyone, as soon as one sequence is within the draft
+        # length of max_model_len. The bounds below are per request, so that cliff is not needed.
+        model_runner.effective_drafter_max_model_len = self._max_model_len + self._config.max_tokens + 1
+
+    def _new_head(self, begin: str, drafts: bool) -> EngineHead | None:
+        """The head, on all ranks of the engine or on none: they gather rows together."""
+        made, error = None, None
+        try:
+            made = EngineHead(begin, self._runner, self._folder, drafts)
+        except Exception as failed:
+            error = failed
+        if not all_ranks(error is None):
+            logger.warning("no draft head for this model: %s; drafts come from text alone", error or "see another rank")
+            return None
+        return made
+
+    def _start(self) -> None:
+        self._threads = PlanningThreads(sensible(self._config.plan_threads))
+        self._drafter = build(self._config, self._history, self._slots, self._vocab_size, self._threads, self._head)
+
+    def weights_loaded(self) -> None:
+        """The model has other weights; called on all ranks of the engine."""
+        if self._head is not None:
+            self._head.gather()
+            self._head.save()
+
+    def close(self) -> None:
+        """End its threads; they end with the process as well."""
+        if self._head is not None:
+            self._head.save()
+        self._history.close()
+        if self._threads is not None:
+            self._threads.close()
+
+    @property
+    def waiting(self) -> int:
+        """Prompts whose history is being read; their requests draft from what else there is."""
+        return self._history.pending
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
+    ) -> list[list[int]]:
+        """Drafts for the next step.
+
+        Args:
+            sampled_token_ids: Tokens this step gave each row; none while a prompt is still being prefilled.
+            num_tokens_no_spec: int32 [rows], tokens of each row, those included.
+            token_ids_cpu: int32 [rows, max_model_len], prompt and response of each row.
+
+        Returns:
+            Draft tokens of each row, ragged.
+        """
+        started = time.perf_counter()
+        planning, self._planning = self._planning, 0.0
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started, planning)
+        except Exception:
+            self._errors += 1
+            if self._errors == 1:
+                logger.warning("drafting failed; this step goes on without drafts (told once)", exc_info=True)
+            return [[] for _ in sampled_token_ids]
+        finally:
+            self._ended = time.perf_counter()
+            self._seconds += self._ended - started
+            self._calls += 1
+
+    def _propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        now: float,
+        planning: float,
+    ) -> list[list[int]]:
+        drafter = self._drafter
+        if drafter is None:
+            if self._runner is None:
+                raise RuntimeError("no model runner: the worker extension's attach_proposer() was never called")
+            return [[] for _ in sampled_token_ids]
+        self._retire(drafter)
+        for key, history in self._history.ready():
+            if not drafter.arrived(key, history):
+                self._history.release(key, history)
+        batch, count = self._runner.input_batch, len(sampled_token_ids)
+        req_ids, prompt_tokens = batch.req_ids, batch.num_prompt_tokens
+        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, count)
+        rows = np.flatnonzero(sampled)
+        if not len(rows):
+            return [[] for _ in sampled_token_ids]
+        drafted = np.fromiter(map(len, batch.spec_token_ids), np.int64, count)[rows]
+        accepted = sampled[rows] - 1
+        names = tuple(req_ids if len(rows) == count else [req_ids[row] for row in rows.tolist()])
+        drafting, known = self._batch, True
+        if drafting is None or drafting.req_ids != names:
+            known = all(name in self._requests for name in names)
+            drafting = self._batch = self._enrol(drafter, names)
+        # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
+        plain = known and bool(self._ended) and len(rows) == count
+        self._drafted += int(drafted.sum())
+        self._accepted += int(accepted.sum())
+        lengths = num_tokens_no_spec[rows]
+        longest, budget = self._bounds(count, len(rows) < count)
+        generated = lengths - prompt_tokens[rows]
+        limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
+        if self._head is not None:
+            self._head.sampled(req_ids, sampled_token_ids, rows)
+        # The engine waits for a plan, so that what it verified cost it the plan, too.
+        seconds = planning + now - self._ended if plain else None
+        began = time.perf_counter()
+        planned = drafter.step(
+            DecodeStep(names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
+        )
+        self._planning = time.perf_counter() - began
+        if self._head is not None and plain:
+            self._head.learn(now - self._ended)
+        if len(rows) == count:
+            return planned
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, draft in zip(rows.tolist(), planned, strict=True):
+            drafts[row] = draft
+        return drafts
+
+    def _bounds(self, rows: int, prefilling: bool) -> tuple[int, int]:
+        """Draft tokens of one row and of the whole batch: what memory, the step's tokens and the user allow."""
+        config, longest = self._config, self._config.max_tokens
+        if getattr(self._runner.rejection_sampler, "one_pass", False):
+            budget = logits_budget(
+                self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
+            )
+        else:  # vLLM's, or one that makes its tables
+            longest, budget = table_bounds(self._vocab_size, rows, config.logits_memory, longest)
+        # A request that waits for a slot is not seen here.
+        budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
+        return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
+
+    def _enrol(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
+        """These requests as a batch; those not yet known are started."""
+        running = [self._requests.get(req_id) or self._admit(drafter, req_id) for req_id in req_ids]
+        return _Batch(req_ids, np.array([request.max_tokens for request in running], dtype=np.int64))
+
+    def _admit(self, drafter: DraftPolicy, req_id: str) -> _Request:
+        state = self._runner.requests[req_id]
+        params = state.sampling_params
+        meta = RequestMeta.of(params.extra_args)
+        try:
+            key = bytes.fromhex(meta.key) if meta.key else prompt_key(state.prompt_token_ids)
+        except (TypeError, ValueError):  # no prompt in tokens, or no key of ours: no history, and others keep theirs
+            key = uuid4().bytes
+        self._history.expect(key, meta.asked)
+        drafter.start(req_id, key, np.frombuffer(meta.previous, np.int32) if meta.previous else None)
+        request = _Request(id=meta.id or req_id, max_tokens=params.max_tokens or self._max_model_len)
+        self._requests[req_id] = request
+        if self._head is not None:
+            self._head.admit(state.prompt_token_ids, params.temperature)
+        return request
+
+    def _retire(self, drafter: DraftPolicy) -> None:
+        """Finished requests leave vLLM's table; keep their counts until the server asks."""
+        for req_id in self._requests.keys() - self._runner.requests.keys():
+            self._end(drafter, req_id)
+        while len(self._finished) > _MAX_FINISHED:
+            self._finished.popitem(last=False)
+
+    def _end(self, drafter: DraftPolicy, req_id: str) -> None:
+        self._finished[self._requests.pop(req_id).id] = drafter.finish(req_id)
+        if self._head is not None:
+            self._head.forget(req_id)
+        self._batch = None
+
+    def take_counts(self, ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
+
+        Returns:
+            ``{id: fields of RequestCounts}`` of those this worker drafted for. One of them has also ``draft_errors`` and
+            ``draft_seconds``, the drafter's and its history's since the last call, and
+            :meth:`EngineHead.training` since then.
+        """
+        drafter = self._drafter
+        if drafter is None:
+            return {}
+        self._retire(drafter)
+        wanted = set(ids)
+        # The engine tells the server of a request's end before it tells the workers.
+        for req_id in [req_id for req_id, request in self._requests.items() if request.id in wanted]:
+            self._end(drafter, req_id)
+        finished = {id: self._finished.pop(id) for id in ids if id in self._finished}
+        counts: dict[str, dict[str, Any]] = {
+            id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
+        }
+        for first in list(counts)[:1]:
+            known = {"draft_errors": self._errors + self._history.errors, "draft_seconds": self._seconds}
+            if self._head is not None:
+                known |= self._head.training()
+            counts[first] |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
+            self._reported = known
+        return counts
+
+    def totals(self) -> dict[str, Any]:
+        """Since the start: tokens drafted and accepted, calls, seconds in them, errors of drafter and history."""
+        return {
+            "drafted": self._drafted,
+            "accepted": self._accepted,
+            "calls": self._calls,
+            "seconds": self._seconds,
+            "errors": self._errors,
+            "history_errors": self._history.errors,
+            **({} if self._head is None else {**self._head.training(), "head_guess_seconds": self._head.seconds}),
+        }

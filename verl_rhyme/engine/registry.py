@@ -1,0 +1,21 @@
+"""Puts our rollout replica, and our workers' hand on it, into verl's registries."""
+
+from __future__ import annotations
+
+
+def _load_vllm_replica() -> type:
+    from verl_rhyme.engine.replica import RhymeReplica  # imports vLLM: only when a replica is needed
+
+    return RhymeReplica
+
+
+def register() -> None:
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    RolloutReplicaRegistry.register("vllm", _load_vllm_replica)
+
+
+def register_adapter() -> None:
+    from verl.workers.rollout import base
+
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_rhyme.engine.weight_socket.RhymeServerAdapter"

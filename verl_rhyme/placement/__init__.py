@@ -1,0 +1,25 @@
+"""Placement: which replica serves which request. Events come in as calls, the answer is a replica's name.
+
+Process: the router in agent loop workers, and the coordinator. Engines: none.
+"""
+
+from verl_rhyme.placement.fleet import Fleet
+from verl_rhyme.placement.least_loaded import LeastLoaded
+from verl_rhyme.placement.placement import POLICIES, NoReplica, Placement
+from verl_rhyme.placement.policy import Ahead, Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.placement.sticky_group import StickyGroup
+
+__all__ = [
+    "POLICIES",
+    "Ahead",
+    "Fleet",
+    "LeastLoaded",
+    "Load",
+    "Move",
+    "NoReplica",
+    "Placement",
+    "PlacementPolicy",
+    "Progress",
+    "Request",
+    "StickyGroup",
+]

@@ -1,0 +1,246 @@
+"""HistoPipe as published: groups of like lengths, replicas for each, in an order that alternates from step to step.
+
+RhymeRL (arXiv:2508.18588), section 5. The prompts of a step are ranked by the length that is expected of them and cut
+into groups of equal size. Each group is answered by replicas of its own, more of them where it takes longer: as many as
+make the slowest group fastest, found by a binary search over what a step costs (tier 2). The groups lie along the
+replicas from the shortest to the longest in one step and the other way round in the next, so that a replica which had
+a long share gets a short one (tier 1). An outlier, one of the last of its group that still run and longer than its
+history lets expect, goes on at the replica that has least to do: the fewest tokens to come. Those that were asked tell
+theirs. Of the others it is what was expected less what they have made, as old as they are; one that is longer than
+expected counts as those do that are so, too, and were asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_rhyme.placement.fleet import REQUESTS, Fleet
+from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
+from verl_rhyme.planning.cost import Floats
+
+#: Halvings of the interval in which the slowest group's seconds lie.
+_HALVINGS = 40
+
+
+class _Run(NamedTuple):
+    """What runs at a replica, and what that replica's clock said when it came."""
+
+    request: Request
+    came: int
+
+
+@dataclass
+class _Replica:
+    """What runs at a replica. Its clock counts the tokens that whatever runs there makes in the same time."""
+
+    clock: int = 0
+    runs: dict[str, _Run] = field(default_factory=dict)
+
+    def made(self, name: str, tokens: int) -> None:
+        """One that runs there has made so many tokens."""
+        if (run := self.runs.get(name)) is not None:
+            self.clock = max(self.clock, run.came + tokens)
+
+    def to_come(self, progress: Mapping[str, Progress], late: float) -> float:
+        """Tokens, expected of all that runs there; ``late`` of one that has more than was expected of it."""
+        tokens = 0.0
+        for name, (request, came) in self.runs.items():
+            if (now := progress.get(name)) is not None and now.left is not None:
+                tokens += now.left
+            else:
+                left = (request.response_tokens or 0) - (self.clock - came)
+                tokens += left if left > 0 else late
+        return tokens
+
+
+@dataclass
+class _Group:
+    """Prompts of like lengths, in one step."""
+
+    step: int
+    rank: int  # 0 for the shortest
+    of: int
+    wanted: dict[str, int]  # samples by prompt that have not ended
+    samples: int
+    replicas: tuple[str, ...]
+    running: dict[str, tuple[Request, str]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    columns: tuple[int, np.ndarray] = (-1, np.zeros(0, np.intp))  # of the replicas, under this version of the fleet
+
+
+class HistoPipe(PlacementPolicy):
+    """See the module.
+
+    Args:
+        fleet: Where the loads stand.
+        groups: Of prompts in a step; no more than there are replicas.
+        two_tier: Give a group replicas by what it costs; else each the same number.
+        migrate: Outliers move.
+        tail: Share of a group that counts as the last of it.
+
+    Raises:
+        ValueError: No groups, or a share that is none.
+    """
+
+    def __init__(
+        self, fleet: Fleet, groups: int = 4, two_tier: bool = True, migrate: bool = True, tail: float = 0.1
+    ) -> None:
+        if groups < 1 or not 0 < tail <= 1:
+            raise ValueError(f"histopipe: groups={groups} must be at least 1, tail={tail} above 0 and at most 1")
+        self._fleet = fleet
+        self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
+        self._groups: dict[int, _Group] = {}  # of which prompts are here
+        self._of: dict[str, _Group] = {}  # by key
+        self._at: dict[str, _Replica] = {}
+
+    def plan(self, step: int, loads: Sequence[Load]) -> None:
+        if not loads:
+            return
+        tokens = expected_tokens(loads)
+        count = min(self._most, len(self._fleet), len(loads))
+        ranked = np.array_split(np.argsort(tokens, kind="stable"), count)
+        workers = self._workers([[loads[i] for i in group] for group in ranked], [tokens[group] for group in ranked])
+        names = list(self._fleet.names)
+        if step % 2:
+            names.reverse()
+        at = 0
+        for rank, (members, width) in enumerate(zip(ranked, workers, strict=True)):
+            wanted = {loads[i].key: loads[i].samples for i in members}
+            group = _Group(step, rank, count, wanted, sum(wanted.values()), tuple(names[at : at + width]))
+            at += width
+            self._groups[id(group)] = group
+            self._of.update((loads[i].key, group) for i in members)
+
+    def choose(self, request: Request) -> str:
+        return self._least(self._of.get(request.key))
+
+    def why(self, request: Request, replica: str) -> str:
+        group = self._of.get(request.key)
+        if group is None:
+            return "in no plan: where least is to do"
+        return f"length group {group.rank + 1} of {group.of} in step {group.step}, on {len(group.replicas)} replicas"
+
+    def started(self, request: Request, replica: str) -> None:
+        at = self._at.setdefault(replica, _Replica())
+        at.runs[request.id] = _Run(request, at.clock)
+        if (group := self._of.get(request.key)) is not None:
+            group.running[request.id] = request, replica
+
+    def released(self, request: Request, replica: str, tokens: int | None) -> None:
+        at = self._at[replica]
+        at.made(request.id, tokens or 0)
+        at.runs.pop(request.id, None)
+        group = self._of.get(request.key)
+        if group is None or group.running.pop(request.id, None) is None or tokens is None:
+            return
+        if request.id not in group.ended:
+            group.ended.add(request.id)
+            group.wanted[request.key] -= 1
+
+    def left(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if (group := self._of.pop(key, None)) is not None:
+                group.samples -= group.wanted.pop(key)  # they failed, or nobody needs them
+                if not group.wanted:
+                    del self._groups[id(group)]
+
+    def watched(self) -> list[str]:
+        return [name for group in self._last() for name in group.running if name not in group.moved]
+
+    def removed(self, replica: str) -> None:
+        self._at.pop(replica, None)
+
+    def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
+        fleet, to_come = self._fleet, np.zeros(0)
+        for at in self._at.values():
+            for name in at.runs.keys() & progress.keys():
+                at.made(name, progress[name].made)
+        late = self._late(progress)
+        step = fleet.cost.step
+        prefill = fleet.cost.prefill / max(step.base / fleet.cost.slots + step.row, 1e-9)  # in tokens of full steps
+        for group in self._last():
+            for name, (request, replica) in list(group.running.items()):
+                likely, now = request.likely_tokens, progress.get(name)
+                if name in group.moved or now is None or likely is None or now.made <= likely:
+                    continue
+                left = now.left or 0
+                if not len(to_come):
+                    ats = (self._at.get(other, _Replica()) for other in fleet.names)
+                    to_come = np.array([at.to_come(progress, late) for at in ats])
+                here = fleet.index[replica]
+                there = int(np.lexsort((fleet.running[REQUESTS], to_come / fleet.share))[0])
+                again = prefill * (request.prompt_tokens + now.made)  # its cache is computed anew
+                if to_come[there] + left + again < to_come[here]:  # it has less to do with it, too
+                    to_come[there] += left
+                    to_come[here] -= left
+                    group.moved.add(name)
+                    yield Move(name, fleet.names[there], f"{now.made} tokens, more than {likely} by its history")
+
+    # ---- within ----
+
+    def _late(self, progress: Mapping[str, Progress]) -> float:
+        """Tokens to come of one that has more than was expected: the mean of those that were asked."""
+        lates = [
+            now.left
+            for at in self._at.values()
+            for name in at.runs.keys() & progress.keys()
+            if (now := progress[name]).left is not None and now.made > (at.runs[name].request.response_tokens or 0)
+        ]
+        return float(np.mean(lates)) if lates else 1.0
+
+    def _last(self) -> list[_Group]:
+        """Groups of which but the last still run."""
+        if not self._migrate or len(self._fleet) < 2:
+            return []
+        return [g for g in self._groups.values() if g.running and len(g.ended) >= (1 - self._tail) * g.samples]
+
+    def _least(self, group: _Group | None) -> str:
+        """Where the fewest tokens are expected, among the replicas of a group; of all where none of these is left."""
+        fleet = self._fleet
+        columns = None
+        if group is not None:
+            if group.columns[0] != fleet.version:
+                left = [fleet.index[name] for name in group.replicas if name in fleet]
+                group.columns = fleet.version, np.array(left, np.intp)
+            columns = group.columns[1] if len(group.columns[1]) else None
+        return fleet.names[fleet.least_tokens(columns)]
+
+    def _workers(self, groups: Sequence[Sequence[Load]], tokens: Sequence[Floats]) -> list[int]:
+        """Replicas for each group, at least one, all of them together."""
+        total, count = len(self._fleet), len(groups)
+        even = [total // count + (rank < total % count) for rank in range(count)]
+        if not self._two_tier:
+            return even
+        room = float(np.min(self._fleet.capacity))
+        cost = self._fleet.cost
+        samples = [np.array([load.samples for load in group]) for group in groups]
+        prompts = [np.array([load.prompt_tokens for load in group]) for group in groups]
+        longest = np.array([each.max() for each in tokens])[:, None]
+        whole = np.array([(n * each).sum() for n, each in zip(samples, tokens, strict=True)])[:, None]
+        held = np.array(
+            [(n * each * (p + each / 2)).sum() for n, p, each in zip(samples, prompts, tokens, strict=True)]
+        )[:, None]
+        workers = np.arange(1, total + 1)
+        seconds = cost.together(longest, whole / workers, held / workers, room)  # falls along the workers
+        low, high = 0.0, float(seconds[:, 0].max())
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._needed(seconds, middle).sum() <= total:
+                high = middle
+            else:
+                low = middle
+        needed = self._needed(seconds, high)
+        for _ in range(total - int(needed.sum())):  # what is left goes where it still helps
+            slowest = int(np.argmax(seconds[np.arange(count), np.minimum(needed, total) - 1]))
+            needed[slowest] += 1
+        return [int(n) for n in needed]
+
+    @staticmethod
+    def _needed(seconds: Floats, bound: float) -> np.ndarray:
+        """int64[groups], workers with which each group takes no longer; one more than there are where none does."""
+        return 1 + (seconds > bound).sum(axis=1)

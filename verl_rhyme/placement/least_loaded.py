@@ -1,0 +1,27 @@
+"""verl's own rule: a conversation stays where it was, a new one goes where fewest requests run."""
+
+from __future__ import annotations
+
+import random
+
+from verl_rhyme.placement.fleet import Fleet
+from verl_rhyme.placement.policy import PlacementPolicy, Request
+
+
+class LeastLoaded(PlacementPolicy):
+    """The reference (``verl.workers.rollout.router.GlobalRequestLoadBalancer``); ties are drawn, as there.
+
+    Args:
+        fleet: Where the loads stand.
+        seed: Of the draws; ``None`` for another one each time.
+    """
+
+    def __init__(self, fleet: Fleet, seed: int | None = None) -> None:
+        self._fleet = fleet
+        self._random = random.Random(seed)
+
+    def choose(self, request: Request) -> str:
+        if request.last in self._fleet:
+            return request.last
+        least = self._fleet.least()
+        return self._fleet.names[least[self._random.randrange(len(least))]]

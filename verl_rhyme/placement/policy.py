@@ -1,0 +1,176 @@
+"""What a placement policy is told and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_rhyme.lengths.outlook import Shares
+from verl_rhyme.planning.cost import Floats
+
+
+class Ahead(NamedTuple):
+    """What a request may add, as a row of an :class:`~verl_rhyme.lengths.outlook.Outlook` has it.
+
+    Attributes:
+        limit: Of the outlook.
+        beyond: float32[CELLS].
+    """
+
+    limit: int
+    beyond: Shares
+
+
+class Request(NamedTuple):
+    """What is known of a request when it asks for a replica; all but the id may be missing.
+
+    Attributes:
+        id: Its conversation: later turns and resumptions come under the same id.
+        key: The prompt it belongs to: samples, turns and epochs of a prompt share it.
+        sample: Number of the sample in its group, -1 when unknown.
+        attempt: 0 for the first, one more for each resumption and each further turn.
+        group: Samples of the prompt that are sent about now, this one included; 0 when unknown. From the first attempt
+            of one of them on, room is kept for the others until they come or no request of the prompt runs.
+        prompt_tokens: Tokens it begins with.
+        response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
+        last: Where the conversation was last; empty when it is new.
+        likely_tokens: Tokens that it will hardly add more than, as its forecast has it (the 90% quantile); ``None``
+            when nobody knows.
+        planned: The replica that a coordinator wants for it; empty: the policy is asked.
+        ahead: What it may add, as a distribution; ``None`` when nobody knows.
+    """
+
+    id: str
+    key: str = ""
+    sample: int = -1
+    attempt: int = 0
+    group: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int | None = None
+    last: str = ""
+    likely_tokens: int | None = None
+    planned: str = ""
+    ahead: Ahead | None = None
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens it will fill at its end; 0 when nobody knows."""
+        return 0 if self.response_tokens is None else max(0, self.prompt_tokens + self.response_tokens)
+
+    @property
+    def new(self) -> bool:
+        """Whether it begins a conversation."""
+        return not self.attempt and not self.last
+
+
+class Load(NamedTuple):
+    """A prompt that is about to be answered.
+
+    Attributes:
+        key: As its requests will have it (:attr:`Request.key`).
+        samples: Responses that are wanted.
+        tokens: Expected of each of them; ``None`` when nobody knows.
+        prompt_tokens: Of the prompt; 0 when nobody knows.
+    """
+
+    key: str
+    samples: int
+    tokens: float | None = None
+    prompt_tokens: int = 0
+
+
+def expected_tokens(loads: Sequence[Load]) -> Floats:
+    """float64[loads], tokens of a response of each; where nobody knows, the mean of the others."""
+    known = [load.tokens for load in loads if load.tokens is not None]
+    mean = float(np.mean(known)) if known else 1.0
+    return np.array([mean if load.tokens is None else load.tokens for load in loads])
+
+
+def roughly(tokens: float) -> str:
+    """Rounded to one digit, so that reasons can be told alike and counted: 3,000."""
+    whole = max(1, int(tokens))
+    digit = 10 ** (len(str(whole)) - 1)
+    return f"{(2 * whole + digit) // (2 * digit) * digit:,}"
+
+
+class Progress(NamedTuple):
+    """How far a running request is.
+
+    Attributes:
+        made: Tokens that it has made since it was placed.
+        left: That it is expected to add to these; ``None`` when nobody knows.
+        likely_left: It will hardly add more.
+        ahead: What it may add, as a distribution.
+    """
+
+    made: int
+    left: int | None = None
+    likely_left: int | None = None
+    ahead: Ahead | None = None
+
+
+class Move(NamedTuple):
+    """A running request that is to go on elsewhere.
+
+    Attributes:
+        id: Of its conversation.
+        replica: Where to.
+        why: In words.
+    """
+
+    id: str
+    replica: str
+    why: str
+
+
+class PlacementPolicy:
+    """Answers where, over a :class:`~verl_rhyme.placement.fleet.Fleet` that others keep up to date.
+
+    May raise in any method: :class:`~verl_rhyme.placement.placement.Placement` then takes the least loaded.
+    All but :meth:`choose` may be left as they are.
+    """
+
+    def choose(self, request: Request) -> str | None:
+        """The replica for a request; changes nothing. The fleet has at least one. ``None``: it is to wait, as only one
+        of those may be that :meth:`coming` has named."""
+        raise NotImplementedError
+
+    def why(self, request: Request, replica: str) -> str:
+        """Why it was chosen, in a few words; empty where the policy's name says all."""
+        return ""
+
+    def plan(self, step: int, loads: Sequence[Load]) -> None:
+        """These prompts will be answered, for the update ``step``; their requests come later, or have come."""
+
+    def coming(self, requests: Sequence[Request]) -> None:
+        """These are about to be placed, one after another: :meth:`choose` is asked of each next."""
+
+    def due(self) -> bool:
+        """Something that was to wait may find a place now, and is to be named again, with all that waits."""
+        return False
+
+    def started(self, request: Request, replica: str) -> None:
+        """It was sent there, on this policy's word or not; the fleet counts it already."""
+
+    def released(self, request: Request, replica: str, tokens: int | None) -> None:
+        """It came to its end, having added ``tokens`` there; or, where these are ``None``, it left otherwise: it was
+        cut short or lost, is moved, or its replica is about to leave. The fleet no longer counts it."""
+
+    def left(self, keys: Sequence[str]) -> None:
+        """These prompts of earlier plans are not answered any more; nothing of them runs."""
+
+    def removed(self, replica: str) -> None:
+        """The replica is about to leave; all its requests were released."""
+
+    def forget(self) -> None:
+        """What runs stays where it is; what comes is placed by load, not by where its siblings are."""
+
+    def watched(self) -> Sequence[str]:
+        """Ids of running requests that may be better off elsewhere: it is to be told how far they are."""
+        return ()
+
+    def moves(self, progress: Mapping[str, Progress]) -> Iterable[Move]:
+        """What is to go on elsewhere; each is carried out before the next is asked for."""
+        return ()
