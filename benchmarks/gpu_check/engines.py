@@ -27,6 +27,9 @@ _CPU = {
 
 #: Names the file that a process of :func:`each` makes when its engine is ready.
 _GATE = "GPU_CHECK_GATE"
+_GO = "go\n"
+#: Seconds that engines which start side by side have for it.
+_START_S = 240.0
 
 
 def prepare() -> None:
@@ -73,21 +76,29 @@ def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[...,
 
 def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object]) -> int:
     """How many failed."""
-    running = {}
+    running: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
+    failed, until = 0, time.monotonic() + _START_S
     with tempfile.TemporaryDirectory() as top:
-        for number, (arm, variables) in enumerate(arms.items()):
-            gate = Path(top) / str(number)
-            command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
-            environment = {**os.environ, **variables, _GATE: str(gate)}
-            running[arm] = gate, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
-        while any(not gate.exists() and process.poll() is None for gate, process in running.values()):
-            time.sleep(0.1)
-        failed = 0
-        for arm, (_, process) in running.items():
-            process.communicate(b"go\n")
-            if process.returncode:
-                failed += 1
-                told(arm=arm, failed=f"exit status {process.returncode}, see standard error")
+        try:
+            for number, (arm, variables) in enumerate(arms.items()):
+                gate = Path(top) / str(number)
+                environment = {**os.environ, **variables, **({_GATE: str(gate)} if len(arms) > 1 else {})}
+                command = [sys.executable, "-m", module, "--one", arm, *sys.argv[1:]]
+                running[arm] = gate, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+            while len(arms) > 1 and any(not gate.exists() and one.poll() is None for gate, one in running.values()):
+                time.sleep(0.1)
+                if time.monotonic() > until:
+                    break
+            for arm, (gate, one) in running.items():
+                if len(arms) > 1 and not gate.exists() and one.poll() is None:
+                    one.kill()  # it is still starting
+                one.communicate(_GO.encode())
+                if one.returncode:
+                    failed += 1
+                    told(arm=arm, failed=f"exit status {one.returncode}, see standard error")
+        finally:
+            for _, one in running.values():
+                one.kill()
     return failed
 
 
@@ -95,7 +106,8 @@ def my_turn() -> None:
     """In a process of :func:`each`: the engine is ready; waits until no other measures."""
     if gate := os.environ.get(_GATE):
         Path(gate).touch()
-        sys.stdin.readline()
+        if sys.stdin.readline() != _GO:
+            raise SystemExit("who starts the engines has ended")
 
 
 def let_go() -> None:

@@ -27,6 +27,8 @@ ARMS: dict[str, dict[str, str]] = {
 }
 #: GiB: the widest batch of a 7 B model fits, and three engines.
 CACHE = 3.5
+#: Bytes of such an engine.
+_ENGINE = 24 << 30
 
 
 class Stock:
@@ -86,6 +88,8 @@ def measure(arm: str, small: bool) -> None:
                 runs = [rollout.once(cell, engine, history) for _ in range(turns)]
                 speeds = [tokens / run["seconds"] for run in runs]
                 run = runs[-1]
+                if errors := run.get("errors"):
+                    raise SystemExit(f"{arm}: {errors} errors in the drafter")
                 told = {
                     "step_ms": round(1e3 * (run["seconds"] - run["draft_seconds"]) / run["steps"], 3),
                     "draft_ms": round(1e3 * run["draft_seconds"] / run["steps"], 3),
@@ -104,6 +108,13 @@ def measure(arm: str, small: bool) -> None:
             )
 
 
+def _fit() -> int:
+    """Engines that this machine has room for at once."""
+    import torch
+
+    return min(3, max(1, torch.cuda.mem_get_info()[1] // _ENGINE)) if device().type == "cuda" else 1
+
+
 def main() -> None:
     chosen = asked()
     if chosen.one:
@@ -112,7 +123,7 @@ def main() -> None:
     arms = dict(ARMS)
     if device().type != "cuda":
         del arms[V2]  # vLLM's CPU platform has it not
-    engines.each("benchmarks.gpu_check.replay", arms, tell, at_once=3 if device().type == "cuda" else 1)
+    engines.each("benchmarks.gpu_check.replay", arms, tell, at_once=_fit())
 
 
 if __name__ == "__main__":

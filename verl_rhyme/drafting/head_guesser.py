@@ -37,6 +37,8 @@ class HeadGuesser:
         self._states: Tensor | None = None  # on a GPU with one row more, for what fills up a graph's rows
         self._known = False
         self._graphs: dict[int, _Graph] = {}
+        self._aside = torch.cuda.Stream(head.scale.device) if self._gpu else None  # for what is captured
+        self.captured = 0  # graphs, ever
 
     @property
     def rows(self) -> Rows | None:
@@ -92,7 +94,10 @@ class HeadGuesser:
         probability = np.zeros((len(latest), WAYS), dtype=np.float32)
         asked = np.stack([going, latest[going]]).astype(np.int64)
         with torch.inference_mode():
-            found = self._graph(len(going)).run(asked) if self._gpu else self._name(torch.from_numpy(asked)).numpy()
+            if self._gpu:
+                found = self._graph(len(going)).run(asked)
+            else:
+                found = self._name(torch.from_numpy(asked).to(self._divisor.device)).cpu().numpy()
         ways = found.shape[1] // 2
         guessed[going, :ways], probability[going, :ways] = found[:, :ways], found[:, ways:].view(np.float32)
         return guessed, probability
@@ -117,7 +122,8 @@ class HeadGuesser:
         if size not in self._graphs:
             assert self._states is not None, "asked without steps"
             pool = next((graph.pool() for graph in self._graphs.values()), None)
-            self._graphs[size] = _Graph(self._name, size, len(self._states) - 1, self._states.device, pool)
+            self._graphs[size] = _Graph(self._name, size, self._states, self._aside, pool)
+            self.captured += 1
         return self._graphs[size]
 
 
@@ -126,25 +132,28 @@ class _Graph:
 
     Args:
         call: int64[2, size] -> int32[size, n].
-        size: Columns; those that are not used have ``spare`` for a row.
-        spare: See above.
-        device: The GPU.
+        size: Columns; those that are not used have the last of ``states`` for a row.
+        states: See above; on the GPU.
+        aside: A stream, the same for all: cuBLAS keeps 32 MiB for each stream that it was called on.
         pool: Memory of other graphs, of which one runs at a time.
     """
 
-    def __init__(self, call: Callable[[Tensor], Tensor], size: int, spare: int, device: torch.device, pool: object):
-        self._spare = spare
+    def __init__(
+        self, call: Callable[[Tensor], Tensor], size: int, states: Tensor, aside: torch.cuda.Stream | None, pool: object
+    ):
+        self._spare = len(states) - 1
         self._given = torch.zeros(2, size, dtype=torch.int64, pin_memory=True)
-        self._given[0] = spare
-        self._asked = self._given.to(device)
-        # Outside a graph first, on a stream of its own, as torch wants it: libraries set themselves up.
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
+        self._given[0] = self._spare
+        self._asked = self._given.to(states.device)
+        current = torch.cuda.current_stream(states.device)
+        # Outside a graph first, as torch wants it: libraries set themselves up.
+        aside = aside or torch.cuda.Stream(states.device)
+        aside.wait_stream(current)
         with torch.cuda.stream(aside):
             call(self._asked)
-        torch.cuda.current_stream(device).wait_stream(aside)
+        current.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
             self._found = call(self._asked)
         self._told = torch.empty(self._found.shape, dtype=self._found.dtype, pin_memory=True)
 

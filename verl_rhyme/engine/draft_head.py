@@ -64,6 +64,7 @@ class EngineHead:
         self._hidden: torch.Tensor | None = None
         self._drafted: list[int] | None = None
         self._number: dict[str, int] = {}  # of the latest token of each request, in the trainer's buffer
+        self.failures = 0
         self._knows = 0  # steps of the optimizer before this run's
         self._earned = 0.0  # seconds that training may still take
         self.updates, self.seconds, self.training_seconds = 0, 0.0, 0.0
@@ -78,7 +79,9 @@ class EngineHead:
     def begin(self, begin: str) -> None:
         """Begin with a file, or anew (``drafting.head``); what was learnt since is forgotten."""
         hidden = self._runner.model_config.get_hidden_size()
-        self._counts[:], self._knows, self.updates = 0, 0, 0
+        self._counts[:], self._listed[:], self._knows = 0, False, 0
+        self._unknown, self._seen, self._look_after = 0, 0, _FEWEST
+        self.updates, self.seconds, self.training_seconds, self._earned, self._losses = 0, 0.0, 0.0, 0.0, None
         self._number.clear()
         with _training():
             self._head = DraftHead(hidden).to(self._runner.device)
@@ -106,6 +109,11 @@ class EngineHead:
             return np.full((len(latest), 1), -1, dtype=np.int32), np.zeros((len(latest), 1), dtype=np.float32)
         finally:
             self.seconds += time.perf_counter() - began
+
+    @property
+    def captured(self) -> int:
+        """CUDA graphs that were captured, ever: a plan that had to is not what plans take."""
+        return self._guesser.captured if self._drafts else 0
 
     # ---- what the proposer reports ----
 
@@ -160,7 +168,8 @@ class EngineHead:
         if self._alone and self._seen >= self._look_after:
             if self._unknown * _UNKNOWN > self._seen:
                 self.gather()
-                self._look_after = min(2 * self._look_after, _LOOKED_AT_MOST)
+                full = int(self._listed.sum()) >= MOST_TOKENS  # then others would be unknown in their place
+                self._look_after = 2 * self._look_after if full else min(2 * self._look_after, _LOOKED_AT_MOST)
             self._seen = self._unknown = 0
         self._guesser.begin(states[torch.from_numpy(first + each - 1).to(states.device)])
 
@@ -180,6 +189,7 @@ class EngineHead:
                 began = time.perf_counter()
                 with _training():
                     loss = self._trainer.update(self._guesser.rows, self._guesser.temperature)
+                    loss = loss.nan_to_num(0, 0, 0)
                     self._losses = loss if self._losses is None else self._losses + loss
                     if self._runner.device.type != "cpu":
                         torch.accelerator.synchronize()  # what it took is what the next step waits
@@ -217,11 +227,13 @@ class EngineHead:
         kind = torch.float32 if self._runner.device.type == "cpu" else torch.bfloat16
         output = (_rows(self._output, tokens) * self._scale).to(kind)
         embedding = output if self._embedding is self._output else _rows(self._embedding, tokens).to(kind)
-        if not self._drafts:
-            return
-        self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+        if self._drafts:
+            self._guesser.rows = Rows.of(tokens, output, embedding, self._vocabulary)
+        del output, embedding
         if tokens.is_cuda:
             torch.cuda.empty_cache()  # vLLM's own pool does not see what is cached here
+        if not self._drafts:
+            return
         self._listed[:] = False
         self._listed[tokens.cpu().numpy()] = True
 
@@ -294,6 +306,7 @@ class EngineHead:
 
     def _off(self, doing: str) -> None:
         if self._drafts:
+            self.failures += 1
             logger.warning("no draft head from now on: %s failed; drafts come from text alone", doing, exc_info=True)
             self._guesser.rows = None
             self._counts[:] = 0  # other ranks then gather nothing

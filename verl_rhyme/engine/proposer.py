@@ -80,6 +80,7 @@ class HistoryProposer:
         self._drafted = self._accepted = self._errors = 0
         self._seconds = self._ended = 0.0
         self._planning = 0.0  # seconds of the last plan
+        self._captured, self._paused = 0, False  # graphs of the head; the last plan captured some
         self._reported: dict[str, float] = {}  # of the counts of all requests, with earlier ones
         self._calls = 0
 
@@ -205,7 +206,7 @@ class HistoryProposer:
             known = all(name in self._requests for name in names)
             drafting = self._batch = self._enrol(drafter, names)
         # A step that prefilled, or that came after a pause, tells nothing of what decoding costs.
-        plain = known and bool(self._ended) and len(rows) == count
+        plain = known and bool(self._ended) and len(rows) == count and not self._paused
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
         lengths = num_tokens_no_spec[rows]
@@ -221,6 +222,8 @@ class HistoryProposer:
             DecodeStep(names, rows, token_ids_cpu, lengths, drafted, accepted, limits, budget, seconds)
         )
         self._planning = time.perf_counter() - began
+        captured = 0 if self._head is None else self._head.captured
+        self._paused, self._captured = captured > self._captured, captured
         if self._head is not None and plain:
             self._head.learn(now - self._ended)
         if len(rows) == count:
@@ -281,9 +284,9 @@ class HistoryProposer:
         """Counts of finished requests (``RequestMeta.id``), which are then forgotten.
 
         Returns:
-            ``{id: fields of RequestCounts}`` of those this worker drafted for. One of them has also ``draft_errors`` and
-            ``draft_seconds``, the drafter's and its history's since the last call, and
-            :meth:`EngineHead.training` since then.
+            ``{id: fields of RequestCounts}`` of those this worker drafted for. One of them has also ``draft_errors``
+            and ``draft_seconds``, the drafter's and its history's since the last call, and :meth:`EngineHead.training`
+            since then.
         """
         drafter = self._drafter
         if drafter is None:
@@ -298,12 +301,15 @@ class HistoryProposer:
             id: {name: getattr(did, name) for name in RequestCounts.__slots__} for id, did in finished.items()
         }
         for first in list(counts)[:1]:
-            known = {"draft_errors": self._errors + self._history.errors, "draft_seconds": self._seconds}
+            known = {"draft_errors": self._all_errors(), "draft_seconds": self._seconds}
             if self._head is not None:
                 known |= self._head.training()
             counts[first] |= {name: value - self._reported.get(name, 0) for name, value in known.items()}
             self._reported = known
         return counts
+
+    def _all_errors(self) -> int:
+        return self._errors + self._history.errors + (0 if self._head is None else self._head.failures)
 
     def totals(self) -> dict[str, Any]:
         """Since the start: tokens drafted and accepted, calls, seconds in them, errors of drafter and history."""
@@ -312,7 +318,7 @@ class HistoryProposer:
             "accepted": self._accepted,
             "calls": self._calls,
             "seconds": self._seconds,
-            "errors": self._errors,
+            "errors": self._errors + (0 if self._head is None else self._head.failures),
             "history_errors": self._history.errors,
             **({} if self._head is None else {**self._head.training(), "head_guess_seconds": self._head.seconds}),
         }

@@ -244,6 +244,7 @@ class Recorder:
             except Exception:  # what a trainer scores after its buffer, it never scored of what the buffer dropped
                 rewards = np.full(len(prompts), np.nan)
             self._fetch(samples.batch(prompts, rewards, epoch, self._logprobs), step)
+            self._count(samples.rows(records, validate=False)[0])
             self._untrained += len(stored.keys)
         finally:
             tq.kv_clear(keys=stored.keys, partition_id=stored.partition)
@@ -280,11 +281,16 @@ class Recorder:
             rows = [{**row, "reward": rewards[owner]} for row, owner in zip(rows, owners, strict=True)]
             self._pending.append(self._executor.submit(self._guarded, self._log_requests, rows, step, epoch))
 
-    def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
+    def _count(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of requests whose samples are not trained, with what drafters did for them."""
         rows = self._counts.fill(rows)
         with self._lock:
             for row in rows:
                 self._drafter.update({name: row[name] for name in DRAFTER if name in row})
+        return rows
+
+    def _log_requests(self, rows: list[dict[str, Any]], step: int, epoch: int) -> None:
+        rows = self._count(rows)
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
         self._insight.requests(rows, step)

@@ -13,6 +13,7 @@ from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.store import HistoryReader
 from verl_rhyme.history_writer.history_writer import HistoryWriter
 from verl_rhyme.observability import metrics
+from verl_rhyme.processes.request import FIELD
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
@@ -176,6 +177,8 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
     queue.put_group(2, "trained", [0.0, 1.0])
     queue.put_group(3, "zsurplus", [0.0, 1.0])
     queue.tags["zsurplus"]["global_steps"] = 2  # verl takes older ones first
+    request = {"id": "r", "prompt_key": prompt_key([1, 1]).hex(), "draft_errors": 2, "draft_seconds": 0.5}
+    queue.data["filtered_0_0"]["extra_fields"] = {FIELD: [request]}
 
     history = Slow(tmp_path / "h", permits=1000)
     recorder = Recorder(history, None, lambda: 1, DraftCounts(dict))
@@ -188,6 +191,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
         recorder.start(batch, step=1, part=1, epoch=0)
         recorder.drain()
         kept = recorder.take_metrics(rollout_s=1.0)
+        assert kept[metrics.SPEC_ERRORS] == 2, "what drafters did is told of samples that nobody trains, too"
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
         reader = HistoryReader(tmp_path / "h", "vocabulary")

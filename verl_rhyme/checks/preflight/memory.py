@@ -335,13 +335,14 @@ def serve(model: Architecture, rollout: Rollout, gpu_bytes: int) -> Serving:
 
 def draft_head(model: Architecture, rollout: Rollout) -> int:
     """Of a draft head, which stays while vLLM sleeps: buffer, float32 parameters, gradients and moments, a bf16 copy,
-    bf16 rows, and these once more while they are copied, or the distributions that it is trained towards."""
+    bf16 rows, and these once more while they are copied, or the distributions that it is trained towards; what its CUDA
+    graphs hold for the widest batch."""
     if not rollout.draft_head:
         return 0
     rows = min(model.vocab, MOST_TOKENS)
-    return (
-        HEAD_BUFFER + 18 * 3 * model.hidden**2 + rows * (4 * model.hidden + max(4 * model.hidden, 16 * HEAD_POSITIONS))
-    )
+    graphs = 16 << max(0, rollout.max_num_seqs - 1).bit_length()
+    transient = max(4 * model.hidden, 16 * HEAD_POSITIONS)
+    return HEAD_BUFFER + 18 * 3 * model.hidden**2 + rows * (4 * model.hidden + transient + graphs)
 
 
 def checkpoint_bytes(model: Architecture) -> int:
