@@ -70,7 +70,7 @@ sys.modules["verl_rhyme.platforms.cpu"] = None  # its import fails
 import verl
 import verl_rhyme.plugin
 from omegaconf import OmegaConf
-from verl_rhyme import startup
+from verl_rhyme.checks import startup
 assert any("platforms.cpu" in line for line in verl_rhyme.plugin.FAILURES)
 try:
     startup.check(OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"rhyme": {}}}}}))

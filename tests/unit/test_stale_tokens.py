@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
+import verl_rhyme
 from verl_rhyme.checks import stale_tokens
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import CONFIG_PATH, config_tree, interpolations
@@ -18,7 +19,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 
 
 CORRECTION = Path(verl.__file__).parent / "trainer/config/algorithm/rollout_correction.yaml"
-PRESETS = Path(interpolations.__file__).parent / "conf/rhyme"
+PRESETS = Path(verl_rhyme.__file__).parent / "conf/rhyme"
 
 
 def config(preset, *overrides):
