@@ -52,14 +52,14 @@ def settings(share: float, cache_gib: float | None = None) -> dict[str, Any]:
     return chosen if cache_gib is None else {**chosen, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
 
 
-def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object], at_once: int = 1) -> None:
+def each(module: str, arms: Mapping[str, Mapping[str, str]], report: Callable[..., object], at_once: int = 1) -> None:
     """Run ``module`` once for each arm, in a process with the arm's variables (vLLM reads many when it is imported), as
-    ``module --one ARM`` and with the arguments that this process has. One that fails is told and stops no other.
+    ``module --one ARM`` and with the arguments that this process has. A failed one is reported and stops no other.
 
     Args:
         module: Its name.
         arms: Variables of each.
-        told: Gets what failed.
+        report: Called with the arm and the reason of each failure.
         at_once: Processes whose engines start side by side; each then measures alone, once it called :func:`my_turn`.
 
     Raises:
@@ -67,14 +67,14 @@ def each(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[...,
     """
     names = list(arms)
     failed = sum(
-        _side_by_side(module, {arm: arms[arm] for arm in names[first : first + at_once]}, told)
+        _side_by_side(module, {arm: arms[arm] for arm in names[first : first + at_once]}, report)
         for first in range(0, len(names), at_once)
     )
     if failed == len(arms):
         raise SystemExit(1)
 
 
-def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], told: Callable[..., object]) -> int:
+def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], report: Callable[..., object]) -> int:
     """How many failed."""
     running: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
     failed, until = 0, time.monotonic() + _START_S
@@ -95,7 +95,7 @@ def _side_by_side(module: str, arms: Mapping[str, Mapping[str, str]], told: Call
                 one.communicate(_GO.encode())
                 if one.returncode:
                     failed += 1
-                    told(arm=arm, failed=f"exit status {one.returncode}, see standard error")
+                    report(arm=arm, failed=f"exit status {one.returncode}, see standard error")
         finally:
             for _, one in running.values():
                 one.kill()

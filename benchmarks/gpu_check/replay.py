@@ -48,7 +48,7 @@ class Stock:
         """Seconds of its measured responses."""
         from vllm import SamplingParams
 
-        engine, waiting, running, sent = self._llm.llm_engine, list(cell.measured)[::-1], 0, 0
+        engine, waiting, running = self._llm.llm_engine, list(cell.measured)[::-1], 0
         began = time.perf_counter()
         while waiting or running:
             while waiting and running < cell.concurrency:
@@ -57,7 +57,7 @@ class Stock:
                     temperature=1.0, max_tokens=len(response.tokens), ignore_eos=True, detokenize=False, logprobs=0
                 )
                 engine.add_request(f"r{time.monotonic_ns()}", {"prompt_token_ids": response.prompt.tolist()}, params)
-                running, sent = running + 1, sent + 1
+                running += 1
             running -= sum(output.finished for output in engine.step())
         return time.perf_counter() - began
 
