@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from verl_rhyme.config import WeightsConfig
 from verl_rhyme.weights import manager as managers
@@ -128,6 +128,18 @@ def manager(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield RelayManager(config, ActorGroup([on("near", True)]), [Replica(0, "near"), Replica(1, "far")])
 
 
+def kill(relay: Any) -> None:
+    """It is dead when this returns: until then it may yet answer a question."""
+    ray.kill(relay)
+    for _ in range(300):
+        try:
+            ray.get(relay.folder.remote())
+        except RayActorError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it lives on")
+
+
 def served(manager: RelayManager) -> list[float]:
     return [replica.serves() for replica in manager.replicas]
 
@@ -189,7 +201,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     manager.replicas.append(far)
     manager.update_weights(7)
     manager.settle()
-    ray.kill(manager._relays["far"])
+    kill(manager._relays["far"])
     manager._under_way[far] = manager._deliver(far)
     ray.wait([manager._under_way[far]], timeout=30)
     assert manager.check() == 1, "it takes them again, and nobody waits"
@@ -198,7 +210,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     manager.update_weights(8)
     manager.settle()
     assert served(manager) == [80.0] * 2
-    ray.kill(manager._relays["near"])  # the actor's, which leaves what it held
+    kill(manager._relays["near"])  # the actor's, which leaves what it held
     manager._under_way[far] = manager._deliver(manager.replicas[0])
     ray.wait([manager._under_way[far]], timeout=30)
     assert manager.check() == 1
@@ -206,7 +218,7 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     late = Replica(3, "far")
     manager.deliver([*manager.replicas, late])
     assert late.serves() == 80.0
-    ray.kill(manager._relays["near"])
+    kill(manager._relays["near"])
     shutil.rmtree(manager._folders["near"])
     manager._under_way[far] = manager._deliver(manager.replicas[0])
     ray.wait([manager._under_way[far]], timeout=30)

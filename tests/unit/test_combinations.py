@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from verl_rhyme import plugin
 from verl_rhyme.checks import combinations
-from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree, interpolations
+from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
 
 ROOT = Path(__file__).parents[2]
 
 
 def config(preset: str, *changes: str) -> Any:
     """As much of verl's config as the table looks at, with a preset; ``off`` is none."""
-    interpolations.register()
+    plugin.register_interpolations()
     tree = OmegaConf.create(
         {
             "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},

@@ -10,9 +10,10 @@ from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 import verl_rhyme
+from verl_rhyme import plugin
 from verl_rhyme.checks import stale_tokens
 from verl_rhyme.checks.preflight.compose import compose
-from verl_rhyme.config import CONFIG_PATH, config_tree, interpolations
+from verl_rhyme.config import CONFIG_PATH, config_tree
 
 IS = "algorithm.rollout_correction.rollout_is"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
@@ -24,7 +25,7 @@ PRESETS = Path(verl_rhyme.__file__).parent / "conf/rhyme"
 
 def config(preset, *overrides):
     """What of a run's config matters here; composed by hydra it takes a second."""
-    interpolations.register()
+    plugin.register_interpolations()
     found = OmegaConf.create({"algorithm": {"rollout_correction": OmegaConf.load(CORRECTION)}})
     found.trainer = {"v1": {"trainer_mode": "sync"}}
     for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say

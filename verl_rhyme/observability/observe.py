@@ -25,7 +25,8 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from verl_rhyme.config import RhymeConfig, config_tree, interpolations
+from verl_rhyme import plugin
+from verl_rhyme.config import RhymeConfig, config_tree
 from verl_rhyme.observability import events, metrics, sampled, steps
 from verl_rhyme.observability.progress import MetricsFollower
 from verl_rhyme.observability.sampled import Answers, Unknown
@@ -243,7 +244,7 @@ def _read_config(path: Path, since: float) -> Any:
     last = path.with_name("overrides.yaml")
     if not last.is_file() or last.stat().st_mtime < since - 1:
         return None
-    interpolations.register()
+    plugin.register_interpolations()
     return OmegaConf.load(path)
 
 

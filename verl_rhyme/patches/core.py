@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from packaging.requirements import Requirement
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +175,8 @@ def installed_version(package: str) -> str | None:
 
 
 def _check_version(patch: Patch) -> None:
+    from packaging.requirements import Requirement
+
     requirement = Requirement(patch.requires)
     version = installed_version(requirement.name)
     if version is None:
