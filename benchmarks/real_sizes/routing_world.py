@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -129,7 +129,7 @@ class Worker:
 
     async def begin(self, starts: list[Start], step: int) -> None:
         for start in starts:
-            self._at[start.name], self._planned[start.name] = start.replica, start.replica
+            self._at[start.name], self._planned[start.name] = (start.assignment.replica,) * 2
             task = asyncio.ensure_future(self._run(start))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -160,15 +160,15 @@ class Worker:
                 "attempt": request,
                 "group": world.samples,
                 "prompt_tokens": PROMPT_TOKENS + int(emitted),
-                "response_tokens": None if start.tokens is None else max(0, start.tokens - int(emitted)),
-                "planned": self._planned[start.name],
+                "before": int(emitted),
+                "assignment": replace(start.assignment, replica=self._planned[start.name]),
             }
             asked = {name: value for name, value in known.items() if value not in (None, "")}
             queued = clock.time()
             at, replica = await world.router.acquire_server.remote(start.name, **{FIELD: asked})
             self._at[start.name], began, had = at, clock.time(), emitted
             emitted = await replica.object.generate(
-                Request(start.name, uid, PROMPT_TOKENS, wanted, emitted, priority=start.priority)
+                Request(start.name, uid, PROMPT_TOKENS, wanted, emitted, priority=start.assignment.priority)
             )
             world.router.release_server.remote(at, request_id=start.name)
             world.ran(uid, replica.object.number, began, emitted - had)

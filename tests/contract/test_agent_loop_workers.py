@@ -102,7 +102,7 @@ class Watched:
         self.lost += sessions
 
     def start(self, *numbers, prompt="p"):
-        self.crew.start([Start(f"{prompt}_{number}", None, 0) for number in numbers], 1)
+        self.crew.start([Start(f"{prompt}_{number}") for number in numbers], 1)
 
     async def about(self, *expected):
         """Wait until that is what the workers are about: Ray keeps no order among messages to an async actor."""

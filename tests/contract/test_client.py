@@ -22,6 +22,7 @@ from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.router.router import router
 
@@ -117,7 +118,7 @@ class Worker:
         return await asyncio.gather(*(self.sample(number) for number in range(N)))
 
     async def sample(self, number: int) -> Any:
-        enter(Session(sample=number, group=N, noise=f"{number:x}", response_tokens=6))
+        enter(Session(sample=number, group=N, noise=f"{number:x}", assignment=Assignment(expected_tokens=6)))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -130,7 +131,7 @@ def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer
     key = prompt_key(PROMPT).hex()
     for number, (records, kept, name) in enumerate(results):
         assert name == "RhymeLLMServerClient"
-        record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "why_there": ""}
+        record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
     placement = {"key": key, "attempt": 0, "group": N, "prompt_tokens": len(PROMPT), "response_tokens": 6}
     told = sorted(ray.get(balancer.take_told.remote()), key=lambda extra: extra[FIELD]["sample"])
@@ -183,7 +184,7 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     await worker._run_prompt({"uid": "u", "agent_name": "two turns"}, {"temperature": 1.0}, trajectory)
     samples = range(1 if validate else N)
-    told = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "why_there": ""}
+    told = {"prompt_key": prompt_key(PROMPT).hex(), "response_tokens": 2, "reason": ""}
     assert worker.stored == {n: [{**told, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
@@ -369,7 +370,7 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
     balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
     await balancer.add_servers.remote({"well": servers[0]})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, 1, "u_0", sample=0, group=1, response_tokens=5, planned="cut")
+    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0, group=1)
     asked_of(servers)  # what other tests left
 
     async def generated() -> Any:
@@ -379,7 +380,8 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
     assert not clients.move(session, "cut", "a plan"), "nothing runs"
     running = asyncio.create_task(generated())
     asked = await cut.wait_for_one.remote()
-    assert (asked[FIELD]["name"], asked[FIELD]["planned"], asked["sampling_params"]["max_tokens"]) == ("u_0", "cut", 8)
+    assert (asked[FIELD]["name"], asked[FIELD]["assignment"].replica) == ("u_0", "cut")
+    assert asked["sampling_params"]["max_tokens"] == 8
     assert not clients.move(session, "cut", "a plan"), "it is there"
     assert clients.where(session) == "cut"
     if there == "gone":
@@ -392,11 +394,11 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
     assert (fields["min_global_steps"], fields["max_global_steps"], output.stop_reason) == (0, 1, "completed")
     assert [record["response_tokens"] for record in fields[FIELD]] == [2, 2]
     reasons = ["a plan", "it is long" if there == "well" else ""]
-    assert [record["why_there"] for record in fields[FIELD]] == reasons, "where it could not go is no reason"
+    assert [record["reason"] for record in fields[FIELD]] == reasons, "where it could not go is no reason"
     [[asked]] = asked_of(servers[:1])
     assert asked["prompt_ids"] == [*PROMPT, 0, 8]
     assert (asked["sampling_params"]["max_tokens"], asked[FIELD]["attempt"]) == (6, 1)
-    assert asked[FIELD]["response_tokens"] == 3
+    assert asked[FIELD]["assignment"].left(asked[FIELD]["before"]) == (3, None)
     assert not session.moving
     assert clients.where(session) == "well"
     await asyncio.sleep(0.2)
@@ -408,7 +410,7 @@ async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) ->
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
     balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, 1, "u_0", planned="cut")
+    session = Session(True, Assignment(replica="cut", priority=1), "u_0")
 
     async def generated() -> Any:
         enter(session)

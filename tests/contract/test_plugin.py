@@ -114,10 +114,10 @@ def test_each_of_verls_modes_yields_the_pipeline_and_colocated_ones_are_one(fork
 import verl
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls
-from verl_rhyme.trainer.base import RhymeTrainerMixin
+from verl_rhyme.trainer.pipeline import RhymePipelineTrainer
 
 seen = []
-RhymeTrainerMixin.__init__ = lambda self, config: seen.append((type(self).__name__, config.trainer.v1.trainer_mode))
+RhymePipelineTrainer.__init__ = lambda self, config: seen.append((type(self).__name__, config.trainer.v1.trainer_mode))
 for stale in (0, 1):
     for mode in ("sync", "colocate_async", "separate_async"):
         rhyme = {"rhyme": {"max_staleness": stale}}
@@ -137,7 +137,6 @@ def test_disabled_rhyme_is_stock_verl(forks):
 import verl
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls, PPOTrainerSync
-from verl_rhyme.trainer.base import RhymeTrainerMixin
 built = []
 PPOTrainerSync.__init__ = lambda self, config: built.append(type(self))
 for tree in (None, {"rhyme": {"enable": False}}):

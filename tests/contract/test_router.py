@@ -22,6 +22,7 @@ from verl.workers.rollout.router import (
 from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement import POLICIES
+from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.router.router import FIELDS, PlacementRouter, router
 
 METHODS = [name for name, value in vars(RequestLoadBalancer).items() if callable(value) and not name.startswith("_")]
@@ -93,7 +94,7 @@ def test_a_release_after_its_server_left_and_came_back_changes_nothing() -> None
     [
         keyed("00ff"),
         {"rhyme": {"key": bytes.fromhex("00ff")}},
-        keyed("00ff", attempt=0, group=9, response_tokens=None),
+        keyed("00ff", attempt=0, group=9, assignment=None),
     ],
 )
 def test_siblings_meet_by_whichever_keyword_tells_the_prompt(extra: dict[str, Any]) -> None:
@@ -120,7 +121,7 @@ def test_prompt_ids_are_a_key_too() -> None:
     [
         {"rhyme": "no mapping"},
         keyed("k", group="many"),
-        keyed("k", response_tokens=float("nan")),
+        keyed("k", assignment="somewhere"),
         {"prompt_ids": "text"},
         {"prompt_ids": [1 << 40]},
     ],
@@ -136,7 +137,8 @@ def test_what_cannot_be_read_is_served(extra: dict[str, Any], caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, keyed(""), {"rhyme": None}, keyed("k", response_tokens=10**30), keyed("k", group=-5)]
+    "extra",
+    [{}, keyed(""), {"rhyme": None}, keyed("k", assignment=Assignment(expected_tokens=10**30)), keyed("k", group=-5)],
 )
 def test_what_is_odd_is_served_without_a_word(extra: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     balancer = PlacementRouter(SERVERS)

@@ -1,4 +1,4 @@
-"""What of verl's losses and estimators lets an update come in parts, as ``trainer/streaming.py`` names them."""
+"""What of verl's losses and estimators lets an update come in parts, as ``trainer/stages.py`` names them."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_rhyme.actor.actor import StreamedActor, streamed
 from verl_rhyme.actor.streamed_update import BY_TOKENS, CannotStream, _reduces, why_not
-from verl_rhyme.trainer.streaming import GROUP_ESTIMATORS, STREAMED_LOSSES
+from verl_rhyme.trainer.stages import GROUP_ESTIMATORS, STREAMED_LOSSES
 
 #: Those that divide by sequences whatever they are told, or rank the tokens of a micro-batch.
 OTHER_LOSSES = {"sapo", "geo_mean", "clip_cov", "kl_cov", "bypass_mode"}

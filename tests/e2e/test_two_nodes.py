@@ -64,7 +64,7 @@ def stored(n, length=20, epoch=0, logprobs=True):
     """The same in TransferQueue, as verl's agent loops put it there."""
     made = trajectories(n, length, epoch)
     now = time.time()
-    words = {"node": "n", "stop_reason": "completed", "why_there": ""}
+    words = {"node": "n", "stop_reason": "completed", "reason": ""}
     told = dict.fromkeys(REQUESTS.names, 0) | words | {"response_tokens": length}
     told |= {"queued_at": now - 1, "started_at": now - 1, "finished_at": now}
     fields = [
@@ -476,7 +476,7 @@ def test_a_finished_run_ends_well_and_stops_its_engines_with_a_dead_writer(one_n
     trainer = object.__new__(Trainer)
     trainer._history = started(tmp_path / "history")
     trainer._rhyme = RhymeConfig()
-    trainer._recorder = Recorder(trainer._history, None, lambda: 4, DraftCounts(dict))
+    trainer.observers = [Recorder(trainer._history, None, lambda: 4, DraftCounts(dict))]
     os.kill(pid_of(trainer._history), signal.SIGKILL)
     trainer.fit(None)
     assert ray.get(engine.was_stopped.remote(), timeout=60)

@@ -181,9 +181,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     async def move(self, moves: list[Move]) -> None:
         """Let these attempts, if they run here, go on at these replicas."""
-        for name, replica, why in moves:
+        for name, replica, reason in moves:
             if (session := self._sessions.get(name)) is not None:
-                move(session, replica, why)
+                move(session, replica, reason)
 
     # ---- an attempt ----
 
@@ -250,9 +250,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
 
     def _session(self, start: Start, left: Left | None, group: int) -> Session:
         uid, number = sample_of(start.name)
-        session = Session(start.partial, start.priority, start.name, sample=number, group=group)
-        session.response_tokens, session.likely_tokens = start.tokens, start.likely_tokens
-        session.planned, session.why, session.version = start.replica, start.why, start.version
+        session = Session(start.partial, start.assignment, start.name, sample=number, group=group)
         if left is not None:
             session.kept = left.turns
             session.records = left.records if session.partial else []

@@ -12,6 +12,7 @@ import logging
 import time
 from array import array
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -73,7 +74,7 @@ class _Requests(LLMServerClient):
         """One request to one server."""
         session, conversation = self._known(request_id, prompt_ids)
         said = len(prompt_ids) - conversation.began  # of the turn, before this request
-        predicted, likely = session.response_tokens, session.likely_tokens
+        assignment = session.assignment
         before = said + sum(len(turn.tokens) for turn in session.turns[:-1])
         meta = RequestMeta(
             key=conversation.key,
@@ -81,10 +82,8 @@ class _Requests(LLMServerClient):
             attempt=len(conversation.records),
             group=session.group,
             prompt_tokens=len(prompt_ids),
-            response_tokens=None if predicted is None else max(0, predicted - before),
-            likely_tokens=None if likely is None else max(0, likely - before),
-            planned=session.planned,
-            version=session.version,
+            before=before,
+            assignment=assignment,
             name=session.name,
             queued_at=time.time(),
             noise=session.noise,
@@ -92,11 +91,10 @@ class _Requests(LLMServerClient):
             made=said,
         )
         session.moving = False
-        planned, why = session.planned, session.why
         told = {**kwargs, FIELD: meta.to_dict()}
         output = await self._somewhere(session, request_id, said, prompt_ids=prompt_ids, **told)
         for record in output.extra_fields.pop(FIELD, []):
-            record["why_there"] = why if session.call.server == planned else ""
+            record["reason"] = assignment.reason if session.call.server == assignment.replica else ""
             conversation.records.append(record)
             session.records.append(record)
         if output.extra_fields.pop(DIED, False):
@@ -249,7 +247,7 @@ class RhymeLLMServerClient(FullyAsyncLLMServerClient, _Requests):
             output = await request(
                 prompt_ids=[*prompt_ids, *turn.tokens],
                 sampling_params={**params, "max_tokens": left},
-                **{**kwargs, "priority": session.priority},
+                **{**kwargs, "priority": session.assignment.priority},
             )
             version = output.extra_fields.get("global_steps")
             first = output.extra_fields.get("min_global_steps", version)
@@ -320,19 +318,19 @@ def _tell_once(options: tuple[str, ...]) -> None:
     )
 
 
-def move(session: Session, replica: str, why: str = "") -> bool:
+def move(session: Session, replica: str, reason: str = "") -> bool:
     """Let what a session generates go on at another replica, with the tokens that it has; its tokens keep their
     versions and log-probs. Does not wait.
 
     Args:
         session: Of an attempt that runs in this process.
         replica: Address.
-        why: It is to go on there, in a few words.
+        reason: Why it is to go on there, in a few words.
 
     Returns:
         Whether a request of it is under way; if not, its next one goes there.
     """
-    session.planned, session.why = replica, why
+    session.assignment = replace(session.assignment, replica=replica, reason=reason)
     if session.call is None or session.call.server == replica or not session.call.end():
         return False
     session.moving = True
@@ -341,7 +339,7 @@ def move(session: Session, replica: str, why: str = "") -> bool:
 
 def where(session: Session) -> str:
     """Address of the replica where its latest request is, or its first one is wanted; empty where nobody knows."""
-    return (session.call.server if session.call is not None else None) or session.planned
+    return (session.call.server if session.call is not None else None) or session.assignment.replica
 
 
 def rhymed(client: LLMServerClient, interruptible: bool = False, patient: bool = False) -> LLMServerClient:

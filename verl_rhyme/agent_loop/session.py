@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 from verl_rhyme.processes.deadline import Deadline
 
 #: TransferQueue partition with an entry for each attempt that reported its end: how it ended, and its turns.
@@ -101,7 +102,7 @@ class Session:
 
     Attributes:
         partial: Continue what is kept, rather than draft from it.
-        priority: Of its requests, lowest first.
+        assignment: Where and how its requests are to run.
         name: ``Attempt.name``; empty for one that no coordinator started.
         kept: Turns of the attempt before.
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
@@ -109,11 +110,6 @@ class Session:
         sample: Its number in the group, -1 when unknown.
         group: Samples of its prompt that are started about now, 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with; empty for noise of each request's own.
-        response_tokens: What it is predicted to say, in all turns; ``None`` without a prediction.
-        likely_tokens: It will hardly say more.
-        planned: Address of the replica where its requests are to run; empty: the router decides.
-        why: They are to run there, in a few words.
-        version: Of the policy: its requests wait at a replica that serves an older one.
         moving: Its running request was ended so that it goes on elsewhere.
         call: Where its latest request is; the client's.
         conversations: By request id.
@@ -126,7 +122,7 @@ class Session:
     """
 
     partial: bool = False
-    priority: int = 0
+    assignment: Assignment = ANYWHERE
     name: str = ""
     kept: list[Turn] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -134,11 +130,6 @@ class Session:
     sample: int = -1
     group: int = 0
     noise: str = ""
-    response_tokens: int | None = None
-    likely_tokens: int | None = None
-    planned: str = ""
-    why: str = ""
-    version: int = 0
     moving: bool = False
     call: Any = None
     conversations: dict[str, Conversation] = field(default_factory=dict)

@@ -405,7 +405,7 @@ class Coordinator:
                 if self._dispatching and len(crew):
                     limit = self._capacity.limit
                     lot = max(1, setting.lot * limit // setting.limit)
-                    starts = [s._replace(why=self._dispatch.why(s.name)) for s in self._dispatch.fill(limit, lot)]
+                    starts = self._dispatch.fill(limit, lot)
                     self._errands.tell_errors()
                     if starts and setting.router is not None:
                         setting.router.expect.remote(len(starts), more=self._announced)

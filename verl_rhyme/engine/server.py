@@ -262,7 +262,7 @@ class RhymeHttpServer(vLLMHttpServer):
         """
         meta = RequestMeta(**{**(rhyme or {}), "id": request_id})
         arrived = time.time()
-        if not await self._gate.enter(request_id, meta.version):
+        if not await self._gate.enter(request_id, meta.assignment.oldest_version):
             told = {"global_steps": self.global_steps, FIELD: []}
             return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields=told)
         self._final[request_id] = None
@@ -296,7 +296,7 @@ class RhymeHttpServer(vLLMHttpServer):
             finished_at=time.time(),
             prompt_tokens=len(prompt_ids),
             response_tokens=len(output.token_ids),
-            predicted_tokens=meta.response_tokens,
+            predicted_tokens=meta.assignment.left(meta.before)[0],
             policy_version_start=-1 if version is None else version,
             policy_version_end=-1 if self.global_steps is None else self.global_steps,
             stop_reason=output.stop_reason or "",

@@ -68,8 +68,8 @@ class Forecast:
         longer = np.exp(-np.maximum(hazard, 0))
         reached = np.diff(until, axis=0) / np.diff(bounds)[:, None]
         beyond = (reached * (longer[1:] + longer[:-1]) / 2).T.astype(np.float32)
-        tokens, likely = (ends.astype(np.int64) for ends in (self.mean(), self.quantile(_LIKELY)))
-        return Outlook(self.limit, tokens, likely, np.ascontiguousarray(beyond))
+        expected, p90 = (ends.astype(np.int64) for ends in (self.mean(), self.quantile(_LIKELY)))
+        return Outlook(self.limit, expected, p90, np.ascontiguousarray(beyond))
 
     def _before(self) -> Floats:
         """H at what was emitted."""

@@ -26,15 +26,15 @@ class Outlook(NamedTuple):
 
     Attributes:
         limit: Tokens a response can have; :func:`edges` of it are the cells.
-        tokens: int64[B], expected at the end, those that are there included.
-        likely: int64[B], that will hardly be exceeded (the 90% quantile).
+        expected: int64[B], expected tokens at the end, those that are there included.
+        p90: int64[B], their 90th percentile.
         beyond: float32[B, CELLS], the chance that so many tokens more are added, on average over each cell: its sum,
             weighted with the cells' widths, is what is expected to be added.
     """
 
     limit: int
-    tokens: npt.NDArray[np.int64]
-    likely: npt.NDArray[np.int64]
+    expected: npt.NDArray[np.int64]
+    p90: npt.NDArray[np.int64]
     beyond: Shares
 
 

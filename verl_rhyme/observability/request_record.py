@@ -48,7 +48,7 @@ class RequestRecord:
     #: Tokens that its response was predicted to add when it was sent; ``None`` without a prediction.
     predicted_tokens: int | None = None
     #: Why the coordinator wanted it at its replica, in a few words; empty where the router decided.
-    why_there: str = ""
+    reason: str = ""
     stop_reason: str
 
     def to_dict(self) -> dict[str, Any]:

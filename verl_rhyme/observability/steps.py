@@ -98,7 +98,7 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
         name = metrics.TIMING + str(stage)
         data[name] = data.get(name, 0.0) + float(seconds)
 
-    requests = events.to_numpy(log.requests.drop_columns(["uid", "prompt_key", "node", "why_there", "stop_reason"]))
+    requests = events.to_numpy(log.requests.drop_columns(["uid", "prompt_key", "node", "reason", "stop_reason"]))
     requests["group"] = events.groups_of(log.requests)
     versioned = log.requests["policy_version_end"].null_count < log.requests.num_rows
     bubbles: dict[int, float] = {}

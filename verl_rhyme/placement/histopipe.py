@@ -119,7 +119,7 @@ class HistoPipe(PlacementPolicy):
     def choose(self, request: Request) -> str:
         return self._least(self._of.get(request.key))
 
-    def why(self, request: Request, replica: str) -> str:
+    def reason(self, request: Request, replica: str) -> str:
         group = self._of.get(request.key)
         if group is None:
             return "in no plan: where least is to do"
@@ -165,8 +165,8 @@ class HistoPipe(PlacementPolicy):
         prefill = fleet.cost.prefill / max(step.base / fleet.cost.slots + step.row, 1e-9)  # in tokens of full steps
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
-                likely, now = request.likely_tokens, progress.get(name)
-                if name in group.moved or now is None or likely is None or now.made <= likely:
+                p90, now = request.p90_tokens, progress.get(name)
+                if name in group.moved or now is None or p90 is None or now.made <= p90:
                     continue
                 left = now.left or 0
                 if not len(to_come):
@@ -179,7 +179,7 @@ class HistoPipe(PlacementPolicy):
                     to_come[there] += left
                     to_come[here] -= left
                     group.moved.add(name)
-                    yield Move(name, fleet.names[there], f"{now.made} tokens, more than {likely} by its history")
+                    yield Move(name, fleet.names[there], f"{now.made} tokens, more than {p90} by its history")
 
     # ---- within ----
 

@@ -31,7 +31,7 @@ class LongestFirst(PlacementPolicy):
         for key in keys:
             self._tenth.pop(key, None)
 
-    def why(self, request: Request, replica: str) -> str:
+    def reason(self, request: Request, replica: str) -> str:
         tokens, tenth = request.response_tokens, self._tenth.get(request.key)
         expected = "unknown length" if tokens is None else f"about {roughly(tokens)} tokens expected"
         ranked = "in no plan" if tenth is None else f"its prompt in tenth {tenth} of 10, longest first"

@@ -152,7 +152,7 @@ class Makespan(PlacementPolicy):
         if self._sibling_gain:
             self._together.started(request, replica)
 
-    def why(self, request: Request, replica: str) -> str:
+    def reason(self, request: Request, replica: str) -> str:
         self._align()
         if not self._compared:
             seconds = self.seconds()

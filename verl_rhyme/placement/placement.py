@@ -43,7 +43,7 @@ class Placement:
     Attributes:
         fleet: Replicas and loads.
         placed: Requests placed so far.
-        misplaced: Of these, planned for a replica that does not serve.
+        misplaced: Of these, assigned to a replica that does not serve.
         errors: Calls of the policy that raised.
         last_error: The latest of them, in words.
 
@@ -114,9 +114,9 @@ class Placement:
             raise NoReplica("No available servers in load balancer")
         if (known := self._conversations.get(request.id)) is not None:
             request = request._replace(key=known[0], last=known[1])
-        planned = request.planned in self.fleet
-        self.misplaced += bool(request.planned) and not planned
-        replica = request.planned if planned else self._choose(request)
+        serves = request.replica in self.fleet
+        self.misplaced += bool(request.replica) and not serves
+        replica = request.replica if serves else self._choose(request)
         self._place(request, replica)
         return replica
 
@@ -169,10 +169,10 @@ class Placement:
         """Something that waits may find a place now."""
         return bool(self._ask(True, "due")) or not self.fleet.totals[REQUESTS]
 
-    def why(self, request_id: str) -> str:
+    def reason(self, request_id: str) -> str:
         """Why a running request is where it is; empty when it is not known here."""
         for request, replica in self._running.get(request_id, []):
-            return str(self._ask("", "why", request, replica))
+            return str(self._ask("", "reason", request, replica))
         return ""
 
     def watched(self) -> list[str]:
@@ -196,12 +196,12 @@ class Placement:
                 if not runs or move.replica not in self.fleet or runs[0][1] == move.replica:
                     continue
                 request, replica = runs[0]
-                made, left, likely, ahead = progress[move.id]
+                made, left, p90, ahead = progress[move.id]
                 self.release(move.id, replica)
                 request = request._replace(
                     prompt_tokens=request.prompt_tokens + made,
                     response_tokens=left,
-                    likely_tokens=likely,
+                    p90_tokens=p90,
                     ahead=ahead,
                 )
                 self._settle(request, move.replica)

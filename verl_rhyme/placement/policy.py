@@ -36,9 +36,8 @@ class Request(NamedTuple):
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
         last: Where the conversation was last; empty when it is new.
-        likely_tokens: Tokens that it will hardly add more than, as its forecast has it (the 90% quantile); ``None``
-            when nobody knows.
-        planned: The replica that a coordinator wants for it; empty: the policy is asked.
+        p90_tokens: 90th percentile of the tokens it will add; ``None`` without a prediction.
+        replica: The replica that a coordinator assigned it to; empty: the policy is asked.
         ahead: What it may add, as a distribution; ``None`` when nobody knows.
     """
 
@@ -50,8 +49,8 @@ class Request(NamedTuple):
     prompt_tokens: int = 0
     response_tokens: int | None = None
     last: str = ""
-    likely_tokens: int | None = None
-    planned: str = ""
+    p90_tokens: int | None = None
+    replica: str = ""
     ahead: Ahead | None = None
 
     @property
@@ -101,13 +100,13 @@ class Progress(NamedTuple):
     Attributes:
         made: Tokens that it has made since it was placed.
         left: That it is expected to add to these; ``None`` when nobody knows.
-        likely_left: It will hardly add more.
+        p90_left: 90th percentile of that.
         ahead: What it may add, as a distribution.
     """
 
     made: int
     left: int | None = None
-    likely_left: int | None = None
+    p90_left: int | None = None
     ahead: Ahead | None = None
 
 
@@ -117,12 +116,12 @@ class Move(NamedTuple):
     Attributes:
         id: Of its conversation.
         replica: Where to.
-        why: In words.
+        reason: In a few words.
     """
 
     id: str
     replica: str
-    why: str
+    reason: str
 
 
 class PlacementPolicy:
@@ -137,7 +136,7 @@ class PlacementPolicy:
         of those may be that :meth:`coming` has named."""
         raise NotImplementedError
 
-    def why(self, request: Request, replica: str) -> str:
+    def reason(self, request: Request, replica: str) -> str:
         """Why it was chosen, in a few words; empty where the policy's name says all."""
         return ""
 

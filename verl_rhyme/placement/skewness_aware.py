@@ -138,7 +138,7 @@ class SkewnessAware(PlacementPolicy):
         load = (fleet.running[TOKENS, at] + fleet.running[REQUESTS, at] * 2.0**-20) / share
         return fleet.names[int(at[load.argmin()])]
 
-    def why(self, request: Request, replica: str) -> str:
+    def reason(self, request: Request, replica: str) -> str:
         run = self._runs.get(request.id)
         place = self._pool.get(request.key) if run is None else run.place
         if place is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rhyme.observability.request_record import RequestRecord
-from verl_rhyme.placement import Request
+from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
 __all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
 
@@ -24,7 +24,7 @@ FIELD = "rhyme"
 #: Among an output's extra fields: its engine died, and the request is to go on elsewhere with these tokens.
 DIED = "rhyme_died"
 #: What placement goes by.
-PLACEMENT = tuple(name for name in Request._fields if name not in ("id", "last"))
+PLACEMENT = ("key", "sample", "attempt", "group", "prompt_tokens", "before", "assignment")
 #: What proposer, sampler and the engine's front end go by.
 ENGINE = ("id", "key", "asked", "noise", "previous", "made")
 
@@ -55,10 +55,8 @@ class RequestMeta:
             (the event log's column is called so).
         group: Samples of the prompt that are sent about now, 0 when unknown.
         prompt_tokens: Tokens it begins with.
-        response_tokens: Tokens it is predicted to add; ``None`` without a prediction.
-        likely_tokens: It will hardly add more.
-        planned: Address of the replica where the coordinator wants it; empty: the router decides.
-        version: Of the policy: a replica that serves an older one takes a newer one first.
+        before: Response tokens of the sample before it: of earlier turns, and of this one.
+        assignment: Where and how it is to run.
         name: Of the sample's attempt; empty for one that no coordinator started.
         queued_at: When the client sent it, seconds since the epoch; 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with (:mod:`verl_rhyme.sampling.noise`); empty for one of
@@ -76,10 +74,8 @@ class RequestMeta:
     attempt: int = 0
     group: int = 0
     prompt_tokens: int = 0
-    response_tokens: int | None = None
-    likely_tokens: int | None = None
-    planned: str = ""
-    version: int = 0
+    before: int = 0
+    assignment: Assignment = ANYWHERE
     name: str = ""
     queued_at: float = 0.0
     noise: str = ""

@@ -19,14 +19,14 @@ from typing import Any
 
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement import Placement, Request
+from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.placement.fleet import REQUESTS
 from verl_rhyme.processes.request import FIELD, PLACEMENT
 
 logger = logging.getLogger(__name__)
 
 #: Keywords of ``generate`` that a router can read a request's prompt key from, the first one given counts:
-#: ``rhyme``: our client's, a mapping with any of ``key``, ``sample``, ``attempt``, ``group``, ``prompt_tokens``,
-#: ``response_tokens``, ``likely_tokens``, ``planned`` (:class:`~verl_rhyme.placement.Request`);
+#: ``rhyme``: our client's, a mapping with any of :data:`~verl_rhyme.processes.request.PLACEMENT`;
 #: ``prompt_ids``: token ids, for clients that know nothing of ours; a conversation's first ones are its key.
 FIELDS = (FIELD, "prompt_ids")
 
@@ -186,8 +186,10 @@ def _known(extra: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: value for name, value in meta.items() if name in PLACEMENT and value is not None}
         key = known["key"]
         known["key"] = key.hex() if isinstance(key, bytes) else str(key)
-        texts = {"key": known.pop("key"), "planned": str(known.pop("planned", ""))}
-        return {**texts, **{name: min(int(value), _MOST) for name, value in known.items()}}
+        assignment, before = known.pop("assignment", ANYWHERE), int(known.pop("before", 0))
+        texts = {"key": known.pop("key"), "replica": assignment.replica}
+        known["response_tokens"], known["p90_tokens"] = assignment.left(before)
+        return {**texts, **{name: min(int(value), _MOST) for name, value in known.items() if value is not None}}
     if (tokens := extra.get("prompt_ids")) is not None:
         return {"key": prompt_key(tokens).hex(), "prompt_tokens": len(tokens)}
     return {}

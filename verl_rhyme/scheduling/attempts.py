@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from verl_rhyme.placement.assignment import ANYWHERE, Assignment
+
 #: How an attempt ends. ``generated``: the response came to its end, its reward is not known yet; ``finished``: it is,
 #: and the trajectories are stored; ``interrupted``: cut short by a weight update; ``failed``: the agent loop or the
 #: reward raised; ``lost``: it could not start.
@@ -55,26 +57,16 @@ class Start(NamedTuple):
         name: Of the attempt (:attr:`Attempt.name`).
         predecessor: Name of the attempt that left turns: this one goes on from them or drafts from them; ``None``
             without any.
-        priority: Its place in the engine's queue, lowest first; validation has 0.
         partial: It goes on from these turns, rather than drafts from them (``Rules.continues``).
-        replica: Where it is to run; empty: the router decides.
-        why: It is to run there, in a few words.
-        tokens: It is expected to have at its end; ``None`` where nobody knows.
-        likely_tokens: It will hardly have more.
-        version: Of the policy: a replica that serves an older one takes a newer one first.
         stored: The predecessor finished: its turns are those of its trajectories.
+        assignment: Where and how it is to run.
     """
 
     name: str
-    predecessor: str | None
-    priority: int
+    predecessor: str | None = None
     partial: bool = False
-    replica: str = ""
-    why: str = ""
-    tokens: int | None = None
-    likely_tokens: int | None = None
-    version: int = 0
     stored: bool = False
+    assignment: Assignment = ANYWHERE
 
 
 class Ended(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from verl_rhyme.lengths.outlook import Outlook
@@ -36,13 +37,13 @@ class _Placed(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A sample, where it is to run (empty: the router decides, ``None``: nowhere yet), what it is expected to
-    have at its end, what it will hardly exceed, and the tokens that it comes with."""
+    """A sample, where it is to run (empty: the router decides, ``None``: nowhere yet), its expected response tokens,
+    their 90th percentile, and the tokens that it comes with."""
 
     sample: tuple[str, int]
     replica: str | None
-    tokens: int | None
-    likely: int | None
+    expected: int | None
+    p90: int | None
     had: int
 
 
@@ -107,8 +108,15 @@ class Dispatch:
             return [chosen.sample for chosen in placed]
 
         started, starts = rollout.fill(limit, lot, admits), []
-        for start, (sample, replica, tokens, likely, had) in zip(started, placed, strict=True):
-            starts.append(start._replace(replica=replica or "", tokens=tokens, likely_tokens=likely))
+        for start, (sample, replica, expected, p90, had) in zip(started, placed, strict=True):
+            assignment = replace(
+                start.assignment,
+                replica=replica or "",
+                reason=self.reason(start.name),
+                expected_tokens=expected,
+                p90_tokens=p90,
+            )
+            starts.append(start._replace(assignment=assignment))
             if replica:
                 self._at[_id(*sample)] = _Placed(replica, start.name, had)
         self._waiting = rollout.scheduler.ledger.tally.samples["pending"] if held else None
@@ -119,8 +127,8 @@ class Dispatch:
         had = [self.rollout.kept_tokens(*sample) for sample in samples]
         lengths = self._lengths(samples, had)
         none: list[int | None] = [None] * len(samples)
-        tokens = none if lengths is None else lengths.tokens.tolist()
-        likely = none if lengths is None else lengths.likely.tolist()
+        expected = none if lengths is None else lengths.expected.tolist()
+        p90 = none if lengths is None else lengths.p90.tolist()
         replicas: Sequence[str | None] = [""] * len(samples)
         if self.placement is not None and self.placement.fleet:
             for sample in samples:  # it was not told how the one before it ended
@@ -130,8 +138,8 @@ class Dispatch:
             self.placement.expect(len(samples))
             begin = map(operator.add, self._prompts([uid for uid, _ in samples]), had)
             ahead = _ahead(lengths, len(samples))
-            replicas = self.placement.place(list(map(self._request, samples, begin, tokens, likely, had, ahead)))
-        return list(map(_Chosen, samples, replicas, tokens, likely, had))
+            replicas = self.placement.place(list(map(self._request, samples, begin, expected, p90, had, ahead)))
+        return list(map(_Chosen, samples, replicas, expected, p90, had))
 
     @property
     def adrift(self) -> bool:
@@ -156,7 +164,7 @@ class Dispatch:
                 had = sample.kept_tokens if self.rollout.rules.continues else 0
                 id_ = f"{uid}-{number}"
                 begin = self._prompts([uid])[0] + had
-                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), begin, planned=replica))
+                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), begin, replica=replica))
                 self._at[id_] = _Placed(replica, name, had)
 
     def ended(self, name: str, tokens: int | None = None) -> None:
@@ -181,11 +189,11 @@ class Dispatch:
         self._planned.difference_update(gone)
         self.placement.left(gone)
 
-    def why(self, name: str) -> str:
+    def reason(self, name: str) -> str:
         """Why a running attempt is where it is, in a few words; empty where the router decided, or its policy's name
         says all."""
         uid, number = Attempt.named(name).sample
-        return "" if self.placement is None else self.placement.why(f"{uid}-{number}")
+        return "" if self.placement is None else self.placement.reason(f"{uid}-{number}")
 
     # ---- migration ----
 
@@ -211,7 +219,7 @@ class Dispatch:
         lengths = self._lengths([sample for sample, _, _ in running.values()], had) if running else None
         left: list[tuple[int | None, int | None]] = [(None, None)] * len(had)
         if lengths is not None:
-            ends = zip(had, lengths.tokens.tolist(), lengths.likely.tolist(), strict=True)
+            ends = zip(had, lengths.expected.tolist(), lengths.p90.tolist(), strict=True)
             left = [(max(1, t - n), max(1, most - n)) for n, t, most in ends]
         told = zip(running.items(), left, _ahead(lengths, len(had)), strict=True)
         progress = {name: Progress(made, *left, ahead) for (name, (_, _, made)), left, ahead in told}
@@ -244,7 +252,7 @@ class Dispatch:
                 self._planned.update(p.uid for p in unplanned)
 
     def _request(
-        self, sample: tuple[str, int], begin: int, tokens: int | None, likely: int | None, had: int, ahead: Ahead | None
+        self, sample: tuple[str, int], begin: int, expected: int | None, p90: int | None, had: int, ahead: Ahead | None
     ) -> Request:
         uid, number = sample
         group = self.rollout.scheduler.ledger.prompt(uid).samples
@@ -255,8 +263,8 @@ class Dispatch:
             attempt=group[number].attempt + 1,
             group=len(group),
             prompt_tokens=begin,
-            response_tokens=None if tokens is None else max(1, tokens - had),
-            likely_tokens=None if likely is None else max(1, likely - had),
+            response_tokens=None if expected is None else max(1, expected - had),
+            p90_tokens=None if p90 is None else max(1, p90 - had),
             ahead=ahead,
         )
 

@@ -82,8 +82,8 @@ class Expectations:
                 return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended).outlook()
             place = {uid: i for i, uid in enumerate(keys)}  # siblings are alike before they begin
             of = [place[uid] for uid in uids]
-            _, tokens, likely, beyond = self.predictor.forecast(list(keys.values()), 0, ended).outlook()
-            return Outlook(self.predictor.limit, tokens[of], likely[of], beyond[of])
+            _, expected, p90, beyond = self.predictor.forecast(list(keys.values()), 0, ended).outlook()
+            return Outlook(self.predictor.limit, expected[of], p90[of], beyond[of])
 
         return self._try(outlook, None)
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.scheduling.admission import priority
 from verl_rhyme.scheduling.attempts import Attempt, Ended, Start, sample_of
 from verl_rhyme.scheduling.ledger import ON_THEIR_WAY, StepCounts
@@ -129,8 +130,8 @@ class Rollout:
             predecessor = None if before is None else Attempt(uid, number, before).name
             name = Attempt(uid, number, prompt.samples[number].attempt).name
             stored = (uid, number) in self._remembered.stored
-            order = priority(rules, prompt)
-            starts.append(Start(name, predecessor, order, rules.continues, version=version, stored=stored))
+            assignment = Assignment(oldest_version=version, priority=priority(rules, prompt))
+            starts.append(Start(name, predecessor, rules.continues, stored, assignment))
         return starts
 
     def stock_up(self) -> None:

@@ -199,25 +199,26 @@ class Simulation:
         if self.dispatch.placement is None:
             self.placement.expect(len(starts))
         if self._kept is not None:
-            self._kept |= {start.name: float(start.tokens) for start in starts if start.tokens is not None}
+            expected = {start.name: start.assignment.expected_tokens for start in starts}
+            self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
         touched = set()
         for start in starts:
-            attempt = Attempt.named(start.name)
+            attempt, assignment = Attempt.named(start.name), start.assignment
             prompt = self._loaded[attempt.uid]
             before = self._under_way.pop(start.predecessor, None) if start.predecessor else None
-            sample = _Sample(attempt, prompt, start.version)
+            sample = _Sample(attempt, prompt, assignment.oldest_version)
             if start.partial and before is not None:
                 sample.kept, sample.first_version = before.kept, before.first_version
-            sample.replica = replica = start.replica or self._route(start, attempt, prompt)
-            sample.started = max(self._versions[replica], start.version)
+            sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
+            sample.started = max(self._versions[replica], assignment.oldest_version)
             self._under_way[start.name] = sample
             length, known = prompt.response(attempt.number, self._version)
             text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
             drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, known, text)
             request = Request(
-                *(start.name, prompt.key, prompt.tokens, length, sample.kept, start.priority, *drafts),
+                *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
             )
-            self._submit(replica, start.version, request)
+            self._submit(replica, assignment.oldest_version, request)
             touched.add(replica)
         for replica in touched:
             self._renew(replica)
@@ -256,7 +257,7 @@ class Simulation:
                 attempt=attempt.attempt,
                 group=len(prompt.lengths),
                 prompt_tokens=prompt.tokens,
-                response_tokens=start.tokens,
+                response_tokens=start.assignment.expected_tokens,
             )
         )
 

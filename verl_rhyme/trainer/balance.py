@@ -21,11 +21,12 @@ from verl_rhyme.planning.elastic import Elastic, Limits
 from verl_rhyme.planning.roster import Roster
 from verl_rhyme.planning.times import Work, rollout
 from verl_rhyme.processes.messages import Reply, Setting
+from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
 
-class Balance:
+class Balance(Observer):
     """One for a run.
 
     Args:
@@ -47,24 +48,15 @@ class Balance:
         self._told = 0
         self._failed = False
 
-    def observe(self, replicas: int, step: float, waited: float, reply: Reply) -> dict[str, float]:
-        """A step ended.
-
-        Args:
-            replicas: That generate.
-            step: Seconds of it.
-            waited: Of these the trainer had nothing to do.
-            reply: The update batch.
-
-        Returns:
-            Metrics; none where rollout stands still while the actor trains.
-        """
+    def on_step(self, step: Step) -> dict[str, float]:
+        """Metrics and :attr:`advice`; none where rollout stands still while the actor trains."""
         self.advice = 0
-        ahead = reply.metrics.get(names.STREAM_AHEAD)
-        if ahead is None or not (step > 0 and replicas):
+        reply, seconds = step.reply, step.seconds
+        ahead = None if reply is None else reply.metrics.get(names.STREAM_AHEAD)
+        if reply is None or ahead is None or not (seconds > 0 and step.replicas):
             return {}
         try:
-            return self._observe(replicas, step, min(waited, step), min(ahead, step), reply)
+            return self._observe(step.replicas, seconds, min(step.waited, seconds), min(ahead, seconds), reply)
         except Exception:  # advice alone
             if not self._failed:
                 logger.warning("generation and training could not be compared (told once)", exc_info=True)

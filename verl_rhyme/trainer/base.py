@@ -29,6 +29,7 @@ from verl_rhyme.processes.deaths import Outliving
 from verl_rhyme.router import router_file
 from verl_rhyme.trainer import checkpoints
 from verl_rhyme.trainer.draft_counts import DraftCounts
+from verl_rhyme.trainer.observers import Observer, Step
 from verl_rhyme.trainer.recorder import Recorder
 from verl_rhyme.weights.kept_group import kept
 from verl_rhyme.weights.manager import RelayManager, relayed
@@ -111,6 +112,7 @@ class RhymeTrainerMixin(PPOTrainer):
             logprobs=self.config.actor_rollout_ref.rollout.calculate_log_probs,
             log_responses=self._rhyme.events.responses,
         )
+        self.observers: list[Observer] = [self._recorder]
 
     @_hook
     def _setup(self) -> None:
@@ -221,12 +223,14 @@ class RhymeTrainerMixin(PPOTrainer):
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
     ) -> None:
-        rollout_s = timing_raw.get(self._rollout_stage, 0.0)
-        recorded = self._recorder.take_metrics(rollout_s)
-        timing_raw["history_update"] = recorded.pop("timing_s/history_update", 0.0)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
-        metrics.update(recorded)
+        step = self._step_that_ended(timing_raw)
+        for observer in self.observers:
+            metrics.update(observer.on_step(step))
         self._recorder.log_stages(self.timing_raw.stages, global_steps, self._epoch())
+
+    def _step_that_ended(self, timing_raw: dict) -> Step:
+        return Step(self.global_steps, timing_raw["step"], timing_raw.get(self._rollout_stage, 0.0))
 
     def _watch_validation(self) -> None:
         """Validation requests go into the event log as well; verl clears them before any hook."""
@@ -280,13 +284,10 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def _save_checkpoint(self) -> None:
-        self._recorder.join()
+        # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-        try:
-            # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
-            self._recorder.call(self._history.snapshot, os.path.abspath(folder)).result()
-        except Exception:
-            logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
+        for observer in self.observers:
+            observer.save(os.path.abspath(folder))
         super()._save_checkpoint()
         self._remove_orphans()
 
@@ -304,7 +305,8 @@ class RhymeTrainerMixin(PPOTrainer):
         self._history.ready()  # another run's folder stops the run here, before it trains
         super()._load_checkpoint()
         if self.global_steps > 0:
-            self._history.restore(str(self._checkpoint_folder()))
+            for observer in self.observers:
+                observer.load(str(self._checkpoint_folder()))
 
     def _checkpoint_folder(self) -> Path:
         """Of the checkpoint that the run resumed from."""
@@ -319,7 +321,8 @@ class RhymeTrainerMixin(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         finally:
-            for end in (self._recorder.close, self._history.close, self._stop_servers, self._close_relay):
+            observers = [observer.close for observer in self.observers]
+            for end in (*observers, self._history.close, self._stop_servers, self._close_relay):
                 try:  # a finished run is finished, and the engines go, whatever the history's end says
                     end()
                 except Exception:

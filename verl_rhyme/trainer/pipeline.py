@@ -1,6 +1,6 @@
 """The pipeline: rollout by the coordinator's scheduler, on verl's V1 trainer (SortedRL, arXiv:2603.23414, section 3).
 
-A step: take the update batch as soon as it is finished, train, publish the new policy. What happens to samples
+:meth:`RhymePipelineTrainer.step` and :meth:`RhymePipelineTrainer.on_step_end` are a step. What happens to samples
 meanwhile is decided by :mod:`verl_rhyme.scheduling` and driven by :mod:`verl_rhyme.coordinator.coordinator`; how an
 interrupted one goes on, by :mod:`verl_rhyme.agent_loop.session`; where engines and actor live, by
 :mod:`verl_rhyme.trainer.topology`.
@@ -21,9 +21,9 @@ import transfer_queue as tq
 from tensordict.tensorclass import NonTensorData
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import Role, need_reward_model
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
-from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -47,9 +47,10 @@ from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.checkpoints import STATE_FILE
 from verl_rhyme.trainer.driver import Driver
 from verl_rhyme.trainer.layout import lay_out
+from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.ranking import Ranking
 from verl_rhyme.trainer.reserve import Reserve
-from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
+from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 
 logger = logging.getLogger(__name__)
@@ -59,91 +60,165 @@ logger = logging.getLogger(__name__)
 SIBLING_GAIN = 0.1
 
 
-class PipelineReplayBuffer(ReplayBufferAsync):
-    """verl's buffer for validation; for training, the coordinator's face."""
-
-    def __init__(self, trainer: RhymePipelineTrainer, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._trainer = trainer
-
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        if partition_id != TRAIN:
-            return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        return self._trainer.next_batch()
-
-
 class RhymePipelineTrainer(RhymeTrainerMixin):
     """See the module. Put it before that trainer of verl's whose devices it works on."""
 
     topology: Topology
     _reply: Reply
-    _ranking: Ranking | None = None
-    _reserve: Reserve | None = None
+
+    # ---- a step ----
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """One update: collect the next batch, of which parts are trained meanwhile, and train the rest.
+
+        Args:
+            metrics: Gains those of the step.
+            timing_raw: verl's timers of the step; a stage is added up over the parts.
+
+        Returns:
+            The batch as it was trained, with verl's padding.
+        """
+        with marked_timer("gen", timing_raw, color="red"):  # with the stages of what is trained meanwhile
+            batch = self._collect(metrics)
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            with marked_timer("reward", timing_raw, color="yellow"):
+                batch = self._compute_reward_colocate(batch, metrics=metrics)
+        for observer in self.observers:
+            observer.on_batch(batch, self._reply, self.global_steps, self._epoch())
+        batch = self._stages.rest(batch, metrics)
+        if self._stages.updates:
+            return batch  # gradients of all parts are added up, and the optimizer has taken its step
+        batch = self._balance_batch(batch, metrics=metrics)
+        if self.use_critic:
+            with marked_timer("values", timing_raw, color="cyan"):
+                batch = self._compute_values(batch, metrics=metrics)
+        with marked_timer("adv", timing_raw, color="brown"):
+            batch = self._compute_advantage(batch, metrics=metrics)
+        if self.use_critic:
+            with marked_timer("update_critic", timing_raw, color="pink"):
+                batch = self._update_critic(batch, metrics=metrics)
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with marked_timer("update_actor", timing_raw, color="red"):
+                batch = self._update_actor(batch, metrics=metrics)
+        return batch
+
+    def on_step_end(self) -> None:
+        """Publish the new policy; the checkpoint of the step is written."""
+        if not self.rules.one_by_one:  # there what starts says which version it needs
+            self._driver.pause()
+        if self.topology.separate:
+            self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
+        super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
+        self._publish(self.global_steps)
+
+    def _collect(self, metrics: dict) -> KVBatchMeta:
+        """The update batch, sorted by length; its parts go through their stages as their groups finish."""
+        self._reply = reply = self._driver.next_batch(self.topology, self._stages.part if self._streams else None)
+        self.supply()
+        self.topology.give_way()
+        if self.curr_step_profile and not self.topology.separate:  # there verl stops it later
+            self._stop_rollout_profiling()
+        if reply.filtered:
+            metrics[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
+            metrics[names.FILTERED_SCORE] = sum(score * n for score, n in reply.filtered.items()) / groups
+            metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = reply.filtered
+        if reply.failed:
+            metrics[names.FAILED_PROMPTS] = reply.failed
+        return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags)
+
+    def supply(self) -> None:
+        """Hand over the prompts that are wanted now, where rollout goes on while the actor trains."""
+        if self.topology.separate:
+            self._driver.supply()
+
+    def _publish(self, version: int) -> None:
+        self._driver.publish(version, batches_left=self.total_training_steps - version)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
+        return PPOTrainer._compute_old_log_prob(self, batch, metrics)
+
+    def _step_that_ended(self, timing_raw: dict) -> Step:
+        return replace(
+            super()._step_that_ended(timing_raw),
+            last=self.global_steps >= self.total_training_steps,
+            replicas=len(self.topology.servers().get_replicas()),
+            waited=self._driver.waited,
+            reply=self._reply,
+        )
+
+    def _compute_metrics(
+        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
+        metrics.update(self._reply.metrics)
+
+    @property
+    def _rollout_stage(self) -> str:
+        return "step" if self.rules.starts_through_training else "gen"
 
     # ---- set-up ----
 
-    def _build_replay_buffer(self) -> ReplayBuffer:
-        config = self.config
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         rules = of_config(config, self._rhyme)
         assert rules is not None, "without max_staleness verl's own trainers are made"
         self.rules = rules
-        self._streaming = self._streamed()
         self._filters = self._resolve_filter_groups_metric()
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run resumed from
         self._rng = np.random.default_rng(int(config.data.get("seed") or 0))
-        buffer = PipelineReplayBuffer(
-            self,
-            trainer_mode=self.trainer_mode,
-            trainer_config=config.trainer.v1.get(self.trainer_mode, {}),
-            max_off_policy_threshold=None,  # the scheduler's rules are stricter
-            max_off_policy_strategy="drop",
-            sampler_kwargs=config.trainer.v1.sampler.sampler_kwargs,
-        )
-        mend_while_waiting(self, buffer, self._mend_validation)  # otherwise it is the driver that waits
+        self._streams = rules.separate and self._rhyme.streaming.part is not None
+        self._stages = Stages(self, streams=self._streams)
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        """verl's, for validation."""
+        buffer = super()._build_replay_buffer()
+        mend_while_waiting(self, buffer, self._mend_validation)  # for training it is the driver that waits
         return buffer
-
-    def _streamed(self) -> Streaming | None:
-        """``None``: batches are trained as a whole."""
-        if not self.rules.separate or self._rhyme.streaming.part is None:
-            return None
-        why = why_updates_wait(self.config)
-        made = Streaming(self, updates=not why)
-        if why:
-            made.wait(why)
-        return made
-
-    def _setup(self) -> None:
-        super()._setup()
-        if self._streaming is not None:
-            self._streaming.ask_workers()
-
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        self._ranking = self._ranker()  # while models are loaded it is ready
-        if self._streaming is not None and self._streaming.updates:
-            roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
-            for role in roles & set(self.role_worker_mapping):
-                theirs = self.role_worker_mapping[role].__ray_actor_class__
-                self.role_worker_mapping[role] = ray.remote(streamed(theirs))
 
     def _mend_validation(self, version: int) -> None:
         self.topology.mend(version)
         self.agent_loop_manager.look()
 
+    def _setup(self) -> None:
+        super()._setup()
+        self._stages.ask_workers()
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        ranker = self._rhyme.lengths.ranker
+        if ranker.kind is not None:  # while models are loaded it is ready
+            if problem := lacking(ranker, len(self.tokenizer)):
+                raise ConfigError(problem)
+            template = self.config.data.get("apply_chat_template_kwargs", None) or {}
+            self.observers.append(Ranking(ranker, self.tokenizer, template))
+        if self._stages.updates:
+            roles = {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy}
+            for role in roles & set(self.role_worker_mapping):
+                theirs = self.role_worker_mapping[role].__ray_actor_class__
+                self.role_worker_mapping[role] = ray.remote(streamed(theirs))
+
     def get_llm_client(self) -> Any:
         return rhymed(self.topology.servers().get_client(), interruptible=True)
 
-    def _request_slots(self) -> int:
-        return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
-
-    def _samples_in_flight(self) -> int:
-        return self.rules.samples_in_flight
-
     def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
-        """Before the first step: the coordinator takes up what the checkpoint told."""
+        return 0  # the coordinator takes up what the checkpoint has
+
+    def on_train_begin(self) -> None:
+        setting = self._setting()
+        self.observers.append(self._balance(setting))
+        self.topology.begin(self.rules)
+        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
+        self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
+        for observer in self.observers:
+            observer.begin(self._driver)
+        self._publish(self.global_steps - 1)
+
+    def _setting(self) -> Setting:
         slots = self._request_slots()
         limit = max(1, math.ceil(OVERSUBSCRIPTION * slots))
-        setting = Setting(
+        cost = router_file.cost(self._rhyme.placement)
+        return Setting(
             rules=self.rules,
             filters=self._filters,
             limit=limit,
@@ -153,47 +228,32 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
             room=self._cache_room(),
             router=self._router(),
             placement=self._planned(),
-            cost=replace(
-                router_file.cost(self._rhyme.placement), slots=self.config.actor_rollout_ref.rollout.max_num_seqs
-            ),
+            cost=replace(cost, slots=self.config.actor_rollout_ref.rollout.max_num_seqs),
             response_limit=self.config.data.max_response_length,
             part_samples=max(1, int((self._rhyme.streaming.part or 1) * self.rules.batch_samples)),
         )
-        self._reserve = self._reserved()
-        resting = (None, None) if self._reserve is None else (self._reserve.roster, self._reserve.limits)
-        self._balance = Balance(setting, *resting)
-        self.topology.begin(self.rules)
-        self._driver = Driver(setting, self._load_prompts, self.agent_loop_manager.renew)
-        self._driver.open(self.agent_loop_manager.agent_loop_workers, self._state, version=self.global_steps - 1)
-        if self._reserve is not None:
-            self._reserve.begin(self._driver)
-        self._publish(self.global_steps - 1)
-        return 0
 
-    def _reserved(self) -> Reserve | None:
-        """Who lets replicas rest, where it is asked for."""
+    def _balance(self, setting: Setting) -> Balance | Reserve:
+        """What advises more or fewer replicas; the reserve acts on it, where it is asked for."""
         elastic = self._rhyme.streaming.elastic
         if elastic.min_replicas is None:
-            return None
+            return Balance(setting)
         assert isinstance(self.topology, Separate)  # combinations.py refuses it elsewhere
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        return Reserve(elastic, self.topology.servers(), engine, self.topology.spares, self._slots_now)
+        return Reserve(setting, elastic, self.topology.servers(), engine, self.topology.spares, self._slots_now)
 
     def _slots_now(self) -> int:
         self.__dict__.pop("fillable_slots", None)
         return self.fillable_slots
 
-    def _resting(self) -> list[Any]:
-        return self.topology.spares.resting if self._reserve is not None else []  # type: ignore[attr-defined]
+    def _request_slots(self) -> int:
+        return len(self.topology.servers().get_replicas()) * self.config.actor_rollout_ref.rollout.max_num_seqs
 
-    def _ranker(self) -> Ranking | None:
-        """Beside the run, where it is asked for."""
-        config = self._rhyme.lengths.ranker
-        if config.kind is None:
-            return None
-        if problem := lacking(config, len(self.tokenizer)):
-            raise ConfigError(problem)
-        return Ranking(config, self.tokenizer, self.config.data.get("apply_chat_template_kwargs", None) or {})
+    def _samples_in_flight(self) -> int:
+        return self.rules.samples_in_flight
+
+    def _resting(self) -> list[Any]:
+        return self.topology.resting()
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
@@ -217,89 +277,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         self.topology.settle()
         super().on_validate_begin()
 
-    def on_train_begin(self) -> None:
-        pass  # no warm-up: the coordinator has begun
-
-    # ---- a step ----
-
-    def prepare_step(self) -> dict:
-        return {}
-
-    def next_batch(self) -> tuple[KVBatchMeta, dict]:
-        """The update batch, sorted by length, and what became of groups and prompts that failed or were filtered."""
-        parts = None if self._streaming is None else self._streaming.part
-        reply = self._reply = self._driver.next_batch(self.topology, parts)
-        if self._ranking is not None:
-            self._ranking.answered(reply.answered)
-        self._recorder.log_untrained(reply.wasted, step=self.global_steps, epoch=self._epoch())
-        if reply.dropped:
-            dropped = KVBatchMeta(partition_id=TRAIN, keys=reply.dropped, tags=reply.dropped_tags)
-            self._recorder.start_untrained(dropped, step=self.global_steps, epoch=self._epoch())
-        if self.topology.separate:
-            self.supply()  # they go on while the actor trains
-        counts: dict[str, Any] = {}
-        if reply.filtered:
-            counts[names.FILTERED_GROUPS] = groups = sum(reply.filtered.values())
-            counts[names.FILTERED_SCORE] = sum(score * n for score, n in reply.filtered.items()) / groups
-            counts[DAPO_FILTERED_REWARD_COUNTS_KEY] = reply.filtered
-        if reply.failed:
-            counts[names.FAILED_PROMPTS] = reply.failed
-        return KVBatchMeta(partition_id=TRAIN, keys=reply.keys, tags=reply.tags), counts
-
-    def supply(self) -> None:
-        """Hand over the prompts that are wanted now: some have failed or were filtered."""
-        self._driver.supply()
-
-    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
-        if self._streaming is None:
-            return super()._step_once(metrics, timing_raw, sample_batch_size)
-        with marked_timer("gen", timing_raw, color="red"):  # with it, the stages of what comes in parts
-            self.on_sample_begin()
-            batch, counts = self.replay_buffer.sample(
-                global_steps=self.global_steps, partition_id=TRAIN, batch_size=sample_batch_size
-            )
-            metrics.update(counts)
-            self.on_sample_end()
-        self._recorder.start(batch, step=self.global_steps, part=self.global_steps, epoch=self._epoch())
-        batch = self._streaming.rest(batch, metrics)
-        return batch if self._streaming.updates else self._update(batch, metrics, timing_raw)
-
-    def _update(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """verl's stages from the advantages on, where they wait for the whole batch."""
-        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        batch = self._balance_batch(batch, metrics=metrics)
-        if self.use_critic:
-            with marked_timer("values", timing_raw, color="cyan"):
-                batch = self._compute_values(batch, metrics=metrics)
-        with marked_timer("adv", timing_raw, color="brown"):
-            batch = self._compute_advantage(batch, metrics=metrics)
-        if self.use_critic:
-            with marked_timer("update_critic", timing_raw, color="pink"):
-                batch = self._update_critic(batch, metrics=metrics)
-        if self.config.trainer.critic_warmup <= self.global_steps:
-            with marked_timer("update_actor", timing_raw, color="red"):
-                batch = self._update_actor(batch, metrics=metrics)
-        return batch
-
-    def on_sample_end(self) -> None:
-        self.topology.give_way()
-        if self.curr_step_profile and not self.topology.separate:  # there verl stops it later
-            self._stop_rollout_profiling()
-
-    def on_step_end(self) -> None:
-        if not self.rules.one_by_one:  # there what starts says which version it needs
-            self._driver.pause()
-        if self.topology.separate:
-            self.topology.mend(self.global_steps, waits=not self.rules.one_by_one)
-        super().on_step_end()  # verl's trainer of this topology syncs the weights, and the engines resume
-        self._publish(self.global_steps)
-
-    def _publish(self, version: int) -> None:
-        self._driver.publish(version, batches_left=self.total_training_steps - version)
-
-    @property
-    def _rollout_stage(self) -> str:
-        return "step" if self.rules.starts_through_training else "gen"
+    # ---- prompts ----
 
     def _load_prompts(self, count: int) -> list[Handed]:
         chunk = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
@@ -315,8 +293,10 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)
-        if self._ranking is not None and "raw_prompt" in columns:
-            self._ranking.loaded(dict(zip(keys, batch["raw_prompt"], strict=True)), self._driver.coordinator)
+        if "raw_prompt" in columns:
+            messages = dict(zip(keys, batch["raw_prompt"], strict=True))
+            for observer in self.observers:
+                observer.on_prompts(messages, self._driver)
         return [Handed(uid, int(count), key) for uid, count, key in zip(uids, samples, keys, strict=True)]
 
     def _prompt_keys(self, batch: Any, columns: list[str]) -> list[str]:
@@ -328,14 +308,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         rows = ({**alike, **{name: column[i] for name, column in known.items()}} for i in range(len(batch)))
         return [data_key(row, template) for row in rows]
 
-    def fit(self, agent_loop_manager: Any) -> None:
-        try:
-            super().fit(agent_loop_manager)
-        finally:
-            if hasattr(self, "_driver"):
-                self._driver.close()
-                if self._ranking is not None:
-                    self._ranking.close()
+    # ---- the order of a batch ----
 
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
@@ -369,43 +342,30 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         factor = actor.get("loss_scale_factor")
         return training_order(self._rhyme.scheduling.order, mini_batches, str(actor.loss_agg_mode), factor)
 
-    def _compute_metrics(
-        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int, **kwargs: Any
-    ) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch, **kwargs)
-        metrics.update(self._reply.metrics)
-        replicas = len(self.topology.servers().get_replicas())
-        if self._reserve is not None:
-            self._reserve.observe(self._reply.paces)
-        metrics.update(self._balance.observe(replicas, timing_raw["step"], self._driver.waited, self._reply))
-        if self._reserve is not None:
-            advice = self._balance.advice if global_steps < self.total_training_steps else 0
-            metrics.update(self._reserve.act(advice, global_steps))
-        if self._ranking is not None:
-            metrics.update(self._ranking.metrics())
-
     # ---- checkpoints ----
 
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         folder.mkdir(parents=True, exist_ok=True)
-        # Before verl names this checkpoint the latest: a crash in between resumes from the one before.
         (folder / STATE_FILE).write_text(json.dumps(self._driver.state()))
-        if self._ranking is not None:
-            self._ranking.save(str(folder.absolute()))
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if self.global_steps == 0:
             return
-        if self._ranking is not None:
-            self._ranking.restore(str(self._checkpoint_folder()))
         path = self._checkpoint_folder() / STATE_FILE
         if path.is_file():
             self._state = json.loads(path.read_text())
         else:
             logger.warning("no %s: another trainer mode made this checkpoint; prompts in flight are forgotten", path)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            if hasattr(self, "_driver"):
+                self._driver.close()
 
 
 class RhymePipelineColocated(RhymePipelineTrainer, PPOTrainerColocateAsync):
@@ -426,6 +386,10 @@ class _Separate(PPOTrainerSeparateAsync):
         for ok, remedy in (
             (rollout.nnodes > 0, "actor_rollout_ref.rollout.nnodes must be above 0: engines have nodes of their own"),
             (rollout.n_gpus_per_node > 0, "actor_rollout_ref.rollout.n_gpus_per_node must be above 0"),
+            (
+                not need_reward_model(config) or config.reward.reward_model.enable_resource_pool,
+                "reward.reward_model.enable_resource_pool must be true: the engines never make room",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"trainer_mode=separate_async: {remedy}")

@@ -7,16 +7,20 @@ process that dies is started anew by Ray, and takes up the last checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from transfer_queue import KVBatchMeta
 
 from verl_rhyme.config import RankerConfig
 from verl_rhyme.coordinator.ranker_service import RankerActor
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.processes.messages import Reply
+from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ _UNDER_WAY = 64
 _SAVE_S = 60.0
 
 
-class Ranking:
+class Ranking(Observer):
     """One for a run.
 
     Args:
@@ -43,27 +47,21 @@ class Ranking:
         self._saving: Any = None
         self._actor = actor or _start(config, tokenizer, dict(template))
 
-    def loaded(self, prompts: Mapping[str, Any], coordinator: Any) -> None:
-        """Prompts are handed to the coordinator.
+    def on_prompts(self, prompts: Mapping[str, Any], driver: Driver) -> None:
+        """As soon as their lengths are predicted, the ranker reports them to the coordinator."""
+        self._tell("announce", {key: messages for key, messages in prompts.items() if key}, driver.coordinator)
 
-        Args:
-            prompts: Messages, by key; an empty key is of nobody.
-            coordinator: Is told what is expected of them, as soon as that is known.
-        """
-        self._tell("announce", {key: messages for key, messages in prompts.items() if key}, coordinator)
+    def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
+        """The ranker learns from the lengths of the prompts that left."""
+        self._tell("learn", reply.answered)
 
-    def answered(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Prompts have left (``Reply.answered``)."""
-        self._tell("learn", lengths)
-
-    def metrics(self) -> dict[str, float]:
+    def on_step(self, step: Step) -> dict[str, float]:
         """How often it was trained, and what failed, as far as that is known."""
         self._look()
         failed = {names.RANKER_FAILURES: float(self.failures)} if self.failures else {}
         return {names.RANKER_TRAINED: float(self.trained), **failed}
 
     def save(self, folder: str) -> None:
-        """With a checkpoint."""
         self._look()
         if self._saving is not None and not ray.wait([self._saving], timeout=0)[0]:
             self._failed(TimeoutError("it has not written the checkpoint before yet"))
@@ -75,8 +73,8 @@ class Ranking:
         except Exception as error:
             self._failed(error)
 
-    def restore(self, folder: str) -> None:
-        """Of a checkpoint; what it lacks or what cannot be read is learnt anew."""
+    def load(self, folder: str) -> None:
+        """What the checkpoint lacks, or what cannot be read, is learnt again."""
         self._checkpoint = folder
         self._under_way.append(self._actor.restore.remote(folder))
 
@@ -105,7 +103,7 @@ class Ranking:
                 died = died or isinstance(error, RayActorError)
                 self._failed(error)
         if died and self._checkpoint is not None:
-            self.restore(self._checkpoint)  # fails as well until the process is there again, and is asked anew
+            self.load(self._checkpoint)  # fails as well until the process is there again, and is asked anew
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 
 from verl_rhyme.history.keys import prompt_key, visit_label
 from verl_rhyme.history_writer.history_service import HistoryService, HistoryUnavailable
@@ -30,11 +31,13 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.observability.alarms import AcceptanceAlarm
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.metrics import DRAFTER, drafter_metrics, step_metrics
+from verl_rhyme.processes.messages import Reply
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.insight import Insight
+from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_LAG = 2
 
 
-class Recorder:
+class Recorder(Observer):
     """One step may come in several parts (verl's ``parameter_sync_step``); their metrics are computed over all."""
 
     def __init__(
@@ -73,6 +76,31 @@ class Recorder:
         self._store: dict[str, Any] = {}
         self._untrained = 0  # responses of this step that were recorded all the same
         self._tokens: Counter[str] = Counter()  # that were compared in this step: TOKEN_COUNTS
+
+    def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
+        """Begin to record the batch, and what of its reply is not trained."""
+        self.log_untrained(reply.wasted, step, epoch)
+        if reply.dropped:
+            dropped = KVBatchMeta(partition_id=batch.partition_id, keys=reply.dropped, tags=reply.dropped_tags)
+            self.start_untrained(dropped, step, epoch)
+        self.start(batch, step, step, epoch)
+
+    def on_step(self, step: Step) -> dict[str, float]:
+        """Metrics of the step, and of what was recorded since the last one."""
+        self._steps += 1
+        with self._lock:
+            return self._take_metrics(step.rollout_s)
+
+    def save(self, folder: str) -> None:
+        """A snapshot of the history, after what was started."""
+        self.join()
+        try:
+            self.call(self._history.snapshot, folder).result()
+        except Exception:
+            logger.warning("the history could not be saved with the checkpoint; training goes on", exc_info=True)
+
+    def load(self, folder: str) -> None:
+        self._history.restore(folder)
 
     def start(self, batch: Any, step: int, part: int, epoch: int) -> None:
         """Begin to record a training batch (``KVBatchMeta``); returns at once."""
@@ -128,12 +156,6 @@ class Recorder:
         self.join()
         while self.call(len, self._backlog).result():
             pass
-
-    def take_metrics(self, rollout_s: float) -> dict[str, float]:
-        """Metrics of a step that ended, and of what was recorded since the last call."""
-        self._steps += 1
-        with self._lock:
-            return self._take_metrics(rollout_s)
 
     def _take_metrics(self, rollout_s: float) -> dict[str, float]:
         requests, self._requests = self._requests, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,25 +17,10 @@ from verl_rhyme.trainer.pipeline import RhymePipelineColocated, RhymePipelineSep
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 
 
-class _InVerlsPlace(RhymeTrainerMixin):
-    """Under verl's names nobody asked for rhyme: without it, these yield verl's own class.
+class _VerlsSchedule(RhymeTrainerMixin):
+    """Recording and drafts around one of verl's own schedules; without rhyme, what it would be without this class."""
 
-    With a ``max_staleness`` they yield the pipeline on their topology.
-    """
-
-    pipeline: Any = RhymePipelineColocated
-    topology_class: Any = Colocated
-
-    def __new__(cls, config: DictConfig) -> Any:
-        if cls in TRAINERS.values():
-            rhyme = config_tree.from_verl(config)
-            # no instance of cls: Python calls no second __init__
-            if rhyme is None:
-                stock: Any = next(base for base in cls.__mro__ if not issubclass(base, RhymeTrainerMixin))
-                return stock(config)
-            if rhyme.pipeline:
-                return cls.pipeline(config)
-        return super().__new__(cls)
+    topology_class: type[Colocated] | type[Separate] = Colocated
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
@@ -49,18 +35,15 @@ class _InVerlsPlace(RhymeTrainerMixin):
         return rhymed(client, patient=True) if self._mends else client
 
 
-class RhymeTrainerSync(_InVerlsPlace, PPOTrainerSync):
-    """``trainer.v1.trainer_mode=sync``"""
+class RhymeTrainerSync(_VerlsSchedule, PPOTrainerSync):
+    pass
 
 
-class RhymeTrainerColocateAsync(_InVerlsPlace, PPOTrainerColocateAsync):
-    """``trainer.v1.trainer_mode=colocate_async``"""
+class RhymeTrainerColocateAsync(_VerlsSchedule, PPOTrainerColocateAsync):
+    pass
 
 
-class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
-    """``trainer.v1.trainer_mode=separate_async``"""
-
-    pipeline = RhymePipelineSeparate
+class RhymeTrainerSeparateAsync(_VerlsSchedule, PPOTrainerSeparateAsync):
     topology_class = Separate
 
     def on_step_end(self) -> None:
@@ -69,10 +52,22 @@ class RhymeTrainerSeparateAsync(_InVerlsPlace, PPOTrainerSeparateAsync):
         super().on_step_end()
 
 
+def _chosen(stock: type, schedule: type, pipeline: type) -> Callable[[DictConfig], Any]:
+    """What verl calls in the place of a trainer's class."""
+
+    def trainer(config: DictConfig) -> Any:
+        rhyme = config_tree.from_verl(config)
+        chosen = stock if rhyme is None else pipeline if rhyme.pipeline else schedule
+        return chosen(config)
+
+    return trainer
+
+
+#: By ``trainer.v1.trainer_mode``: verl's own class without rhyme, the pipeline with a ``max_staleness``.
 TRAINERS = {
-    "sync": RhymeTrainerSync,
-    "colocate_async": RhymeTrainerColocateAsync,
-    "separate_async": RhymeTrainerSeparateAsync,
+    "sync": _chosen(PPOTrainerSync, RhymeTrainerSync, RhymePipelineColocated),
+    "colocate_async": _chosen(PPOTrainerColocateAsync, RhymeTrainerColocateAsync, RhymePipelineColocated),
+    "separate_async": _chosen(PPOTrainerSeparateAsync, RhymeTrainerSeparateAsync, RhymePipelineSeparate),
 }
 
 

@@ -18,16 +18,19 @@ from verl_rhyme.coordinator.replicas import Spares, obstacle
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.planning.elastic import Limits
 from verl_rhyme.planning.roster import Change, Roster
-from verl_rhyme.processes.messages import Serving
+from verl_rhyme.processes.messages import Serving, Setting
+from verl_rhyme.trainer.balance import Balance
 from verl_rhyme.trainer.driver import Driver
+from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
 
 
-class Reserve:
+class Reserve(Observer):
     """One for a run.
 
     Args:
+        setting: The run's.
         config: ``streaming.elastic``.
         servers: verl's ``LLMServerManager`` of the replicas, all of which serve.
         engine: verl's ``CheckpointEngineConfig``.
@@ -36,14 +39,20 @@ class Reserve:
 
     Attributes:
         roster: Who serves and who rests.
-        limits: Of the elastic rule.
+        balance: What advises a change.
 
     Raises:
         ConfigError: There are not so many replicas, or weights cannot be sent to one alone.
     """
 
     def __init__(
-        self, config: ElasticConfig, servers: Any, engine: Any, spares: Spares, slots: Callable[[], int]
+        self,
+        setting: Setting,
+        config: ElasticConfig,
+        servers: Any,
+        engine: Any,
+        spares: Spares,
+        slots: Callable[[], int],
     ) -> None:
         self._servers, self._spares, self._slots = servers, spares, slots
         replicas = servers.get_replicas()
@@ -55,13 +64,24 @@ class Reserve:
             self.roster = Roster([replica.replica_rank for replica in replicas], least, config.max_replicas)
         except ValueError as error:
             raise ConfigError(f"{CONFIG_PATH}.streaming.elastic: {error}; lower min_replicas") from None
-        self.limits = Limits(least, self.roster.most)
+        self.balance = Balance(setting, self.roster, Limits(least, self.roster.most))
 
     def begin(self, driver: Driver) -> None:
         """Those that are not to serve at the start go to rest; the coordinator is open."""
         self._driver = driver
         for replica in self._by_rank(self.roster.resting):
             self._rest(replica)
+
+    def on_step(self, step: Step) -> dict[str, float]:
+        """Carry out what the balance advises; not after the last step.
+
+        Raises:
+            ReplicaDied: One that was to return did not get its weights.
+        """
+        assert step.reply is not None
+        self.observe(step.reply.paces)
+        metrics = self.balance.on_step(step)
+        return metrics | self.act(0 if step.last else self.balance.advice, step.number)
 
     def observe(self, paces: Mapping[int, float]) -> None:
         """A step ended, in which a token of a request took so many seconds, by the replica's rank."""

@@ -37,6 +37,10 @@ class Topology(Protocol):
         """verl's manager of the engines that generate for training."""
         ...
 
+    def resting(self) -> list[Any]:
+        """Replicas that do not serve for a while."""
+        ...
+
     def stop(self) -> None:
         """Interrupt what runs, and refuse what comes."""
         ...
@@ -91,6 +95,9 @@ class _OnVerl:
     def settle(self) -> None:
         pass
 
+    def resting(self) -> list[Any]:
+        return []
+
     def stop(self) -> None:
         # Not the gate alone: an attempt that waits there would hold up the step, or be let in under the next policy.
         self._engines.abort_replicas(reject_request=True)
@@ -141,6 +148,10 @@ class Separate(_OnVerl):
     def begin(self, rules: Rules) -> None:
         if rules.one_by_one:
             self._engines.waits, self._engines.patient = False, rules.finishes
+
+    def resting(self) -> list[Any]:
+        spares: Spares | None = vars(self).get("spares")  # made when the weights' manager is
+        return [] if spares is None else list(spares.resting)
 
     def settle(self) -> None:
         if isinstance(self._engines, RelayManager):

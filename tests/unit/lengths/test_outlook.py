@@ -44,7 +44,7 @@ def test_of_known_lengths_it_is_exact(known):
     tokens, emitted = (np.array(column) for column in zip(*known, strict=True))
     outlook = certain(tokens, emitted, LIMIT)
     assert outlook.beyond @ np.diff(edges(LIMIT)) == pytest.approx(np.maximum(tokens - emitted, 0), rel=1e-4, abs=1e-2)
-    assert outlook.tokens.tolist() == outlook.likely.tolist() == tokens.tolist()
+    assert outlook.expected.tolist() == outlook.p90.tolist() == tokens.tolist()
 
 
 def test_siblings_that_ended_count_as_if_they_had_been_told():

@@ -52,7 +52,7 @@ def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predic
             "verify_steps": tokens // 4,
             "policy_version_end": step - 1,
             "stop_reason": ["completed"] * PER_STEP,
-            "why_there": ["length group <2> of 2", "100 tokens, more than 50 by its history", ""] * (PER_STEP // 3),
+            "reason": ["length group <2> of 2", "100 tokens, more than 50 by its history", ""] * (PER_STEP // 3),
             "reward": rng.random(PER_STEP),
             "trained": True,
             "validate": False,

@@ -38,9 +38,11 @@ def test_each_start_has_its_forecast_and_its_place():
     _, dispatch = made()
     starts = {Attempt.named(start.name).sample: start for start in dispatch.fill()}
     assert len(starts) == 8
-    assert {(s.tokens, s.likely_tokens) for (uid, _), s in starts.items() if uid == "3"} == {(4000, 6000)}
-    assert {uid: start.replica for (uid, _), start in starts.items()} == {"0": "a", "1": "b", "2": "b", "3": "a"}
-    assert dispatch.why(starts["3", 1].name) == "length group 2 of 2 in step 1, on 1 replicas"
+    at = {sample: start.assignment for sample, start in starts.items()}
+    assert {(a.expected_tokens, a.p90_tokens) for (uid, _), a in at.items() if uid == "3"} == {(4000, 6000)}
+    assert {uid: a.replica for (uid, _), a in at.items()} == {"0": "a", "1": "b", "2": "b", "3": "a"}
+    assert at["3", 1].reason == dispatch.reason(starts["3", 1].name)
+    assert at["3", 1].reason == "length group 2 of 2 in step 1, on 1 replicas"
 
 
 def test_a_prompts_own_tokens_are_reckoned_with():
@@ -75,11 +77,11 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     rollout.ended(Ended(starts["0", 0].name, "generated", 5, 0))
     dispatch = Dispatch(rollout, expected, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve({"a": 100_000, "c": 100_000})
-    running = {start.name: start.replica for start in starts.values()}
+    running = {start.name: start.assignment.replica for start in starts.values()}
     dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
     assert dispatch.placement.status()["requests"] == {"a": 3, "c": 1}
-    assert dispatch.why(starts["1", 0].name) == "in no plan: where least is to do"
+    assert dispatch.reason(starts["1", 0].name) == "in no plan: where least is to do"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
     assert dispatch.placement.status()["requests"] == {"a": 1, "c": 0}
@@ -88,7 +90,7 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
 def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
     _, dispatch = made()
     starts = dispatch.fill()
-    at = {start.name: start.replica for start in starts}
+    at = {start.name: start.assignment.replica for start in starts}
     there = [name for name, replica in at.items() if replica == "b"]
     assert there
     assert not dispatch.adrift
@@ -126,8 +128,8 @@ def test_without_a_policy_that_plans_the_router_decides():
     rollout.hand([("0", 2), ("1", 2)])
     rollout.publish(0, 1)
     starts = dispatch.fill()
-    assert [start.replica for start in starts] == [""] * 4
-    assert (starts[0].tokens, dispatch.why(starts[0].name)) == (1000, "")
+    assert [start.assignment.replica for start in starts] == [""] * 4
+    assert (starts[0].assignment.expected_tokens, dispatch.reason(starts[0].name)) == (1000, "")
     dispatch.ended(starts[0].name, 5)
     assert (dispatch.watched(), dispatch.moves({starts[0].name: 3})) == ({}, [])
 
@@ -135,7 +137,7 @@ def test_without_a_policy_that_plans_the_router_decides():
 def test_without_forecasts_or_replicas_samples_start_all_the_same():
     _, dispatch = made(lengths=lambda samples, had: None, replicas=())
     starts = dispatch.fill()
-    assert [(start.tokens, start.replica) for start in starts] == [(None, "")] * 8
+    assert [(start.assignment.expected_tokens, start.assignment.replica) for start in starts] == [(None, "")] * 8
     dispatch.serve({"late": None})
     assert dispatch.fill() == []
 
@@ -186,10 +188,10 @@ def test_prompts_that_left_are_forgotten_with_what_runs_of_them():
 def test_moves_are_told_by_the_attempts_name(known):
     _, dispatch = made()
     starts = [s for s in dispatch.fill() if Attempt.named(s.name).uid == "3"]
-    at = starts[0].replica
+    at = starts[0].assignment.replica
     assert {start.name for start in starts} <= set(dispatch.watched()[at])
     dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
-    dispatch.placement.acquire(Request("long-0", "long", response_tokens=50_000, planned=at))  # else nothing is gained
+    dispatch.placement.acquire(Request("long-0", "long", response_tokens=50_000, replica=at))  # else nothing is gained
     moves = dispatch.moves({starts[0].name if known else "99_0": 6001})
     assert [(move.id, move.replica) for move in moves] == [(starts[0].name, "c")] * known
     assert dispatch.moved == len(moves)
@@ -216,7 +218,7 @@ def test_a_replica_that_left_takes_nothing():
     starts = dispatch.fill()
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
-    assert {start.replica for start in dispatch.fill()} == {"b"}
+    assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
 
 
 def slots(count):
@@ -227,7 +229,7 @@ def test_what_finds_no_slot_waits_unbound_and_starts_once():
     rollout, dispatch = made(policy="makespan", cost=slots(2))
     started = dispatch.fill()
     assert len(started) == 4
-    assert {start.replica for start in started} == {"a", "b"}
+    assert {start.assignment.replica for start in started} == {"a", "b"}
     assert rollout.scheduler.ledger.tally.samples["pending"] == 4, "bound to nothing yet, and not started"
     assert dispatch.fill() == []
     names = [start.name for start in started]
@@ -253,7 +255,7 @@ def test_what_waits_starts_at_a_replica_that_comes():
     dispatch.serve({"a": 100_000, "b": 100_000})
     assert dispatch.fill() == [], "nothing is new"
     dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
-    assert {start.replica for start in dispatch.fill()} == {"c"}
+    assert {start.assignment.replica for start in dispatch.fill()} == {"c"}
 
 
 def test_what_waits_starts_when_all_else_was_cut_short():

@@ -185,7 +185,7 @@ def test_prompts_start_in_the_order_of_what_is_expected():
     rollout.expect(PROMPTS)
     starts = rollout.fill(limit=6)
     assert [start.name[0] for start in starts] == [uid for uid in "dba" for _ in range(2)]
-    priorities = [start.priority for start in starts]
+    priorities = [start.assignment.priority for start in starts]
     assert priorities == sorted(priorities)
     assert min(priorities) >= 1
     assert [start.name[0] for start in rollout.fill()] == ["c"] * 2

@@ -13,6 +13,7 @@ from verl_rhyme.scheduling.remembered import Batch
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.trainer import balance as module
 from verl_rhyme.trainer.balance import Balance
+from verl_rhyme.trainer.observers import Step
 
 RULES = Rules(8, 64, max_staleness=1, separate=True)
 
@@ -29,10 +30,14 @@ def reply(ahead, tokens=400):
     return Reply([], tags, told, {}, 0, [], {})
 
 
+def step(replicas, seconds, waited, reply):
+    return Step(1, seconds, seconds, replicas=replicas, waited=waited, reply=reply)
+
+
 def test_a_trainer_that_waits_is_told_of_a_replica_more(monkeypatch):
     balance, told = Balance(setting()), []
     monkeypatch.setattr(module.logger, "info", lambda line, *values: told.append(line % values))
-    seen = [balance.observe(4, step=20.0, waited=12.0, reply=reply(0.0)) for _ in range(5)]
+    seen = [balance.on_step(step(4, 20.0, 12.0, reply(0.0))) for _ in range(5)]
     assert [found[names.STREAM_ELASTIC] for found in seen] == [0, 0, 0, 1, 1]
     assert seen[-1][names.STREAM_BEHIND] == pytest.approx(12.0)
     assert len(told) == 1
@@ -41,25 +46,25 @@ def test_a_trainer_that_waits_is_told_of_a_replica_more(monkeypatch):
 
 def test_a_batch_that_is_whole_long_before_is_a_replica_too_many():
     balance = Balance(setting())
-    seen = [balance.observe(4, step=20.0, waited=0.0, reply=reply(14.0)) for _ in range(4)]
+    seen = [balance.on_step(step(4, 20.0, 0.0, reply(14.0))) for _ in range(4)]
     assert seen[-1] == {names.STREAM_BEHIND: pytest.approx(-14.0), names.STREAM_ELASTIC: -1}
 
 
 def test_replicas_that_came_or_went_begin_it_anew():
     balance = Balance(setting())
     for _ in range(4):
-        told = balance.observe(4, 20.0, 12.0, reply(0.0))
+        told = balance.on_step(step(4, 20.0, 12.0, reply(0.0)))
     assert told[names.STREAM_ELASTIC] == 1
-    assert balance.observe(5, 18.0, 10.0, reply(0.0))[names.STREAM_ELASTIC] == 0
+    assert balance.on_step(step(5, 18.0, 10.0, reply(0.0)))[names.STREAM_ELASTIC] == 0
 
 
 def test_without_overlap_nothing_is_told_and_errors_stop_nothing():
     balance = Balance(setting())
-    assert balance.observe(4, 20.0, 12.0, reply(None)) == {}
+    assert balance.on_step(step(4, 20.0, 12.0, reply(None))) == {}
     broken = reply(0.0)
     broken.tags = [{}]
-    assert balance.observe(4, 20.0, 12.0, broken) == {}
-    assert balance.observe(4, 20.0, 12.0, broken) == {}
+    assert balance.on_step(step(4, 20.0, 12.0, broken)) == {}
+    assert balance.on_step(step(4, 20.0, 12.0, broken)) == {}
 
 
 def test_how_long_a_batch_was_whole_before_it_was_taken():
@@ -80,7 +85,7 @@ def test_a_slow_replica_is_worth_less():
         roster.look(range(4), [4])
         roster.paced(paces)
         balance = Balance(setting(), roster, Limits(1, 5, window=1))
-        told.append(balance.observe(4, 20.0, 12.0, reply(0.0)))
+        told.append(balance.on_step(step(4, 20.0, 12.0, reply(0.0))))
         assert balance.advice == told[-1][names.STREAM_ELASTIC] == 1
         work = [balance._predict(count) for count in (3, 4, 5)]
         assert work == sorted(work, reverse=True)
@@ -90,4 +95,4 @@ def test_a_slow_replica_is_worth_less():
 
 def test_no_more_than_there_are():
     balance = Balance(setting(), Roster(range(4)), Limits(1, 4, window=1))
-    assert balance.observe(4, 20.0, 12.0, reply(0.0))[names.STREAM_ELASTIC] == balance.advice == 0
+    assert balance.on_step(step(4, 20.0, 12.0, reply(0.0)))[names.STREAM_ELASTIC] == balance.advice == 0

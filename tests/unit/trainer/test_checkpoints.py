@@ -1,7 +1,6 @@
 """What is ours in verl's checkpoint folders stays as long as the weights there, by verl's own retention."""
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -36,8 +35,7 @@ class Run(RhymeTrainerMixin):
     def __init__(self, folder, parts):
         self._rhyme, self.folder, self.parts = SimpleNamespace(), folder, parts
         self.config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(folder)))
-        self._recorder = SimpleNamespace(join=lambda: None, call=ThreadPoolExecutor(1).submit)
-        self._history = self
+        self.observers = [SimpleNamespace(save=self.snapshot)]
         self.begin()
 
     def snapshot(self, checkpoint):

@@ -16,6 +16,7 @@ from verl_rhyme.observability import metrics
 from verl_rhyme.processes.request import FIELD
 from verl_rhyme.trainer.base import RhymeTrainerMixin
 from verl_rhyme.trainer.draft_counts import DraftCounts
+from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.recorder import MAX_LAG, Recorder, _Samples
 
 
@@ -26,9 +27,9 @@ def test_errors_of_drafts_that_nobody_trained_are_counted_without_an_event_log()
         rows = [{"id": name, "uid": "u", "draft_errors": 2, "draft_seconds": 0.5} for name in "ab"]
         recorder.log_untrained(rows, step=1, epoch=0)
         recorder.join()
-        told = recorder.take_metrics(rollout_s=1.0)
+        told = recorder.on_step(Step(1, 1.0, 1.0))
         assert (told[metrics.SPEC_ERRORS], told[metrics.SPEC_DRAFT_S]) == (4, 1.0)
-        assert metrics.SPEC_ERRORS not in recorder.take_metrics(rollout_s=1.0), "counted once"
+        assert metrics.SPEC_ERRORS not in recorder.on_step(Step(1, 1.0, 1.0)), "counted once"
     finally:
         recorder.close()
 
@@ -110,7 +111,7 @@ def step_of(recorder, queue, history, step):
     history.permits.release()
     recorder.join()
     queue.kv_clear(keys, "train")
-    return recorder.take_metrics(rollout_s=1.0)
+    return recorder.on_step(Step(1, 1.0, 1.0))
 
 
 def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
@@ -121,7 +122,7 @@ def test_a_step_ends_before_the_history_has_its_samples(slow, tmp_path):
         assert told.get("rollout/history/responses", 0) <= 2 * step
     history.permits.release(1000)
     recorder.drain()
-    metrics = recorder.take_metrics(rollout_s=1.0)
+    metrics = recorder.on_step(Step(1, 1.0, 1.0))
     assert metrics["rollout/history/responses"] == 4 * PROMPTS
     assert metrics["rollout/entropy"] == pytest.approx(0.1), "of what was recorded since the last call"
     reader = HistoryReader(tmp_path / "h", "vocabulary")
@@ -140,7 +141,7 @@ def test_recording_that_stays_behind_leaves_out_whole_batches_and_says_so_once(s
     assert caplog.text.count("steps behind training") == 1
     history.permits.release(1000)
     recorder.drain()
-    assert recorder.take_metrics(rollout_s=1.0)["rollout/history/dropped"] == 0
+    assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/dropped"] == 0
     assert step_of(recorder, queue, history, 9)["rollout/history/dropped"] == 0, "it has caught up"
 
 
@@ -190,7 +191,7 @@ def test_groups_that_verls_buffer_drops_are_history_in_the_next_epoch(tmp_path, 
         assert told["training/filter_groups/evicted_samples"] == 1
         recorder.start(batch, step=1, part=1, epoch=0)
         recorder.drain()
-        kept = recorder.take_metrics(rollout_s=1.0)
+        kept = recorder.on_step(Step(1, 1.0, 1.0))
         assert kept[metrics.SPEC_ERRORS] == 2, "what drafters did is told of samples that nobody trains, too"
         dropped = {1} if asynchronous else {1, 3}  # the asynchronous buffer keeps what it did not take
         assert (kept["rollout/history/errors"], kept["rollout/history/untrained"]) == (0, 2 * len(dropped))
@@ -226,7 +227,7 @@ def recorded(tmp_path, monkeypatch):
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[queue.tags[key] for key in keys])
         start(batch, step=step, epoch=0, **where)
         recorder.drain()
-        assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == 0
+        assert recorder.on_step(Step(1, 1.0, 1.0))["rollout/history/errors"] == 0
 
     def kept(prompt):
         reader = HistoryReader(tmp_path / "h", "vocabulary")

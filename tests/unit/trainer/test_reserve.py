@@ -13,7 +13,7 @@ def test_no_more_return_than_may_serve_with_those_that_are_being_started():
     spares = SimpleNamespace(resting=made[2:], missing=1, vacant=0, wake=lambda *_: woken.pop())
     engine = SimpleNamespace(backend="relay", engine_kwargs={})
     config = ElasticConfig(min_replicas=1, max_replicas=3)
-    reserve = Reserve(config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
+    reserve = Reserve(None, config, SimpleNamespace(get_replicas=lambda: serving), engine, spares, lambda: 8)
     reserve._driver = SimpleNamespace(serve=lambda serving, leaves: 0)
     del serving[2:]
     reserve.observe({})

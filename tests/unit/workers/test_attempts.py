@@ -81,7 +81,7 @@ def queue(monkeypatch):
 
 
 def first(number, predecessor=None):
-    return Start(Attempt("a", number).name, predecessor, 0, partial=True)
+    return Start(Attempt("a", number).name, predecessor, partial=True)
 
 
 async def test_an_attempt_is_known_from_the_start_until_it_has_been_reported():
@@ -151,7 +151,7 @@ async def test_each_attempt_reports_under_its_own_name_and_its_agent_loop_sees_t
         raise Interrupted
 
     worker, again = Worker(run), Attempt("a", 2, attempt=3).name
-    await worker.start(Start(again, None, 0))
+    await worker.start(Start(again))
     assert list(worker.reports) == [again] != ["a_2"]
 
 
@@ -168,7 +168,7 @@ async def test_what_earlier_attempts_left_comes_in_one_message_and_what_is_missi
         turn.tokens.extend([number, 7])
         queue.left[f"a_{number}"] = {"turns": [turn.to_dict()], "records": []}
     worker = Worker(run)
-    again = [Start(Attempt("a", number, 1).name, f"a_{number}", 0, partial=True) for number in range(3)]
+    again = [Start(Attempt("a", number, 1).name, f"a_{number}", partial=True) for number in range(3)]
     await worker.start(*again)
     assert met == {number: [[number, 7]] for number in range(3)}
     assert queue.asked == [(PROMPTS, ["a"]), (SESSIONS, ["a_0", "a_1", "a_2"])]
@@ -339,7 +339,7 @@ async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_traje
         met[session_id] = [list(turn.tokens) for turn in current().kept]
         raise Interrupted
 
-    again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, 0, stored=True) for n in range(3)]
+    again = [Start(Attempt("a", n, 1).name, Attempt("a", n).name, stored=True) for n in range(3)]
     await Worker(run).start(*again)
     assert met == {0: [[5, 6], [7]], 1: [[8]], 2: []}
 

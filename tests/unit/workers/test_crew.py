@@ -35,7 +35,7 @@ def _lost(worker, forget=False):
     async def drive():
         crew = Crew([worker], None, 5.0, lambda sessions, why: found.extend(sessions))
         await crew.join()
-        crew.start([Start("a_0", None, 1), Start("a_1", None, 1)], 1)
+        crew.start([Start("a_0"), Start("a_1")], 1)
         await asyncio.sleep(0.1)
         if forget:
             worker.about.remove("a_1")

@@ -84,7 +84,7 @@ def answered(worker_class, prompt, validate=False):
         worker = Worker()
         row = {"uid": "a", "agent_name": "dated", "global_steps": 1, **prompt}
         if worker_class is SessionAgentLoopWorker and not validate:
-            starts.extend(Start(Attempt("a", number).name, None, 0, partial=False) for number in range(2))
+            starts.extend(Start(Attempt("a", number).name) for number in range(2))
             worker._attempts = dict.fromkeys(start.name for start in starts)
             row[STARTS] = _Order(starts, {})
         trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}

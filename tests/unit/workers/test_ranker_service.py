@@ -147,10 +147,10 @@ class Calls:
 def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
     calls = Calls(monkeypatch, **dict.fromkeys(("announce", "learn", "save"), RuntimeError("broken")))
     with caplog.at_level(logging.WARNING):
-        calls.hand.loaded({"key": "text", "": "text"}, "coordinator")
-        calls.hand.answered({"key": [7, 9]})
+        calls.hand.on_prompts({"key": "text", "": "text"}, SimpleNamespace(coordinator="coordinator"))
+        calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7, 9]}), 1, 0)
         calls.hand.save("folder")
-        told = calls.hand.metrics()
+        told = calls.hand.on_step(None)
     wanted = [("announce", {"key": "text"}, "coordinator"), ("learn", {"key": [7, 9]}), ("save", "folder")]
     assert calls.made == wanted
     assert told == {names.RANKER_TRAINED: 0.0, names.RANKER_FAILURES: 3.0}
@@ -160,18 +160,18 @@ def test_what_fails_is_counted_and_told_once(monkeypatch, caplog) -> None:
 def test_one_that_died_takes_up_the_last_checkpoint(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=3)
     calls.hand.save("step 2")
-    calls.hand.answered({"key": [7]})
+    calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     calls.comes = {"learn": RayActorError(), "announce": RayActorError()}
-    calls.hand.loaded({"key": "text"}, "coordinator")
-    calls.hand.metrics()
+    calls.hand.on_prompts({"key": "text"}, SimpleNamespace(coordinator="coordinator"))
+    calls.hand.on_step(None)
     assert calls.made[-1] == ("restore", "step 2")
     assert [method for method, *_ in calls.made].count("restore") == 2, "once for each look that found it dead"
     calls.comes = {"restore": RayActorError()}  # not there again yet
-    calls.hand.metrics()
+    calls.hand.on_step(None)
     calls.comes = {"restore": 2}
-    calls.hand.metrics()
+    calls.hand.on_step(None)
     made = len(calls.made)
-    assert calls.hand.metrics() == {names.RANKER_TRAINED: 2.0, names.RANKER_FAILURES: 3.0}
+    assert calls.hand.on_step(None) == {names.RANKER_TRAINED: 2.0, names.RANKER_FAILURES: 3.0}
     assert len(calls.made) == made
 
 
@@ -182,19 +182,19 @@ def test_one_that_hangs_is_noticed_and_holds_up_one_checkpoint(monkeypatch) -> N
     calls.hand.save("step 4")
     assert calls.made == [("save", "step 2")]
     for _ in range(ranking._UNDER_WAY):
-        calls.hand.answered({"key": [7]})
+        calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.failures == 2
-    calls.hand.answered({"key": [7]})
+    calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
     assert calls.hand.failures == 3, "what is left out is counted"
 
 
 def test_how_often_it_was_trained_never_falls(monkeypatch) -> None:
     calls = Calls(monkeypatch, learn=2)
-    calls.hand.answered({"key": [7]})
-    assert calls.hand.metrics()[names.RANKER_TRAINED] == 2
+    calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
+    assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
     calls.comes = {"learn": 1}  # asked later, back earlier: the other one trained
-    calls.hand.answered({"key": [7]})
-    assert calls.hand.metrics()[names.RANKER_TRAINED] == 2
+    calls.hand.on_batch(None, SimpleNamespace(answered={"key": [7]}), 1, 0)
+    assert calls.hand.on_step(None)[names.RANKER_TRAINED] == 2
 
 
 def test_boosting_is_what_it_trains_by_default(learnt) -> None:

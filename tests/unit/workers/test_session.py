@@ -17,6 +17,7 @@ from verl_rhyme.agent_loop import session as sessions
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.session import Interrupted, Session, Turn
 from verl_rhyme.history.keys import prompt_key
+from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
 
 PROMPT, BUDGET = [1, 2, 3], 20
@@ -130,7 +131,7 @@ def test_the_budget_is_the_servers_rule_or_the_callers():
 def test_priority_goes_with_each_request_and_validation_is_left_alone():
     """Neither one that says what it works on nor one that does not ends where the engine stops."""
     client = Client()
-    attempt(client, sample(partial=False, priority=7))
+    attempt(client, sample(partial=False, assignment=Assignment(priority=7)))
     for validation in (None, Session(sample=3)):
         client.stops = [2]
         assert attempt(client, validation, params={"max_tokens": 4}).stop_reason == "aborted"
@@ -147,11 +148,13 @@ def test_a_client_that_resumes_does_so_within_the_turn(monkeypatch):
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", no_wait)
     for partial in (True, False):
         client = Client([3, 4], resumes=True)
-        session = sample(partial, response_tokens=9, kept=[Turn("", array("i", range(100, 106)))])
+        session = sample(
+            partial, assignment=Assignment(expected_tokens=9), kept=[Turn("", array("i", range(100, 106)))]
+        )
         output = attempt(client, session)
         assert [meta.attempt for _, _, meta, _ in client.requests] == [0, 1, 2]
         assert [meta.prompt_tokens for _, _, meta, _ in client.requests] == [3, 6, 10]
-        assert [meta.response_tokens for _, _, meta, _ in client.requests] == [9, 6, 2]
+        assert [meta.assignment.left(meta.before)[0] for _, _, meta, _ in client.requests] == [9, 6, 2]
         assert session.turns[0].tokens.tolist() == [*range(100, 100 + BUDGET)]
         assert (session.turns[0].first_version, session.turns[0].version, len(session.records)) == (0, 2, 3)
         if partial:
@@ -251,7 +254,7 @@ def test_an_agent_loop_that_catches_everything_does_not_catch_an_interruption():
 
 def test_sessions_of_concurrent_tasks_are_their_own():
     async def one(number):
-        sessions.enter(sample(partial=False, priority=number))
+        sessions.enter(sample(partial=False, assignment=Assignment(priority=number)))
         await asyncio.sleep(random.random() / 100)
         return sessions.current().priority
 

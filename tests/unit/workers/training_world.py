@@ -209,7 +209,7 @@ class World:
         self.driver = Driver(self.setting, self.load, self.make_workers)
         self.driver.open(self.make_workers(), None if saved is None else saved.state, version=step)
         if self.elastic:
-            self.reserve = Reserve(ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
+            self.reserve = Reserve(self.setting, ElasticConfig(1), self, self.weights.config, self.spares, self.slots)
             self.reserve.begin(self.driver)
         self.driver.publish(step, STEPS - step)
         while step < STEPS:

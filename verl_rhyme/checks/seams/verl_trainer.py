@@ -64,14 +64,18 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_TRAINER}:PPOTrainer.step", "one step of any mode", signature="(self, metrics, timing_raw)"),
     Seam(
         f"{_TRAINER}:PPOTrainer._step_once",
-        "rewards are known when old log-probs are computed",
+        "rewards are known when old log-probs are computed; the pipeline's step has the same stages",
         signature="(self, metrics, timing_raw, sample_batch_size)",
         contains=(
-            "self.on_sample_begin()",
-            "self.replay_buffer.sample(",
-            "self.on_sample_end()",
             "if self.reward_loop_manager.reward_loop_worker_handles is None:",
-            "self._compute_old_log_prob(batch, metrics=metrics)",
+            "batch = self._compute_reward_colocate(batch, metrics=metrics)",
+            "batch = self._compute_old_log_prob(batch, metrics=metrics)",
+            "batch = self._compute_ref_log_prob(batch, metrics=metrics)",
+            "batch = self._compute_values(batch, metrics=metrics)",
+            "batch = self._compute_advantage(batch, metrics=metrics)",
+            "batch = self._update_critic(batch, metrics=metrics)",
+            "if self.config.trainer.critic_warmup <= self.global_steps:",
+            "batch = self._update_actor(batch, metrics=metrics)",
         ),
     ),
     Seam(
@@ -81,8 +85,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_TRAINER}:PPOTrainer.on_step_begin", "trainer modes", signature="(self)"),
     Seam(f"{_TRAINER}:PPOTrainer.on_step_end", "recorder: end of a step", signature="(self)"),
-    Seam(f"{_TRAINER}:PPOTrainer.on_sample_begin", "trainer modes", signature="(self)"),
-    Seam(f"{_TRAINER}:PPOTrainer.on_sample_end", "trainer modes", signature="(self)"),
     Seam(
         f"{_TRAINER}:PPOTrainer._compute_metrics",
         "our metrics in verl's log",
@@ -151,7 +153,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("transfer_queue:kv_batch_get", "recorder", accepts=("keys", "partition_id", "select_fields")),
     # ---- the pipeline ----
-    Seam(f"{_TRAINER}:PPOTrainer.prepare_step", "pipeline: what starts a step", signature="(self)"),
     Seam(
         f"{_TRAINER}:PPOTrainer._balance_batch",
         "pipeline: mini-batches in order of length",

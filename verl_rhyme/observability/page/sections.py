@@ -149,7 +149,7 @@ def _reasons(run: Run, measured: SlotTime, window: Window) -> Iterator[str]:
     ran = measured.requests
     here = (ran["finished"] > window.began) & (ran["started"] < window.ended)
     rows, replicas = ran["row"][here], ran["replica"][here]
-    why = np.array([run.requests["why_there"][row] or "" for row in rows], dtype=object)
+    why = np.array([run.requests["reason"][row] or "" for row in rows], dtype=object)
     told = Counter(reason for reason in why if reason)
     if not told:
         return
@@ -185,7 +185,7 @@ def _described(run: Run) -> Callable[[int], tuple[str, bool]]:
         prompt = key.hex()[:8] if isinstance(key, bytes) else "?"
         predicted = f" ({run.predicted[row]:.0f} predicted)" if run.predicted[row] > 0 else ""
         seconds = columns["finished_at"][row] - columns["started_at"][row]
-        why = f"; there for: {columns['why_there'][row]}" if columns["why_there"][row] else ""
+        why = f"; there for: {columns['reason'][row]}" if columns["reason"][row] else ""
         told = f"prompt {prompt}, sample {columns['sample'][row]}: {columns['response_tokens'][row]} tokens{predicted}"
         return f"{told}, {seconds:.2f} s, {columns['stop_reason'][row]}{why}", bool(columns["trained"][row])
 

@@ -37,7 +37,7 @@ def place(placement, lengths, samples=2, likely=None):
     for n, tokens in enumerate(lengths):
         for number in range(samples):
             tokens_ = None if tokens is None else int(tokens)
-            request = Request(f"p{n}-{number}", f"p{n}", number, 0, samples, 100, tokens_, likely_tokens=likely)
+            request = Request(f"p{n}-{number}", f"p{n}", number, 0, samples, 100, tokens_, p90_tokens=likely)
             where[request.id] = placement.acquire(request)
     return where
 
@@ -107,7 +107,7 @@ def test_a_replica_with_a_long_share_gets_a_short_one_next():
     then = {n: placement.acquire(Request(f"n{n}-0", f"next-p{n}")) for n, t in enumerate(lengths)}
     assert first == {0: "r0", 1: "r0", 2: "r1", 3: "r1"}
     assert then == {0: "r1", 1: "r1", 2: "r0", 3: "r0"}
-    assert placement.why("p3-0") == "length group 2 of 2 in step 0, on 1 replicas"
+    assert placement.reason("p3-0") == "length group 2 of 2 in step 0, on 1 replicas"
 
 
 def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
@@ -120,13 +120,13 @@ def test_an_outlier_goes_on_where_less_is_to_do_and_only_once():
     last = names[-1]
     assert placement.watched() == [last]
     assert placement.moves({last: Progress(1501, 500, 900)}) == [], "nowhere less would be to do"
-    placement.acquire(Request("other-0", "other", response_tokens=100_000, planned=where[last]))
+    placement.acquire(Request("other-0", "other", response_tokens=100_000, replica=where[last]))
     assert placement.moves({last: Progress(1500, 500, 900)}) == [], "its history lets expect as much"
     assert placement.moves({}) == [], "nobody knows how far it is"
     [move] = placement.moves({last: Progress(1501, 500, 900)})
     assert (move.id, move.replica) == (last, "r0" if where[last] == "r1" else "r1")
-    assert "1501 tokens" in move.why
-    placement.acquire(Request("more-0", "more", response_tokens=300_000, planned=move.replica))
+    assert "1501 tokens" in move.reason
+    placement.acquire(Request("more-0", "more", response_tokens=300_000, replica=move.replica))
     assert placement.moves({last: Progress(5000, 1, 2)}) == []
 
 
@@ -135,7 +135,7 @@ def test_an_outlier_that_was_to_be_short_weighs_what_it_has_to_go():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0]))
     for number in range(2):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, p90_tokens=2000, replica="r0"))
     moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
     assert [move.replica for move in moves] == ["r1"], "one of them; then neither replica has less to do"
     assert placement.errors == 0, placement.last_error
@@ -146,9 +146,9 @@ def test_an_outlier_goes_where_the_others_are_nearly_done():
     placement = fleet("histopipe", 3, groups=1, tail=0.7)
     placement.plan(0, loads([1000.0], samples=3))
     for number, at in enumerate(["r0", "r0", "r1"]):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 3, 0, 1000, likely_tokens=2000, planned=at))
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 3, 0, 1000, p90_tokens=2000, replica=at))
     for name, at in (("old-0", "r1"), ("new-0", "r2")):
-        placement.acquire(Request(name, name, response_tokens=4000, planned=at))
+        placement.acquire(Request(name, name, response_tokens=4000, replica=at))
     placement.release("p0-2", "r1", 3900)
     progress = {name: Progress(2500, 3000, 5000) for name in placement.watched()}
     assert set(progress) == {"p0-0", "p0-1"}
@@ -160,10 +160,10 @@ def test_a_replica_full_of_late_ones_is_not_taken_for_one_with_nothing_to_do():
     placement = fleet("histopipe", 3, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0]))
     for number in range(2):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, likely_tokens=2000, planned="r0"))
+        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, p90_tokens=2000, replica="r0"))
     for n in range(9):
-        placement.acquire(Request(f"late-{n}", f"late-{n}", response_tokens=1000, planned="r1"))
-    placement.acquire(Request("short-0", "short", response_tokens=300, planned="r2"))
+        placement.acquire(Request(f"late-{n}", f"late-{n}", response_tokens=1000, replica="r1"))
+    placement.acquire(Request("short-0", "short", response_tokens=300, replica="r2"))
     placement.release("late-0", "r1", 2500)
     moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
     assert [move.replica for move in moves] == ["r2"], "what r1 has was to be done by now, but is not"
@@ -176,7 +176,7 @@ def test_what_is_cut_short_has_not_ended():
     where = place(placement, [1000.0] * 10, samples=2, likely=10)
     for name, replica in where.items():
         placement.release(name, replica)  # cut short, and on again
-        placement.acquire(Request(name, name.partition("-")[0], response_tokens=500, likely_tokens=10))
+        placement.acquire(Request(name, name.partition("-")[0], response_tokens=500, p90_tokens=10))
     assert placement.watched() == []
 
 
@@ -200,7 +200,7 @@ def test_outliers_spread_over_the_replicas_that_have_room():
     placement = fleet("histopipe", 8, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0] * 64, samples=1))
     for n in range(64):
-        placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 1000, likely_tokens=900, planned="r0"))
+        placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 1000, p90_tokens=900, replica="r0"))
     moves = placement.moves({name: Progress(950, 3000, 5000) for name in placement.watched()})
     requests = placement.fleet.running[0]
     assert len(moves) > 40
@@ -226,8 +226,8 @@ def test_prompts_that_left_leave_nothing():
 def test_what_moves_counts_where_it_went_with_what_it_has():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0], samples=1))
-    at = placement.acquire(Request("p0-0", "p0", 0, 0, 1, 100, 1000, likely_tokens=1200))
-    placement.acquire(Request("x-0", "x", response_tokens=5000, planned=at))
+    at = placement.acquire(Request("p0-0", "p0", 0, 0, 1, 100, 1000, p90_tokens=1200))
+    placement.acquire(Request("x-0", "x", response_tokens=5000, replica=at))
     [move] = placement.moves({"p0-0": Progress(1300, 400, 800)})
     assert move.replica != at
     tokens = dict(zip(placement.fleet.names, placement.fleet.running[1].tolist(), strict=True))
@@ -241,7 +241,7 @@ def test_makespan_reckons_what_was_added_there():
     """A replica whose requests came with tokens is not done when the first of them is."""
     placement = fleet("makespan", 2)
     for n in range(16):
-        placement.acquire(Request(f"p{n}-0", f"p{n}", prompt_tokens=8000, response_tokens=500, planned="r0"))
+        placement.acquire(Request(f"p{n}-0", f"p{n}", prompt_tokens=8000, response_tokens=500, replica="r0"))
     placement.release("p0-0", "r0", 400)
     assert placement.policy.seconds()[0] > 15 * 100 * COST.step.row
     assert placement.acquire(Request("new-0", "new", response_tokens=10)) == "r1"
@@ -341,7 +341,7 @@ def test_what_a_coordinator_finds_running_does_not_keep_distributions_out(look):
     """After a restart: of what runs nobody said how long it may be, nor up to which limit."""
     placement = fleet("makespan", 4)
     for n in range(3):
-        placement.acquire(Request(f"old-{n}", "old", n, 0, 3, 0, planned="r0"))
+        placement.acquire(Request(f"old-{n}", "old", n, 0, 3, 0, replica="r0"))
     ahead = maybe(0.5, 100, 16_000)
     if look:
         placement.moves({"old-1": Progress(5, 8_050, 16_000, ahead)})
@@ -380,11 +380,11 @@ def test_of_more_than_can_be_looked_at_each_has_its_turn(monkeypatch):
     monkeypatch.setattr("verl_rhyme.placement.makespan._WATCHED", 10)
     placement = fleet("makespan", 4, ReplicaCost(COST.step, 1e-6, slots=64, room=10**7), gain=1e-3)
     for n, request in enumerate(known([8_000] * 40)):
-        placement.acquire(request._replace(planned=f"r{max(0, n - 28) % 4}"))
+        placement.acquire(request._replace(replica=f"r{max(0, n - 28) % 4}"))
     ahead, seen, moved = Ahead(LIMIT, certain([8_000], 1_000, LIMIT).beyond[0]), [], 0
     for _ in range(4):
         for n in range(8):
-            placement.acquire(Request(f"short-{n}", f"short-{n}", response_tokens=5, planned="r3"))
+            placement.acquire(Request(f"short-{n}", f"short-{n}", response_tokens=5, replica="r3"))
             placement.release(f"short-{n}", "r3", 5)
         watched = placement.watched()
         seen += watched
@@ -429,7 +429,7 @@ def test_what_a_crowd_may_hold_counts_not_its_mean():
     assert float(risky.beyond @ width) == pytest.approx(2000, rel=0.01)
     for n in range(40):
         ahead, at = (risky, "r0") if n % 2 else (steady, "r1")
-        placement.acquire(Request(f"p{n}-0", f"p{n}", response_tokens=2000, planned=at, ahead=ahead))
+        placement.acquire(Request(f"p{n}-0", f"p{n}", response_tokens=2000, replica=at, ahead=ahead))
     seconds = dict(zip(placement.fleet.names, placement.policy.seconds(), strict=True))
     assert seconds["r0"] > 3 * seconds["r1"]
 
@@ -440,7 +440,7 @@ def test_a_move_has_to_save_more_than_it_costs():
         placement = fleet("makespan", 2, cost, migrate=migrate, gain=1e-3)
         requests = known([4_000] * 30)
         for request in requests:
-            placement.acquire(request._replace(planned="r0"))
+            placement.acquire(request._replace(replica="r0"))
         placement.release("p0-0", "r0", 4000)
         for name in range(1, 10):
             placement.release(f"p{name}-0", "r0", 4000)
@@ -450,7 +450,7 @@ def test_a_move_has_to_save_more_than_it_costs():
         ahead = Ahead(LIMIT, certain([4_000], 2_000, LIMIT).beyond[0])
         moves = placement.moves({r.id: Progress(2_000, 2_000, 2_000, ahead) for r in requests[10:]})
         assert placement.errors == 0, placement.last_error
-        assert all(move.replica == "r1" and "saves" in move.why for move in moves)
+        assert all(move.replica == "r1" and "saves" in move.reason for move in moves)
         assert not moves or placement.policy.seconds().max() < before
         return len(moves)
 
@@ -480,34 +480,34 @@ def test_why_a_sample_is_where_it_is(policy):
     prompts = {"long": range(2), "short": range(2, 10)}
     counts = {pool: len({where[f"p{n}-{s}"] for n in among for s in range(2)}) for pool, among in prompts.items()}
     for name, reason in REASONS[policy].items():
-        assert placement.why(name) == reason.format(**counts)
+        assert placement.reason(name) == reason.format(**counts)
     placement.acquire(Request("late-0", "late"))
-    assert "in no plan" in placement.why("late-0")
-    assert placement.why("nobody-0") == ""
+    assert "in no plan" in placement.reason("late-0")
+    assert placement.reason("nobody-0") == ""
 
 
 def test_makespan_says_which_plan_a_sample_is_of_and_how_its_replica_compares():
     packed = fleet("makespan", 4, ReplicaCost(COST.step, slots=512, room=10**7))
     packed.place(known([20_000] * 8 + [8_000] * 300))
-    assert packed.why("p0-0").startswith("packed with its like, the longest on few replicas: about 20,000 tokens")
-    shares = {packed.why(f"p{n}-0").rpartition("replica takes ")[2] for n in range(308)}
+    assert packed.reason("p0-0").startswith("packed with its like, the longest on few replicas: about 20,000 tokens")
+    shares = {packed.reason(f"p{n}-0").rpartition("replica takes ")[2] for n in range(308)}
     assert "100% of the slowest's time" in shares
-    assert len({packed.why(f"p{n}-0") for n in range(308)}) < 8, "reasons can be counted"
+    assert len({packed.reason(f"p{n}-0") for n in range(308)}) < 8, "reasons can be counted"
 
     spread = fleet("makespan", 2)
     spread.place(known([3_300, 950]))
-    assert spread.why("p0-0").startswith("spread, where all is done first: about 3,000 tokens to come")
+    assert spread.reason("p0-0").startswith("spread, where all is done first: about 3,000 tokens to come")
     spread.acquire(Request("late-0", "late", response_tokens=12))
-    assert spread.why("late-0").startswith("in no plan, where all was done first: about 10 tokens to come")
+    assert spread.reason("late-0").startswith("in no plan, where all was done first: about 10 tokens to come")
     spread.add("r2")
-    assert spread.why("p1-0").endswith("% of the slowest's time"), "with replicas that came since"
+    assert spread.reason("p1-0").endswith("% of the slowest's time"), "with replicas that came since"
 
 
 def test_reasons_cost_next_to_nothing():
     placement = fleet("makespan", 64, ReplicaCost(COST.step, slots=512, room=10**9))
     placement.place(known([1000, 2000] * 10_000))
     began = time.process_time()
-    told = {placement.why(f"p{n}-0") for n in range(20_000)}
+    told = {placement.reason(f"p{n}-0") for n in range(20_000)}
     assert (time.process_time() - began) / 20_000 < 30e-6, "3 us where nothing else runs"
     assert len(told) < 20
 
@@ -557,7 +557,7 @@ def test_a_move_away_from_a_sibling_has_to_save_more():
         placement = fleet("makespan", 2, cost, gain=1e-3, sibling_gain=gain)
         requests = [r._replace(key=keys(n)) for n, r in enumerate(known([4_000] * 24))]
         for n, request in enumerate(requests):
-            placement.acquire(request._replace(planned="r0" if n < 14 else "r1"))
+            placement.acquire(request._replace(replica="r0" if n < 14 else "r1"))
         ahead = Ahead(LIMIT, certain([4_000], 2_000, LIMIT).beyond[0])
         moves = placement.moves({r.id: Progress(2_000, 2_000, 2_000, ahead) for r in requests})
         assert placement.errors == 0, placement.last_error

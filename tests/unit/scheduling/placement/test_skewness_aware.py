@@ -221,9 +221,9 @@ def test_the_tail_has_a_pool_of_its_own(options):
     where = placement.place(requests_of(lengths))
     assert placement.errors == 0, placement.last_error
     assert not set(where[:4]) & set(where[4:])
-    assert {placement.why(f"p{n}-0").partition(",")[0].partition(" in ")[0] for n in range(4)} == {"pool 1 of 2"}
-    assert "pool 2 of 2" in placement.why("p19-0")
-    assert placement.why("p19-0").endswith("replicas")
+    assert {placement.reason(f"p{n}-0").partition(",")[0].partition(" in ")[0] for n in range(4)} == {"pool 1 of 2"}
+    assert "pool 2 of 2" in placement.reason("p19-0")
+    assert placement.reason("p19-0").endswith("replicas")
 
 
 def test_long_ones_go_to_the_replicas_that_are_fast_alone_and_each_has_what_it_can_do():
@@ -297,8 +297,8 @@ def test_no_slot_stands_idle_while_more_wait_than_there_are_slots():
     assert sorted(filter(None, where)) == ["r0"] * 4 + ["r1"] * 4 + ["r2"] * 4
     assert where[1:9].count("r0") == 0, "its own pool's slots first"
     assert where[-3:] == ["r0"] * 3, "then the shortest, which are soonest gone"
-    assert placement.why("p40-0").endswith("in a slot that another pool left free")
-    assert "pool 2 of 2" in placement.why("p40-0")
+    assert placement.reason("p40-0").endswith("in a slot that another pool left free")
+    assert "pool 2 of 2" in placement.reason("p40-0")
     assert placement.errors == 0, placement.last_error
 
 

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_rhyme.actor.actor import PART
 from verl_rhyme.actor.held_rows import JOIN, KEEP
 from verl_rhyme.observability import metrics as names
 from verl_rhyme.processes.messages import Part
 from verl_rhyme.trainer import fetching as fetching_module
-from verl_rhyme.trainer import streaming as streaming_module
-from verl_rhyme.trainer.streaming import Streaming, why_updates_wait
+from verl_rhyme.trainer import stages as stages_module
+from verl_rhyme.trainer.stages import Stages, why_updates_wait
 
 
 def config(*changes):
@@ -70,7 +69,7 @@ class Workers:
 
 
 class Trainer:
-    """What :class:`Streaming` asks of the pipeline."""
+    """What :class:`Stages` asks of the pipeline."""
 
     use_reference_policy, ref_in_actor = True, False
     actor_ranks = 1
@@ -80,7 +79,6 @@ class Trainer:
         self.actor_rollout_wg = self.ref_policy_wg = Workers()
         self.mapping = {}
         self.fields, self.fetched = ["uid", "input_ids", "response_mask"], []
-        self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
         self.supplied = 0
         self.tokenizer = SimpleNamespace(eos_token_id=0)
 
@@ -101,8 +99,7 @@ class Trainer:
     def supply(self):
         self.supplied += 1
 
-    _compute_reward_colocate = _stage("reward")
-
+    _compute_old_log_prob = _stage("old_log_prob")
     _compute_ref_log_prob = _stage("ref")
     _compute_advantage = _stage("adv")
     _update_actor = _stage("update_actor")
@@ -113,11 +110,16 @@ class Trainer:
 
 @pytest.fixture
 def trainer(monkeypatch):
-    monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", Trainer._stage("old_log_prob"))
     made = Trainer()
     client = SimpleNamespace(kv_retrieve_meta=lambda *_: SimpleNamespace(field_names=made.fields))
     monkeypatch.setattr(fetching_module.tq, "get_client", lambda: client)
     return made
+
+
+def waiting(trainer):
+    """Gradients wait for the whole batch."""
+    trainer.config.actor_rollout_ref.actor.ppo_epochs = 2
+    return Stages(trainer, streams=True)
 
 
 def part(keys, length=10):
@@ -130,18 +132,18 @@ def batch(keys, length=10):
 
 def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
     asked = []
-    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
     trainer.actor_ranks = 2
-    streaming = Streaming(trainer, updates=True)
+    stages = Stages(trainer, streams=True)
     sizes = {"actor": ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", 4)}
     sizes |= {of: ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", n) for of, n in (("rollout", 6),)}
-    streaming.part(part("ab"))
+    stages.part(part("ab"))
     for of, (dynamic, name, size) in sizes.items():
         trainer.config.actor_rollout_ref[of][dynamic] = False
         trainer.config.actor_rollout_ref[of][name] = size
-        streaming.part(part([f"{of}{i}" for i in range(2)]))
+        stages.part(part([f"{of}{i}" for i in range(2)]))
     assert asked == [2, 8, 24]
-    waits = Streaming(trainer, updates=False)
+    waits = waiting(trainer)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 10)
     waits.rest(batch("abcdef"), {})
     assert asked[-1] == 120, "of ranks, of micro-batches and of mini-batches"
@@ -150,13 +152,13 @@ def test_parts_are_padded_for_ranks_and_micro_batches(trainer, monkeypatch):
 @pytest.mark.parametrize(("own", "multiple"), [(None, 2 * 4 * 3), (6, 2 * 6 * 3)])
 def test_parts_fill_the_turns_of_an_interleaved_pipeline(trainer, monkeypatch, own, multiple):
     asked = []
-    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
     trainer.actor_ranks = 2
     actor = trainer.config.actor_rollout_ref.actor
     actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu = False, 3
     engine = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
     actor.megatron = engine | {"override_transformer_config": own and {"microbatch_group_size_per_vp_stage": own}}
-    Streaming(trainer, updates=True).part(part("ab"))
+    Stages(trainer, streams=True).part(part("ab"))
     assert asked == [multiple]
 
 
@@ -164,11 +166,11 @@ STAGES = ["old_log_prob", "ref", "adv", "update_actor"]
 
 
 def test_each_trajectory_goes_through_once(trainer):
-    streaming, metrics = Streaming(trainer, updates=True), {}
-    streaming.part(part("ab"))
-    streaming.part(part("abcd"))  # told again, after the coordinator was started anew
-    streaming.part(part("ab"))
-    whole = streaming.rest(batch("abcdef"), metrics)
+    stages, metrics = Stages(trainer, streams=True), {}
+    stages.part(part("ab"))
+    stages.part(part("abcd"))  # told again, after the coordinator was started anew
+    stages.part(part("ab"))
+    whole = stages.rest(batch("abcdef"), metrics)
     assert trainer.stages == [(stage, list(keys)) for keys in ("ab", "cd", "ef") for stage in STAGES]
     assert (sorted(whole.keys), len(whole)) == (list("abcdef"), 6)
     assert trainer.actor_rollout_wg.told == ["finish"]
@@ -179,44 +181,44 @@ def test_each_trajectory_goes_through_once(trainer):
 
 
 def test_a_batch_that_came_whole(trainer):
-    streaming, metrics = Streaming(trainer, updates=True), {}
+    stages, metrics = Stages(trainer, streams=True), {}
     for _ in range(2):  # one after another
-        streaming.rest(batch("abcd"), metrics)
+        stages.rest(batch("abcd"), metrics)
         assert metrics[names.STREAM_EARLY] == 0
     assert trainer.actor_rollout_wg.told == ["finish", "finish"]
 
 
 def test_the_step_is_of_the_updates_time(trainer, monkeypatch):
     monkeypatch.setattr(Workers, "finish_update", lambda self: time.sleep(0.2) or [{"mfu": [0.5]}])
-    Streaming(trainer, updates=True).rest(batch("ab"), {})
+    Stages(trainer, streams=True).rest(batch("ab"), {})
     assert trainer.timing_raw["update_actor"] > 0.2
 
 
 def test_a_batch_that_came_in_parts_to_its_end(trainer):
-    streaming, metrics = Streaming(trainer, updates=True), {}
-    streaming.part(part("abcd"))
-    assert sorted(streaming.rest(batch("abcd"), metrics).keys) == list("abcd")
+    stages, metrics = Stages(trainer, streams=True), {}
+    stages.part(part("abcd"))
+    assert sorted(stages.rest(batch("abcd"), metrics).keys) == list("abcd")
     assert (metrics[names.STREAM_EARLY], trainer.actor_rollout_wg.told) == (1, ["finish"])
 
 
 def test_what_waits_is_padded_though_all_of_it_came_in_parts(trainer, monkeypatch):
     """verl's padding of the mini-batches would have no log-probabilities."""
     asked = []
-    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: asked.append(m) or b)
     monkeypatch.setattr(Trainer, "_get_required_batch_multiple", lambda self, ranks: 6)
-    streaming = Streaming(trainer, updates=False)
-    streaming.part(part("ab"))
-    streaming.part(part("cd"))
-    assert sorted(streaming.rest(batch("abcd"), {}).keys) == list("abcd")
+    stages = waiting(trainer)
+    stages.part(part("ab"))
+    stages.part(part("cd"))
+    assert sorted(stages.rest(batch("abcd"), {}).keys) == list("abcd")
     assert asked == [1, 1, 6]
 
 
 def test_what_was_done_for_another_batch_is_dropped(trainer, monkeypatch):
     warnings = []
-    monkeypatch.setattr(streaming_module.logger, "warning", warnings.append)
-    streaming, metrics = Streaming(trainer, updates=True), {}
-    streaming.part(part("ax"))
-    whole = streaming.rest(batch("abcd"), metrics)
+    monkeypatch.setattr(stages_module.logger, "warning", warnings.append)
+    stages, metrics = Stages(trainer, streams=True), {}
+    stages.part(part("ax"))
+    whole = stages.rest(batch("abcd"), metrics)
     assert trainer.actor_rollout_wg.told == ["drop", "finish"]
     assert sorted(whole.keys) == list("abcd")
     assert trainer.stages[-1] == ("update_actor", list("abcd"))
@@ -225,9 +227,9 @@ def test_what_was_done_for_another_batch_is_dropped(trainer, monkeypatch):
 
 
 def test_gradients_that_wait(trainer):
-    streaming, metrics = Streaming(trainer, updates=False), {}
-    streaming.part(part("ab"))
-    whole = streaming.rest(batch("abcd"), metrics)
+    stages, metrics = waiting(trainer), {}
+    stages.part(part("ab"))
+    whole = stages.rest(batch("abcd"), metrics)
     assert [stage for stage, _ in trainer.stages] == ["old_log_prob", "ref"] * 2
     assert trainer.actor_rollout_wg.told == []
     assert sorted(whole.keys) == list("abcd")
@@ -251,65 +253,59 @@ def test_no_stage_fetches_what_the_workers_have(trainer, changes, fetched):
     trainer.use_reference_policy = changes.get("use_reference_policy", True)
     trainer.ref_policy_wg = SimpleNamespace(_dispatch_info={"ref": changes.get("ranks", [0])})
     trainer.mapping = {Role.Actor: "pool", Role.RefPolicy: changes.get("pool", "pool")}
-    streaming, metrics = Streaming(trainer, updates=True), {}
+    stages, metrics = Stages(trainer, streams=True), {}
     for keys in ("ab", "cd"):
         trainer.fields = ["uid", "input_ids", "response_mask"]
-        streaming.part(part(keys))
+        stages.part(part(keys))
     assert trainer.fetched == fetched * 2
-    streaming.rest(batch("abcd"), metrics)
+    stages.rest(batch("abcd"), metrics)
     assert (metrics[names.STREAM_FETCHED], metrics[names.STREAM_REUSED]) == (110, 220)
 
 
 def test_log_probs_of_the_rollout_are_computed_by_no_worker(trainer):
     trainer.config.algorithm.rollout_correction = {"bypass_mode": True}
-    Streaming(trainer, updates=True).part(part("ab"))
+    Stages(trainer, streams=True).part(part("ab"))
     assert trainer.fetched[0] == ("ref", True, None)
 
 
 def test_a_rollout_that_lacks_prompts_is_not_kept_waiting(trainer):
     """Groups that a filter drops are replaced between the stages of a part, which may take minutes."""
-    Streaming(trainer, updates=True).part(part("ab"))
+    Stages(trainer, streams=True).part(part("ab"))
     assert trainer.supplied >= 2
 
 
 @pytest.mark.parametrize(("why", "told"), [([None, None], []), ([None, "aux"], ["drop"])])
 def test_an_engine_that_cannot_add_up_parts_is_asked_at_the_start(trainer, monkeypatch, why, told):
     warnings = []
-    monkeypatch.setattr(streaming_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
+    monkeypatch.setattr(stages_module.logger, "warning", lambda *line: warnings.append(line[0] % line[1:]))
     trainer.actor_rollout_wg.why = why
-    streaming = Streaming(trainer, updates=True)
-    streaming.ask_workers()
+    stages = Stages(trainer, streams=True)
+    stages.ask_workers()
     assert trainer.actor_rollout_wg.told == told
-    assert streaming.updates == (not told)
+    assert stages.updates == (not told)
     assert [("aux" in line) for line in warnings] == [True for _ in told]
 
 
 def test_more_trajectories_than_a_mini_batch_are_several_updates(trainer, monkeypatch):
     """An agent loop that gives several of a sample: verl takes a step for each mini-batch, and so do we."""
-    monkeypatch.setattr(streaming_module.logger, "warning", lambda *_: None)
-    monkeypatch.setattr(streaming_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
-    streaming = Streaming(trainer, updates=True)
-    streaming.part(part("abcdef"))  # of 4 prompts with 2 samples
+    monkeypatch.setattr(stages_module.logger, "warning", lambda *_: None)
+    monkeypatch.setattr(stages_module, "upsample_batch_to_divisible_size", lambda b, m, eos: b)
+    stages = Stages(trainer, streams=True)
+    stages.part(part("abcdef"))  # of 4 prompts with 2 samples
     assert trainer.actor_rollout_wg.told == []
-    whole = streaming.rest(batch("abcdefghij"), {})
+    whole = stages.rest(batch("abcdefghij"), {})
     assert trainer.actor_rollout_wg.told == ["drop"]
-    assert not streaming.updates
+    assert not stages.updates
     assert sorted(whole.keys) == list("abcdefghij")
     assert [stage for stage, _ in trainer.stages] == [*STAGES, "old_log_prob", "ref"]
-
-
-def test_a_reward_model_beside_the_actor_is_asked_first(trainer):
-    trainer.reward_loop_manager.reward_loop_worker_handles = None
-    Streaming(trainer, updates=True).part(part("ab"))
-    assert [stage for stage, _ in trainer.stages] == ["reward", *STAGES]
 
 
 @pytest.mark.parametrize(("mode", "entropy"), [("token-mean", (10 * 10 + 30 * 30) / 40), ("seq-mean-token-sum", 20)])
 def test_entropy_is_averaged_as_the_loss_is(trainer, mode, entropy):
     trainer.config.actor_rollout_ref.actor.loss_agg_mode = mode
-    streaming, metrics = Streaming(trainer, updates=True), {}
-    streaming.part(part("ab", 10))
-    streaming.rest(batch("abcd", 30), metrics)
+    stages, metrics = Stages(trainer, streams=True), {}
+    stages.part(part("ab", 10))
+    stages.rest(batch("abcd", 30), metrics)
     assert metrics["actor/entropy"] == pytest.approx(entropy)
 
 

@@ -1,8 +1,9 @@
-"""Training beside the rollout: parts of the next update batch go through its stages as their groups are done.
+"""The stages of an update batch, for parts of it as their groups finish, or for all of it.
 
 What is a stage for the whole batch in verl's step (old log-probabilities, reference, advantages, gradients) is here one
 for each part, while the rest is generated (StreamRL, arXiv:2504.15930, section 4.1). A part is work done early, and no
 more than that: if the batch turns out to be another, what was added up is dropped, and the batch goes through whole.
+Where nothing is streamed, a batch is one part.
 
 Where an update has several mini-batches, or several epochs, gradients wait until all is there, and so they do for
 estimators that compare trajectories of the whole batch (:func:`why_updates_wait`); what comes before them streams.
@@ -20,7 +21,6 @@ import numpy as np
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.debug import marked_timer
 from verl.utils.metric.utils import reduce_metrics
@@ -80,17 +80,24 @@ def why_updates_wait(config: Any) -> str | None:
     return None
 
 
-class Streaming:
-    """The parts of one update batch after another.
+class Stages:
+    """The stages of one update batch after another, each for a part of it.
 
     Args:
         trainer: The pipeline.
-        updates: Gradients are streamed, too; else whoever trains takes the batch from the advantages on.
+        streams: Parts come while the rest is generated; else a batch comes whole.
+
+    Attributes:
+        updates: Gradients are streamed, too; else the trainer takes the batch from the advantages on.
     """
 
-    def __init__(self, trainer: Any, updates: bool) -> None:
-        self._trainer, self.updates = trainer, updates
-        self._fetching = Fetching(trainer, holds=updates)
+    def __init__(self, trainer: Any, streams: bool) -> None:
+        self._trainer, self._streams = trainer, streams
+        why = why_updates_wait(trainer.config) if streams else None
+        self.updates = streams and why is None
+        if why is not None:
+            self._report_wait(why)
+        self._fetching = Fetching(trainer, holds=self.updates)
         self._begin()
 
     def ask_workers(self) -> None:
@@ -98,13 +105,15 @@ class Streaming:
         if self.updates:
             why = next(filter(None, self._trainer.actor_rollout_wg.why_updates_wait()), None)
             if why is not None:
-                self.wait(why)
+                self._wait(why)
 
-    def wait(self, why: str) -> None:
-        """Gradients are not streamed, or not any more."""
-        if self.updates:
-            self._trainer.actor_rollout_wg.drop_update()
+    def _wait(self, why: str) -> None:
+        """Gradients are not streamed any more."""
+        self._trainer.actor_rollout_wg.drop_update()
         self.updates = False
+        self._report_wait(why)
+
+    def _report_wait(self, why: str) -> None:
         logger.warning("gradients wait for the whole batch (%s); what comes before them is streamed", why)
 
     def _begin(self) -> None:
@@ -147,8 +156,9 @@ class Streaming:
             tags=[tag for each in self._batches for tag in each.tags],
         )
         metrics.update(self._metrics.get_aggregated_metrics())
-        metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
-        metrics[names.STREAM_PARTS] = len(self._batches)
+        if self._streams:
+            metrics[names.STREAM_EARLY] = early / max(1, len(batch.keys))
+            metrics[names.STREAM_PARTS] = len(self._batches)
         metrics.update(self._fetching.metrics())
         if self.updates:
             with marked_timer("update_actor", self._trainer.timing_raw, color="red"):
@@ -167,22 +177,18 @@ class Streaming:
         actor = trainer.config.actor_rollout_ref.actor
         mini_batch = actor.ppo_mini_batch_size * trainer.config.actor_rollout_ref.rollout.n
         if self.updates and len(self._done) + len(rows) > mini_batch:
-            self.wait(f"more trajectories than a mini-batch has, which are {mini_batch}")
+            self._wait(f"more trajectories than a mini-batch has, which are {mini_batch}")
         metrics: dict[str, Any] = {}
         of_tokens: dict[str, Any] = {}
         keys, tags = (list(column) for column in zip(*rows, strict=True))
         batch = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
         batch.extra_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
         timing = trainer.timing_raw
-        if trainer.reward_loop_manager.reward_loop_worker_handles is None:
-            with marked_timer("reward", timing, color="yellow"):
-                batch = trainer._compute_reward_colocate(batch, metrics=metrics)
         batch = self._dealt_out(batch, last)
         fetching = self._fetching
         fetching.begin()
         with marked_timer("old_log_prob", timing, color="blue"), self._log_probs(batch):
-            # Not the mixin's, which records, nor separate_async's, which copies the weights: no update comes between.
-            batch = PPOTrainer._compute_old_log_prob(trainer, batch, metrics=of_tokens)
+            batch = trainer._compute_old_log_prob(batch, metrics=of_tokens)
         trainer.supply()
         if trainer.use_reference_policy:
             with marked_timer("ref", timing, color="olive"), fetching.reference(batch):
