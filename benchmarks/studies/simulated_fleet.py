@@ -22,9 +22,9 @@ import zmq.asyncio
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_rhyme.agent_loop.agent_loop import SessionAgentLoopWorker
 from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.agent_loop.session import Session, current
+from verl_rhyme.agent_loop.worker import SessionAgentLoopWorker
 from verl_rhyme.coordinator import coordinator
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.scheduling.attempts import Ended, Start, sample_of

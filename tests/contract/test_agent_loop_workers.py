@@ -17,7 +17,8 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils import tensordict_utils as tu
 
 from verl_rhyme.agent_loop import agent_loop
-from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, RhymeAgentLoopWorker, SessionAgentLoopManager
+from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopManager, SessionAgentLoopManager
+from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.coordinator import crew as module
 from verl_rhyme.coordinator.crew import Crew
 from verl_rhyme.scheduling.attempts import Start

@@ -18,9 +18,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_globa
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme.agent_loop import client as clients
-from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient, rhymed
 from verl_rhyme.agent_loop.session import Interrupted, Session, current, enter
+from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta

@@ -20,7 +20,7 @@ LOADED = {**RULES, "take": "loaded", "separate": True}
 
 def expected(samples, had):
     tokens = np.array([1000 * (int(uid) + 1) for uid, _ in samples])
-    return certain(tokens, had, 10_000)._replace(likely=3 * tokens // 2)
+    return certain(tokens, had, 10_000)._replace(p90=3 * tokens // 2)
 
 
 def made(rules=LOADED, lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):

@@ -10,12 +10,13 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_rhyme.agent_loop import agent_loop, room
-from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker
+from verl_rhyme.agent_loop import room
+from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.reports import NotReported
 from verl_rhyme.agent_loop.room import Room
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
 from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
+from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
 from verl_rhyme.processes.deadline import NoAnswer
 from verl_rhyme.scheduling.attempts import Attempt, Start, sample_of
 
@@ -76,7 +77,7 @@ def queue(monkeypatch):
             raise ValueError("keys or partition were not found!")
         return {name: [left[key][name] for key in found] for name in select_fields}
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", fetch)
+    monkeypatch.setattr(workers.tq, "async_kv_batch_get", fetch)
     return SimpleNamespace(left=left, asked=asked)
 
 
@@ -181,8 +182,8 @@ async def test_without_the_prompts_data_the_coordinator_is_told_that_it_is_lost(
     async def gone(**kwargs):
         raise ConnectionError("no queue")
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", gone)
-    monkeypatch.setattr(agent_loop, "_RETRY_S", 0.001)
+    monkeypatch.setattr(workers.tq, "async_kv_batch_get", gone)
+    monkeypatch.setattr(workers, "_RETRY_S", 0.001)
     worker = Worker(None)
     await worker.start(first(0), first(1))
     assert {key: (told.status, told.error) for key, told in worker.reports.items()} == dict.fromkeys(
@@ -201,7 +202,7 @@ async def test_one_that_is_abandoned_while_its_data_come_never_starts(monkeypatc
         await release.wait()
         return TensorDict({"index": torch.arange(len(keys))}, batch_size=len(keys))
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", slow)
+    monkeypatch.setattr(workers.tq, "async_kv_batch_get", slow)
     worker = Worker(run)
     task = asyncio.create_task(worker.start(first(0), first(1)))
     await asyncio.sleep(0.01)
@@ -223,7 +224,7 @@ async def test_with_its_reward_it_is_finished_and_tells_what_groups_are_filtered
         outputs = [SimpleNamespace(extra_fields={}) for _ in range(2)]
         await worker._agent_loop_postprocess(outputs, False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     worker._filter_metric = metric
     await worker.start(first(0))
@@ -238,7 +239,7 @@ async def test_a_filter_by_what_the_reward_does_not_give_says_so(monkeypatch):
     async def run(worker, params, session_id, prompt):
         await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     worker._filter_metric = "score"
     await worker.start(first(0))
@@ -266,7 +267,7 @@ async def test_a_reward_that_is_no_number_fails_its_sample_before_it_is_stored(m
         )
         await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_put", put)
+    monkeypatch.setattr(workers.tq, "async_kv_batch_put", put)
     worker = Worker(run)
     worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=Judge)]
     worker.processor, worker.mm_processor_kwargs, worker.distillation_enabled = None, {}, False
@@ -292,7 +293,7 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
         outputs = [output, SimpleNamespace(extra_fields={"max_global_steps": 1})] if several else output
         await worker._agent_loop_postprocess(outputs, False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     await worker.start(first(0))
     assert (worker.told[0].status, worker.told[0].tokens, worker.told[0].first_version) == ("generated", 0, None)
@@ -313,7 +314,7 @@ async def test_where_the_queue_is_full_a_finished_response_waits_and_has_not_fai
     async def run(worker, params, session_id, prompt):
         await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     monkeypatch.setattr(room, "RETRY_S", 0.001)
     worker = Worker(run)
     await worker.start(first(0))
@@ -332,7 +333,7 @@ async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_traje
         rows = [tuple(map(torch.tensor, stored[key])) for key in keys if key in stored]
         return dict(zip(select_fields, zip(*rows, strict=True), strict=True))
 
-    monkeypatch.setattr(agent_loop.tq, "async_kv_batch_get", fetch)
+    monkeypatch.setattr(workers.tq, "async_kv_batch_get", fetch)
     met = {}
 
     async def run(worker, params, session_id, prompt):
@@ -394,7 +395,7 @@ async def test_an_agent_loop_that_goes_on_after_an_interruption_stores_nothing(m
         output = SimpleNamespace(extra_fields={})
         await worker._agent_loop_postprocess(output, False, session_id=session_id, **prompt)
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
     worker = Worker(run)
     await worker.start(first(0), first(1))
     assert stored == []
@@ -428,7 +429,7 @@ async def test_a_tool_or_a_reward_that_never_answers_ends_its_sample_alone(monke
         await asyncio.sleep(0.05)
         raise Interrupted
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", hang)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", hang)
     worker = Worker(run)
     worker._tool_timeout = 0.1
     await asyncio.wait_for(worker.start(first(0), first(1), first(2)), 5)
@@ -461,7 +462,7 @@ async def test_in_verls_own_modes_too(monkeypatch):
     async def hang(self, sampling_params, trajectory, **kwargs):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(agent_loop._AgentLoopWorker, "_run_agent_loop", hang)
+    monkeypatch.setattr(workers._AgentLoopWorker, "_run_agent_loop", hang)
     worker = object.__new__(RhymeAgentLoopWorker.__ray_metadata__.modified_class)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
     worker._tool_timeout = 0.05

@@ -13,11 +13,11 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_rhyme.agent_loop import agent_loop
-from verl_rhyme.agent_loop.agent_loop import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
+from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
 from verl_rhyme.agent_loop.room import Room
 from verl_rhyme.agent_loop.session import STARTS
+from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.processes.request import FIELD, RequestMeta
 from verl_rhyme.scheduling.attempts import Attempt, Start
@@ -98,7 +98,7 @@ def answered(worker_class, prompt, validate=False):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent_loop_tq.tq, "async_kv_put", put)
-        patch.setattr(agent_loop._AgentLoopWorker, "_agent_loop_postprocess", store)
+        patch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
         patch.setitem(_agent_loop_registry, "dated", {"_target_": f"{__name__}.Loop"})
         return asyncio.run(run()), stored
 

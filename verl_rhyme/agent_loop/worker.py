@@ -1,0 +1,353 @@
+"""verl's agent loop workers: each task says what it works on, a session (:mod:`verl_rhyme.agent_loop.session`); of
+attempts that the coordinator starts the worker reports how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import traceback
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import ray
+import transfer_queue as tq
+from verl.trainer.ppo.v1.agent_loop_tq import (
+    AgentLoopWorkerTQ,
+    apply_greedy_sampling_params,
+)
+from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC
+from verl.utils import tensordict_utils as tu
+
+from verl_rhyme.agent_loop.client import move, where
+from verl_rhyme.agent_loop.recall import Left, recall, recall_finished
+from verl_rhyme.agent_loop.reports import NotReported, Reports
+from verl_rhyme.agent_loop.session import PROMPTS, STARTS, Interrupted, Session, current, enter
+from verl_rhyme.agent_loop.stored_attempts import REPORT
+from verl_rhyme.config import config_tree
+from verl_rhyme.history.keys import data_key, template_label
+from verl_rhyme.observability.audible import keep_audible
+from verl_rhyme.placement import Move
+from verl_rhyme.processes.deadline import Deadline
+from verl_rhyme.processes.request import FIELD
+from verl_rhyme.sampling.noise import key_of
+from verl_rhyme.scheduling.attempts import Ended, Start, Status, sample_of
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before samples whose data could not be fetched are given back to the coordinator.
+_RETRY_S = 1.0
+#: The end of an error's text that is reported: a remote one has its traceback before its message.
+_ERROR_CHARS = 1000
+
+# AgentLoopWorkerTQ is a Ray actor class, and Ray forbids to inherit from those: take the plain class below it.
+_AgentLoopWorker: type = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__mro__[1]
+
+
+@ray.remote
+class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
+    """Says whose a sample is, and ends one that gets no answer. A Ray actor class, as verl's is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rhyme = config_tree.from_rollout(self.config.actor_rollout_ref.rollout)
+        assert rhyme is not None, "verl's own worker runs without rhyme"
+        self._tool_timeout = rhyme.scheduling.tool_timeout
+
+    async def _run_prompt(self, prompt: dict, *args: Any, **kwargs: Any) -> None:
+        enter(_of_prompt(self, prompt))
+        await super()._run_prompt(prompt, *args, **kwargs)
+
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        with _at_work(_of_sample(self, trajectory, int(kwargs.get("session_id", -1))), self._tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        _keep_records(output)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
+    """What a prompt's samples inherit: its key, taken before any agent loop has its messages to change them."""
+    if "raw_prompt" not in prompt:
+        return Session()
+    options = worker.config.data.get("apply_chat_template_kwargs")
+    return Session(key=data_key(prompt, template_label(worker.tokenizer, worker.processor, options)))
+
+
+def _of_sample(worker: Any, trajectory: dict[str, Any], number: int) -> Session:
+    """A sample of the prompt that this task works on, where no coordinator started it."""
+    prompt = current()
+    return Session(sample=number, group=_group(worker.config, trajectory), key=prompt.key if prompt else "")
+
+
+def _keep_records(output: Any) -> None:
+    """An agent loop that returns none of its engines' extra fields keeps the records of its requests all the same."""
+    outputs = output if isinstance(output, list) else [output] if output else []
+    records = session.records if (session := current()) is not None else []
+    if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
+        outputs[-1].extra_fields[FIELD] = list(records)
+
+
+def _group(config: Any, trajectory: dict[str, Any]) -> int:
+    """Samples of a prompt, where it does not say how many."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
+
+
+def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
+    """To be entered around an agent loop and its reward, whose task then works on ``session``.
+
+    Args:
+        timeout: ``scheduling.tool_timeout``.
+        prompt: Its columns.
+    """
+    where = f"agent loop {prompt.get('agent_name')}, prompt {prompt.get('uid')}, sample {session.sample}"
+    session.deadline = Deadline(timeout, where)
+    enter(session)
+    return session.deadline
+
+
+@ray.remote
+class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
+    """Runs the samples that the coordinator tells it to start, one attempt each, and tells how each attempt ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        keep_audible()
+        gc.freeze()  # see Coordinator
+        rollout = self.config.actor_rollout_ref.rollout
+        rhyme = config_tree.from_rollout(rollout)
+        assert rhyme is not None, "a coordinator starts samples of runs with rhyme only"
+        self._coupled = rhyme.coupled
+        self._tool_timeout = rhyme.scheduling.tool_timeout
+        self._seed = int(rollout.get("seed", 0) or 0)
+        filtering = self.config.algorithm.get("filter_groups", None) or {}
+        self._filter_metric = filtering.get("metric") if filtering.get("enable") else None
+        self._reports = Reports()
+        self._attempts: dict[str, asyncio.Task[None] | None] = {}  # None: it waits for its prompt's data
+        self._sessions: dict[str, Session] = {}  # of those that have begun
+
+    # ---- the coordinator's ----
+
+    async def attach(self, coordinator: Any) -> dict[str, str]:
+        """Tell ``coordinator`` from now on. Returns :meth:`attempts`, with the address of the replica where each runs;
+        empty where that is not known."""
+        self._reports.attach(coordinator)
+        return await self.places()
+
+    async def places(self) -> dict[str, str]:
+        """As :meth:`attach` answers."""
+        return {name: where(session) if (session := self._sessions.get(name)) else "" for name in self._attempts}
+
+    async def attempts(self) -> list[str]:
+        """Names (``Attempt.name``) of the attempts that run here; one that is not among them has been reported."""
+        return list(self._attempts)
+
+    async def begin(self, starts: list[Start], step: int) -> None:
+        """Start these samples, in the training step ``step``. Does not wait for what becomes of them."""
+        self._attempts.update(dict.fromkeys(start.name for start in starts))
+        task = asyncio.create_task(self._begin(starts, step))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
+
+    async def abandon(self, names: list[str]) -> None:
+        """End these attempts, if they run here, without a report: nobody waits for it."""
+        for name in names:
+            task = self._attempts.get(name)
+            if task is not None:
+                task.cancel()
+            else:
+                self._attempts.pop(name, None)
+
+    async def move(self, moves: list[Move]) -> None:
+        """Let these attempts, if they run here, go on at these replicas."""
+        for name, replica, reason in moves:
+            if (session := self._sessions.get(name)) is not None:
+                move(session, replica, reason)
+
+    # ---- an attempt ----
+
+    async def _begin(self, starts: list[Start], step: int) -> None:
+        """Prompts, and turns that attempts before left, come in one message each; the rest is verl's way to
+        :meth:`_run_prompt`."""
+        groups: dict[str, list[Start]] = defaultdict(list)
+        for start in starts:
+            groups[sample_of(start.name)[0]].append(start)
+        try:
+            batch = await tq.async_kv_batch_get(keys=list(groups), partition_id=PROMPTS)
+            if len(batch) < len(groups):  # what is not there is left out
+                raise ValueError(f"TransferQueue has the data of {len(batch)} of {len(groups)} prompts")
+            left = await recall([start.predecessor for start in starts if start.predecessor and not start.stored])
+            left |= await recall_finished([start.predecessor for start in starts if start.predecessor and start.stored])
+            tu.assign_non_tensor_data(batch, "global_steps", step)
+            tu.assign_non_tensor_stack(batch, STARTS, [_Order(group, left) for group in groups.values()])
+            await self.generate_sequences(batch)
+        except ValueError as error:
+            if len(groups) > 1:  # one that is gone takes no other along
+                await asyncio.gather(*(self._begin(group, step) for group in groups.values()))
+                return
+            await self._not_begun(starts, "failed", f"its prompt's data are gone: {error}")
+        except Exception as error:
+            await asyncio.sleep(_RETRY_S)  # whatever is wrong with the queue, it is not asked again at once
+            await self._not_begun(starts, "lost", repr(error)[-_ERROR_CHARS:])
+
+    async def _not_begun(self, starts: list[Start], status: Literal["failed", "lost"], error: str) -> None:
+        names = [start.name for start in starts if self._attempts.get(start.name, self) is None]
+        for name in names:  # first: what cannot be told is found missing when the coordinator calls the roll
+            del self._attempts[name]
+        await asyncio.gather(*(self._reports.send(Ended(name, status, error=error)) for name in names))
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        order: _Order | None = prompt.pop(STARTS, None)
+        of_prompt = _of_prompt(self, prompt)
+        if order is None:  # validation
+            enter(of_prompt)
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            return
+        prompt.pop("__rollout_n__", None)
+        params = dict(sampling_params)
+        if not prompt.pop("__do_sample__", True):
+            apply_greedy_sampling_params(params)
+        starts = [start for start in order.starts if start.name in self._attempts]  # not abandoned meanwhile
+        tasks = []
+        for start in starts:
+            session = self._session(start, order.left.get(start.predecessor), len(starts))
+            session.key = of_prompt.key
+            work = self._run_session(session, prompt, params, trajectory, trace)
+            task = asyncio.create_task(work)
+            self._attempts[start.name], self._sessions[start.name] = task, session
+            task.add_done_callback(partial(self._done, start.name))
+            tasks.append(task)
+        for start, result in zip(starts, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+            if isinstance(result, Exception):
+                logger.error("how %s ended could not be reported; it starts again", start.name, exc_info=result)
+
+    def _done(self, name: str, task: asyncio.Task[None]) -> None:
+        self._attempts.pop(name, None)
+        self._sessions.pop(name, None)
+
+    def _session(self, start: Start, left: Left | None, group: int) -> Session:
+        uid, number = sample_of(start.name)
+        session = Session(start.partial, start.assignment, start.name, sample=number, group=group)
+        if left is not None:
+            session.kept = left.turns
+            session.records = left.records if session.partial else []
+        if self._coupled:
+            session.noise = f"{key_of(self._seed, uid, number):016x}"
+        return session
+
+    async def _run_session(
+        self, session: Session, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool
+    ) -> None:
+        try:
+            with _at_work(session, self._tool_timeout, prompt):
+                await self._run_agent_loop(
+                    sampling_params, trajectory=trajectory, trace=trace, session_id=session.sample, **prompt
+                )
+        except (asyncio.CancelledError, NotReported):
+            raise
+        except BaseException as error:  # agent loops may pack an interruption into others (ExceptionGroup)
+            if session.interrupted or isinstance(error, Interrupted):
+                await self._tell(session, "interrupted")
+                return
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("%s failed; its prompt is replaced", session.name)
+            text = "".join(traceback.format_exception_only(error)).strip()
+            await self._reports.send(Ended(session.name, "failed", error=text[-_ERROR_CHARS:]))
+        else:
+            tokens, scores, empty = session.tokens, session.scores, session.empty
+            await self._reports.send(
+                Ended(session.name, "finished", tokens, session.first_version, scores=scores, empty=empty)
+            )
+
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        if not trajectory["validate"]:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        with _at_work(_of_sample(self, trajectory, int(kwargs["session_id"])), self._tool_timeout, kwargs):
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        await super()._compute_score(outputs, kwargs)
+        session, score = current(), outputs[-1].reward_score
+        if session is None or not session.dispatched:
+            return
+        if score is None and self.reward_loop_worker_handles is None:
+            return  # the trainer computes it
+        if score is None or not math.isfinite(score):
+            uid, number = sample_of(session.name)
+            raise ValueError(
+                f"the reward of prompt {uid}, sample {number}, is {score}, and an update needs a finite number: see "
+                "the reward function (reward.custom_reward_function)"
+            )
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        _keep_records(output)
+        session = current()
+        if session is None or not session.dispatched:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            return
+        if session.interrupted:  # and the agent loop has made something of what it had
+            raise Interrupted
+        if output is None:
+            raise ValueError("the agent loop returned None: it is to return a trajectory, or a list of them")
+        outputs = output if isinstance(output, list) else [output]
+        if not outputs:  # its text is nobody's
+            session.turns.clear()
+        for trajectory in outputs:
+            # verl wants to know the versions also of one in which the policy said nothing.
+            for name in ("min_global_steps", "max_global_steps"):
+                if trajectory.extra_fields.get(name) is None:
+                    trajectory.extra_fields[name] = kwargs["global_steps"] - 1
+        kwargs["session_id"] = int(session.name.rpartition("_")[2])
+        # Before the reward is computed: the engine need not run on for that.
+        with session.deadline.paused():
+            await self._tell(session, "generated")
+        report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
+        if outputs:
+            outputs[0].extra_fields[REPORT] = report
+        store = partial(super()._agent_loop_postprocess, output, validate, **kwargs)
+
+        async def reward_and_store() -> None:
+            with session.deadline.resumed():  # of the reward, which verl computes first, and never twice
+                await store()
+
+        with session.deadline.paused():
+            await self._reports.room.wait(reward_and_store)
+        session.empty = not outputs
+        if self._filter_metric is not None:
+            session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]
+
+    async def _tell(self, session: Session, status: Status) -> None:
+        """What the coordinator is to know, and, in TransferQueue, what the next attempt may begin with."""
+        records = _records(session)
+        left = {"turns": [turn.to_dict() for turn in session.left], "records": records}
+        await self._reports.send(Ended(session.name, status, session.tokens, session.first_version, records), left)
+
+
+def _records(session: Session) -> list[dict[str, Any]]:
+    """Of its requests; what never reached the engine is nothing to report."""
+    return [record for record in session.records if record["response_tokens"]]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Samples of a prompt to start, and what earlier attempts left, by name."""
+
+    starts: list[Start]
+    left: dict[str | None, Left]
+
+
+def _score(trajectory: Any, metric: str) -> float:
+    """What verl filters groups by (``ReplayBuffer._dapo_filtered_keys``)."""
+    if metric == FILTER_GROUPS_REWARD_METRIC:
+        return float(trajectory.reward_score)
+    told = trajectory.extra_fields.get("reward_extra_info") or {}
+    if metric not in told:
+        raise ValueError(f"algorithm.filter_groups.metric={metric}: the reward function gives {sorted(told) or 'none'}")
+    return float(told[metric])
