@@ -16,7 +16,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "longest_first": {},
     "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
     "makespan": {"migrate": bool, "gain": float, "sibling_gain": float},
-    "skewness_aware": {"objective": str, "pools": int, "tail": float, "late": bool},
+    "skewness_aware": {"tail": float},
 }
 
 #: Those that go by expected lengths: a coordinator plans with them.
@@ -38,7 +38,7 @@ class PlacementConfig:
         metadata=about(
             "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe "
             "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; "
-            "of skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
+            "of skewness_aware tail=0.2.",
         ),
     )
     profile: str | None = option(

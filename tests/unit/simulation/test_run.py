@@ -87,7 +87,6 @@ def test_every_sample_is_trained_once(mode, room):
         ("makespan", {}),
         ("histopipe", {"groups": 3, "tail": 1.0}),
         ("skewness_aware", {}),
-        ("skewness_aware", {"objective": "max", "pools": 3, "late": True}),
     ],
 )
 @pytest.mark.parametrize("forecasts", ["history", "oracle", "none"])
@@ -167,24 +166,6 @@ def test_with_lengths_known_beforehand_our_placement_is_no_slower_than_the_other
         seconds[policy] = sum(step.rollout for step in steps)
     assert seconds["makespan"] <= min(seconds.values()) * 1.01, seconds
     assert seconds["makespan"] < 0.97 * seconds["least_loaded"]
-
-
-def test_replicas_of_two_kinds_have_what_each_can_do():
-    kinds = [ReplicaCost(StepCost(base=base, row=1e-4, cached=1e-7), 1e-5, 16) for base in (0.005, 0.02)]
-    seconds = {}
-    for policy, options in (
-        ("least_loaded", {}),
-        ("skewness_aware", {}),
-        ("skewness_aware", {"objective": "max"}),
-        ("skewness_aware", {"objective": "max", "pools": 4, "late": True}),
-    ):
-        given = {"replicas": (*kinds, *kinds), "placement": policy, "forecasts": "oracle"}
-        simulation = Simulation(scenario(**given, options=options), LENGTHS.epochs(64, 4, 2, 20))
-        steps = simulation.run()
-        assert simulation.placement.errors == 0, simulation.placement.last_error
-        assert sum(step.samples for step in steps) == 64 * 4 * 2
-        seconds[(policy, *options.values())] = sum(step.rollout for step in steps)
-    assert max(list(seconds.values())[1:]) < 0.8 * seconds[("least_loaded",)], seconds
 
 
 def test_a_step_takes_as_long_as_its_longest_replica():

@@ -588,9 +588,6 @@ def test_a_hundred_thousand_that_come_together_are_planned_in_a_second():
         ("histopipe", {"groups": 0}),
         ("histopipe", {"tail": 0.0}),
         ("skewness_aware", {"tail": 1.0}),
-        ("skewness_aware", {"pools": 1}),
-        ("skewness_aware", {"pools": 3}),
-        ("skewness_aware", {"objective": "mean"}),
     ],
 )
 def test_options_that_cannot_be_are_refused(policy, options):
