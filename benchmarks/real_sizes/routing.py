@@ -47,9 +47,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "least_loaded": ("least_loaded", {}),
     "sticky_group": ("sticky_group", {}),
     "sticky_group, factor=1.05": ("sticky_group", {"factor": 1.05}),
+    "longest_first": ("longest_first", {}),
     "histopipe": ("histopipe", {}),
-    "makespan": ("makespan", {}),
-    "makespan, sibling_gain=0.1": ("makespan", {"sibling_gain": 0.1}),
 }
 
 

@@ -108,7 +108,7 @@ def test_verls_trainers_leave_the_choice_to_the_config() -> None:
 
 def test_what_replicas_cost_is_read_before_any_starts(tmp_path: Any) -> None:
     def cost(*changes: str) -> Any:
-        planned = [f"{CONFIG_PATH}.placement.policy=makespan", *changes]
+        planned = [f"{CONFIG_PATH}.placement.policy=longest_first", *changes]
         rhyme = config_tree.from_verl(compose(["+rhyme=sorted", "actor_rollout_ref.rollout.name=vllm", *planned]))
         assert rhyme is not None
         router_file.check(rhyme.placement)

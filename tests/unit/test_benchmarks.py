@@ -1,7 +1,6 @@
 """The replay counts right, and on a real trace our drafter is ahead of the paper's."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -18,9 +17,6 @@ from benchmarks.studies import (
     eviction,
     length_pairs,
     lengths,
-    placement_real,
-    placement_simulated,
-    published,
     ranker,
     scheduler,
     simulated_fleet,
@@ -148,35 +144,6 @@ def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
     assert simulated_fleet.latencies([worker], 2, windows) == pytest.approx([0.3, 0.2])
 
 
-def test_simulated_placements_have_figures_of_every_arm():
-    rows = list(placement_simulated.evaluate(seeds=1, quick=True))
-    assert len(rows) == len(placement_simulated.SETTINGS) * len(placement_simulated.ARMS)
-    assert {row["staleness_max"] for row in rows if row["setting"] == "within a step"} == {0}
-    assert {row["staleness_max"] for row in rows if row["setting"] != "within a step"} == {1}
-    within = {row["arm"]: row["rollout_s"] for row in rows if row["setting"] == "within a step"}
-    assert within["makespan"] < within["least_loaded"], "with lengths known beforehand, which come last"
-
-
-def test_what_stands_in_for_a_published_setting_is_near_what_is_published_of_it():
-    """Costs of a step, accepted drafts, prompts that change rank; what a run of stock verl tells takes longer."""
-    rows = list(itertools.islice(published.fit(seeds=1), 2 + len(published.DECODING)))
-    assert all(abs(row["error"]) < 0.15 for row in rows), rows
-
-
-def test_published_ratios_are_those_of_their_arms(monkeypatch):
-    monkeypatch.setattr(published, "SPLITS", (64, 64))
-    rows = list(published.compare(["32b"], seeds=1, quick=True))
-    arms = {row["arm"]: row for row in rows if "arm" in row}
-    assert len(arms) == len(published.ARMS)
-    stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
-    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
-    assert set(stale.values()) == {0, 1}
-    assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
-    one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
-    assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
-    assert drafts > 1.3, "with acceptance lengths above 2 and steps that wait for memory"
-
-
 @pytest.mark.parametrize("task", ["puzzles", "roads"])
 def test_rankers_are_measured_between_chance_and_an_oracle(task):
     rows = {row["arm"]: row for row in ranker.rows(quick=True, seed=0, only=task, fresh=False)}
@@ -236,41 +203,6 @@ def test_the_simulator_predicts_a_recorded_run(monkeypatch):
     assert abs(row["step_s_error"]) < 0.1
     assert abs(row["rollout_s_error"]) < 0.1
     assert abs(row["bubble_ratio_error"]) < 0.15
-
-
-def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
-    ran = []
-    figures = {"steps_s": [4.0, 6.0, 5.0], "step_s": 5.0, "tokens_per_s": 100.0, "bubble_ratio": 0.2, "moved": 1}
-    figures |= {
-        "staleness_max": 1,
-        "response_length": [90.0, 80.0],
-        "reward": [0.2, None],
-        "faults": [],
-    }
-    monkeypatch.setattr(placement_real, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
-    monkeypatch.setattr(
-        placement_real,
-        "measure",
-        lambda cell, folder: {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **figures},
-    )
-
-    def slice_of(runs):
-        placement_real.main(["3 replicas"], runs=runs, as_json=True, out=tmp_path)
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    assert slice_of(3) == []
-    rows = slice_of(100)
-    compared = [arm for arm in placement_real.ARMS if arm not in placement_real.CHECKS]
-    assert [(cell.arm, cell.seed) for cell in ran] == [(arm, seed) for seed in (1, 2) for arm in compared]
-    assert slice_of(0) == rows
-    medians = [row for row in rows if row.get("median")]
-    assert [row["arm"] for row in medians] == compared
-    assert {row["runs"] for row in medians} == {2}
-    assert medians[0]["step_s_range"] == [5.0, 5.0]
-    assert (medians[0]["moved"], medians[0]["staleness_max"]) == (2, 1), "a sum and a greatest"
-    assert medians[0]["reward"] == [0.2, None]
-    with pytest.raises(typer.BadParameter, match="there are: 2 replicas"):
-        placement_real.main(["4 replicas"], out=tmp_path)
 
 
 def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):

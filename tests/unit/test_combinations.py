@@ -147,8 +147,8 @@ CASES = [
     ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (
         "histospec",
-        [f"{CONFIG_PATH}.placement.policy=makespan"],
-        ["placement.policy=makespan with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
+        [f"{CONFIG_PATH}.placement.policy=histopipe"],
+        ["placement.policy=histopipe with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
     ),
     (
         "histospec",

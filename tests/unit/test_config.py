@@ -210,7 +210,7 @@ def test_every_placement_has_the_options_that_its_policy_takes():
 
 def test_placements_by_forecasts_are_those_that_plan():
     def plans(policy):
-        return any(getattr(policy, name) is not getattr(PlacementPolicy, name) for name in ("plan", "coming"))
+        return policy.plan is not PlacementPolicy.plan
 
     assert {name for name, policy in POLICIES.items() if plans(policy)} == set(LENGTH_PLACEMENTS)
 

@@ -14,7 +14,7 @@ from verl_rhyme.planning.profile import profile
 BATCH, STEPS, REPLICAS, SAMPLES = 8, 2, 16, 16
 
 
-@pytest.fixture(scope="module", params=["least_loaded", "sticky_group", "makespan"])
+@pytest.fixture(scope="module", params=["least_loaded", "sticky_group", "longest_first"])
 def world(request):
     lengths = np.random.default_rng(0).integers(1, 2000, (2, BATCH * STEPS, SAMPLES))
     world = World(request.param, {}, REPLICAS, profile(routing.PROFILE)[0], lengths, BATCH)

@@ -15,12 +15,11 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "sticky_group": {"factor": float},
     "longest_first": {},
     "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
-    "makespan": {"migrate": bool, "gain": float, "sibling_gain": float},
     "skewness_aware": {"tail": float},
 }
 
 #: Those that go by expected lengths: a coordinator plans with them.
-LENGTH_PLACEMENTS = ("longest_first", "histopipe", "makespan", "skewness_aware")
+LENGTH_PLACEMENTS = ("longest_first", "histopipe", "skewness_aware")
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,14 @@ class PlacementConfig:
     policy: str | None = option(
         None,
         "null: verl's router; least_loaded, sticky_group (a prompt's samples on one replica); under the pipeline also "
-        "longest_first (what full sets), and to compare makespan, histopipe, skewness_aware.",
+        "longest_first (what full sets), and to compare histopipe, skewness_aware.",
         public=True,
     )
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=about(
             "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe "
-            "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; "
-            "of skewness_aware tail=0.2.",
+            "groups=4, two_tier=true, migrate=true, tail=0.1; of skewness_aware tail=0.2.",
         ),
     )
     profile: str | None = option(

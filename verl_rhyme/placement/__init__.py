@@ -6,12 +6,11 @@ Process: the router in agent loop workers, and the coordinator. Engines: none.
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.placement import POLICIES, NoReplica, Placement
-from verl_rhyme.placement.policy import Ahead, Load, Move, PlacementPolicy, Progress, Request
+from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.sticky_group import StickyGroup
 
 __all__ = [
     "POLICIES",
-    "Ahead",
     "Fleet",
     "LeastLoaded",
     "Load",

@@ -27,14 +27,12 @@ class Fleet:
         reserved_totals: Sums of ``reserved``.
         expected: Requests that are announced and have not come yet.
         version: Changes with replicas and capacities.
-        cost: What a replica's work costs, where nobody says otherwise.
-        costs: Of each replica.
+        cost: What a replica's work costs.
     """
 
     def __init__(self, cost: ReplicaCost = TYPICAL) -> None:
         self.cost = cost
         self.names: list[str] = []
-        self.costs: list[ReplicaCost] = []
         self.index: dict[str, int] = {}
         self.running: Counts = np.zeros((2, 0), np.int64)
         self.reserved: Counts = np.zeros((2, 0), np.int64)
@@ -50,18 +48,12 @@ class Fleet:
     def __contains__(self, replica: str) -> bool:
         return replica in self.index
 
-    def add(self, replica: str, cost: ReplicaCost | None = None) -> None:
-        """Does nothing when it is there already.
-
-        Args:
-            replica: Its name.
-            cost: What its work costs; ``None``: as elsewhere.
-        """
+    def add(self, replica: str) -> None:
+        """Does nothing when it is there already."""
         if replica in self.index:
             return
         self.index[replica] = len(self.names)
         self.names.append(replica)
-        self.costs.append(self.cost if cost is None else cost)
         self.running, self.reserved = (np.pad(a, ((0, 0), (0, 1))) for a in (self.running, self.reserved))
         self.capacity = np.append(self.capacity, np.inf)
         self._settle()
@@ -73,7 +65,7 @@ class Fleet:
             KeyError: No such replica.
         """
         i = self.index[replica]
-        del self.names[i], self.costs[i]
+        del self.names[i]
         self.index = {name: j for j, name in enumerate(self.names)}
         self.running, self.reserved = (np.delete(a, i, axis=1) for a in (self.running, self.reserved))
         self.capacity = np.delete(self.capacity, i)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 from verl_rhyme.placement.fleet import REQUESTS, TOKENS, Fleet
 from verl_rhyme.placement.histopipe import HistoPipe
 from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.longest_first import LongestFirst
-from verl_rhyme.placement.makespan import Makespan
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.skewness_aware import SkewnessAware
 from verl_rhyme.placement.sticky_group import StickyGroup
@@ -22,7 +21,6 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "sticky_group": StickyGroup,
     "longest_first": LongestFirst,
     "histopipe": HistoPipe,
-    "makespan": Makespan,
     "skewness_aware": SkewnessAware,
 }
 
@@ -70,10 +68,9 @@ class Placement:
         self._running: dict[str, list[tuple[Request, str]]] = {}
         self._random = random.Random(0)
 
-    def add(self, replica: str, cost: ReplicaCost | None = None) -> None:
-        """A replica takes requests from now on, with a cost of its own or that of all. One that is there already goes
-        on as it is."""
-        self.fleet.add(replica, cost)
+    def add(self, replica: str) -> None:
+        """A replica takes requests from now on. One that is there already goes on as it is."""
+        self.fleet.add(replica)
 
     def remove(self, replica: str) -> bool:
         """A replica takes no more, and what ran there is forgotten; false when it was not there."""
@@ -144,31 +141,6 @@ class Placement:
         if self.fleet:
             self._tell("plan", step, loads)
 
-    def place(self, requests: Sequence[Request]) -> list[str | None]:
-        """Where to send these, as :meth:`acquire`, or ``None`` for one that is to wait: it is bound to no replica yet.
-        Of a fleet without requests at least one does not wait.
-
-        Raises:
-            NoReplica: As :meth:`acquire`.
-        """
-        if not self.fleet:
-            raise NoReplica("No available servers in load balancer")
-        self._tell("coming", requests)
-        replicas: list[str | None] = []
-        for request in requests:
-            replicas.append(replica := self._choose(request, waits=True))
-            if replica is not None:
-                self._place(request, replica)
-        if requests and not self.fleet.totals[REQUESTS]:
-            self._failed("choose lets all wait, though nothing runs")
-            replicas[0] = first = self._choose(requests[0])
-            self._place(requests[0], first)
-        return replicas
-
-    def due(self) -> bool:
-        """Something that waits may find a place now."""
-        return bool(self._ask(True, "due")) or not self.fleet.totals[REQUESTS]
-
     def reason(self, request_id: str) -> str:
         """Why a running request is where it is; empty when it is not known here."""
         for request, replica in self._running.get(request_id, []):
@@ -196,14 +168,10 @@ class Placement:
                 if not runs or move.replica not in self.fleet or runs[0][1] == move.replica:
                     continue
                 request, replica = runs[0]
-                made, left, p90, ahead = progress[move.id]
+                made, left, p90 = progress[move.id]
                 self.release(move.id, replica)
-                request = request._replace(
-                    prompt_tokens=request.prompt_tokens + made,
-                    response_tokens=left,
-                    p90_tokens=p90,
-                    ahead=ahead,
-                )
+                prompt = request.prompt_tokens + made
+                request = request._replace(prompt_tokens=prompt, response_tokens=left, p90_tokens=p90)
                 self._settle(request, move.replica)
                 moved.append(move)
         except Exception as error:
@@ -246,16 +214,10 @@ class Placement:
             self._conversations.popitem(last=False)
         self._tell("started", request, replica)
 
-    @overload
-    def _choose(self, request: Request) -> str: ...
-
-    @overload
-    def _choose(self, request: Request, waits: bool) -> str | None: ...
-
-    def _choose(self, request: Request, waits: bool = False) -> str | None:
+    def _choose(self, request: Request) -> str:
         try:
             replica = self.policy.choose(request)
-            if (replica is None and waits) or (isinstance(replica, str) and replica in self.fleet):
+            if isinstance(replica, str) and replica in self.fleet:
                 return replica
             self._failed(f"choose answered {replica!r}, which is no replica")
         except Exception as error:

@@ -7,20 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_rhyme.lengths.outlook import Shares
 from verl_rhyme.planning.cost import Floats
-
-
-class Ahead(NamedTuple):
-    """What a request may add, as a row of an :class:`~verl_rhyme.lengths.outlook.Outlook` has it.
-
-    Attributes:
-        limit: Of the outlook.
-        beyond: float32[CELLS].
-    """
-
-    limit: int
-    beyond: Shares
 
 
 class Request(NamedTuple):
@@ -38,7 +25,6 @@ class Request(NamedTuple):
         last: Where the conversation was last; empty when it is new.
         p90_tokens: 90th percentile of the tokens it will add; ``None`` without a prediction.
         replica: The replica that a coordinator assigned it to; empty: the policy is asked.
-        ahead: What it may add, as a distribution; ``None`` when nobody knows.
     """
 
     id: str
@@ -51,7 +37,6 @@ class Request(NamedTuple):
     last: str = ""
     p90_tokens: int | None = None
     replica: str = ""
-    ahead: Ahead | None = None
 
     @property
     def tokens(self) -> int:
@@ -101,13 +86,11 @@ class Progress(NamedTuple):
         made: Tokens that it has made since it was placed.
         left: That it is expected to add to these; ``None`` when nobody knows.
         p90_left: 90th percentile of that.
-        ahead: What it may add, as a distribution.
     """
 
     made: int
     left: int | None = None
     p90_left: int | None = None
-    ahead: Ahead | None = None
 
 
 class Move(NamedTuple):
@@ -131,9 +114,8 @@ class PlacementPolicy:
     All but :meth:`choose` may be left as they are.
     """
 
-    def choose(self, request: Request) -> str | None:
-        """The replica for a request; changes nothing. The fleet has at least one. ``None``: it is to wait, as only one
-        of those may be that :meth:`coming` has named."""
+    def choose(self, request: Request) -> str:
+        """The replica for a request; changes nothing. The fleet has at least one."""
         raise NotImplementedError
 
     def reason(self, request: Request, replica: str) -> str:
@@ -142,13 +124,6 @@ class PlacementPolicy:
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         """These prompts will be answered, for the update ``step``; their requests come later, or have come."""
-
-    def coming(self, requests: Sequence[Request]) -> None:
-        """These are about to be placed, one after another: :meth:`choose` is asked of each next."""
-
-    def due(self) -> bool:
-        """Something that was to wait may find a place now, and is to be named again, with all that waits."""
-        return False
 
     def started(self, request: Request, replica: str) -> None:
         """It was sent there, on this policy's word or not; the fleet counts it already."""

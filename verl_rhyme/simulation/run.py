@@ -105,7 +105,7 @@ class Simulation:
             told = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, told)
             self._versions[name] = 0
-            self.placement.add(name, cost)
+            self.placement.add(name)
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
         self._occupancy = Occupancy(scenario.slots, 0.0)

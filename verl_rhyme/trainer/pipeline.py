@@ -55,10 +55,6 @@ from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_whil
 
 logger = logging.getLogger(__name__)
 
-#: Share of its steps that drafts save a response beside a sibling, where nothing else is said: what two real replicas
-#: showed (benchmarks/README.md, "Groups together").
-SIBLING_GAIN = 0.1
-
 
 class RhymePipelineTrainer(RhymeTrainerMixin):
     """See the module. Put it before that trainer of verl's whose devices it works on."""
@@ -257,13 +253,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
-        placement, drafting = self._rhyme.placement, self._rhyme.drafting
-        if placement.policy not in LENGTH_PLACEMENTS:
-            return None
-        options = dict(placement.options)
-        if placement.policy == "makespan" and drafting.enable and drafting.policy == "adaptive":
-            options.setdefault("sibling_gain", SIBLING_GAIN)  # what is drafted from siblings, they lack elsewhere
-        return placement.policy, options
+        placement = self._rhyme.placement
+        return (placement.policy, dict(placement.options)) if placement.policy in LENGTH_PLACEMENTS else None
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""

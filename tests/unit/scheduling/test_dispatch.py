@@ -1,13 +1,10 @@
 """What starts, with its forecast and its place; what ends, is lost, or goes on elsewhere."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from verl_rhyme.lengths.outlook import certain
 from verl_rhyme.placement import Placement, Request
-from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.rollout import Rollout
@@ -23,10 +20,9 @@ def expected(samples, had):
     return certain(tokens, had, 10_000)._replace(p90=3 * tokens // 2)
 
 
-def made(rules=LOADED, lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):
-    rollout = Rollout(Rules(**rules))
-    options = {"groups": 2, "tail": 1.0, **options} if policy == "histopipe" else options
-    dispatch = Dispatch(rollout, lengths, Placement(policy, options, cost=cost))
+def made(lengths=expected, replicas=("a", "b")):
+    rollout = Rollout(Rules(**LOADED))
+    dispatch = Dispatch(rollout, lengths, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve(dict.fromkeys(replicas, 100_000))
     rollout.hand((str(n), 2) for n in range(4))
     rollout.expect({str(n): 1000.0 * (n + 1) for n in range(4)})
@@ -219,56 +215,3 @@ def test_a_replica_that_left_takes_nothing():
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
     assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
-
-
-def slots(count):
-    return replace(TYPICAL, slots=count)
-
-
-def test_what_finds_no_slot_waits_unbound_and_starts_once():
-    rollout, dispatch = made(policy="makespan", cost=slots(2))
-    started = dispatch.fill()
-    assert len(started) == 4
-    assert {start.assignment.replica for start in started} == {"a", "b"}
-    assert rollout.scheduler.ledger.tally.samples["pending"] == 4, "bound to nothing yet, and not started"
-    assert dispatch.fill() == []
-    names = [start.name for start in started]
-    while started:
-        first, *started = started
-        rollout.ended(Ended(first.name, "generated", 500, 0))
-        dispatch.ended(first.name, 500)
-        rollout.ended(Ended(first.name, "finished"))
-        emitted = {name: 100 for names_ in dispatch.watched().values() for name in names_}
-        dispatch.moves(emitted)
-        more = dispatch.fill()
-        started += more
-        names += [start.name for start in more]
-        assert dispatch.placement.fleet.running[0].max() <= 2
-    assert len(set(names)) == len(names) == 8
-    assert dispatch.placement.errors == 0, dispatch.placement.last_error
-
-
-def test_what_waits_starts_at_a_replica_that_comes():
-    _, dispatch = made(policy="makespan", cost=slots(2))
-    dispatch.fill()
-    assert dispatch.fill() == []
-    dispatch.serve({"a": 100_000, "b": 100_000})
-    assert dispatch.fill() == [], "nothing is new"
-    dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
-    assert {start.assignment.replica for start in dispatch.fill()} == {"c"}
-
-
-def test_what_waits_starts_when_all_else_was_cut_short():
-    rollout, dispatch = made(policy="makespan", cost=slots(2))
-    started = dispatch.fill()
-    for start in started:
-        rollout.ended(Ended(start.name, "interrupted", 0, None))
-        dispatch.ended(start.name)
-    assert len(dispatch.fill()) == 4
-
-
-def test_a_plan_that_lets_all_wait_for_nothing_is_a_fault_and_costs_no_sample():
-    _, dispatch = made(policy="makespan", cost=slots(2))
-    dispatch.placement.policy.choose = lambda request: None
-    assert len(dispatch.fill()) == 1
-    assert "all wait" in dispatch.placement.last_error or "no replica" in dispatch.placement.last_error

@@ -207,7 +207,7 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
-        ("placement=makespan", "placement must be a mapping, not 'makespan'"),
+        ("placement=histopipe", "placement must be a mapping, not 'histopipe'"),
         ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
         ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
         ("updates=[1]", "updates must be a single value, not [1]"),
@@ -246,7 +246,6 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
         ("drafts.acceptance=[0.5]", "drafts.acceptance.0 must be at least 1, not 0.5"),
         ("drafts.acceptance=[]", "drafts.acceptance is empty"),
-        ("drafts.siblings=-0.1", "drafts.siblings must be at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(override, told):
