@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import full_scale, placement, real_run, systems, traces
+from benchmarks import full_scale, real_run, systems, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget, planning
@@ -115,16 +115,6 @@ def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():
     assert after["hit_rate"] == pytest.approx(0.4, abs=0.04)
     assert after["written"] < 0.55
     assert before["written"] == 1
-
-
-def test_groups_come_together_and_home_within_the_bound():
-    least = placement.measure("least_loaded", "sync", 8, 600)
-    group = placement.measure("sticky_group", "sync", 8, 600)
-    assert least["pairs"] == pytest.approx(1 / 8, abs=0.02)
-    assert least["home"] == pytest.approx(1 / 8, abs=0.05)
-    assert group["pairs"] > 0.99
-    assert group["home"] > 0.9
-    assert least["requests_to_mean_greatest"] == 1 < group["requests_to_mean_greatest"] <= 1.25
 
 
 @pytest.mark.parametrize("arm", scheduler.ARMS)

@@ -1,13 +1,12 @@
 """Placement: which replica serves which request. Events come in as calls, the answer is a replica's name.
 
-Process: the router in agent loop workers, and the coordinator. Engines: none.
+Process: the coordinator. Engines: none.
 """
 
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.placement import POLICIES, NoReplica, Placement
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
-from verl_rhyme.placement.sticky_group import StickyGroup
 
 __all__ = [
     "POLICIES",
@@ -20,5 +19,4 @@ __all__ = [
     "PlacementPolicy",
     "Progress",
     "Request",
-    "StickyGroup",
 ]

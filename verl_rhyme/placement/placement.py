@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_rhyme.placement.fleet import REQUESTS, TOKENS, Fleet
+from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.histopipe import HistoPipe
 from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.longest_first import LongestFirst
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
 from verl_rhyme.placement.skewness_aware import SkewnessAware
-from verl_rhyme.placement.sticky_group import StickyGroup
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
 POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "least_loaded": LeastLoaded,
-    "sticky_group": StickyGroup,
     "longest_first": LongestFirst,
     "histopipe": HistoPipe,
     "skewness_aware": SkewnessAware,
@@ -30,18 +27,15 @@ class NoReplica(RuntimeError):
 
 
 class Placement:
-    """The events of a fleet, and the answer. A policy that fails costs balance or locality, never a request.
+    """The events of a fleet, and the answer. A policy that fails costs balance, never a request.
 
     Args:
         policy: A name in :data:`POLICIES`.
         options: Of the policy.
-        conversations: How many conversations are remembered for their next turn; the longest unheard of go first.
         cost: What a replica's work costs, for those policies that reckon with it.
 
     Attributes:
         fleet: Replicas and loads.
-        placed: Requests placed so far.
-        misplaced: Of these, assigned to a replica that does not serve.
         errors: Calls of the policy that raised.
         last_error: The latest of them, in words.
 
@@ -54,17 +48,14 @@ class Placement:
         self,
         policy: str = "least_loaded",
         options: dict[str, Any] | None = None,
-        conversations: int = 65536,
         cost: ReplicaCost = TYPICAL,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"no placement policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
         self.fleet = Fleet(cost)
         self.policy = POLICIES[policy](self.fleet, **(options or {}))
-        self.placed = self.misplaced = self.errors = 0
+        self.errors = 0
         self.last_error = ""
-        self._conversations: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id: key, replica
-        self._remembered = conversations
         self._running: dict[str, list[tuple[Request, str]]] = {}
         self._random = random.Random(0)
 
@@ -92,15 +83,6 @@ class Placement:
         if replica in self.fleet:
             self.fleet.report(replica, capacity)
 
-    def expect(self, requests: int, more: bool = False) -> None:
-        """So many requests are about to come: bounds hold against the load there will be.
-
-        Args:
-            requests: How many.
-            more: Than were announced and have not come yet; else these are forgotten, for some may never come.
-        """
-        self.fleet.expected = max(0, requests) + more * self.fleet.expected
-
     def acquire(self, request: Request) -> str:
         """Where to send a request, which counts there from now on until it is released.
 
@@ -109,19 +91,15 @@ class Placement:
         """
         if not self.fleet:
             raise NoReplica("No available servers in load balancer")
-        if (known := self._conversations.get(request.id)) is not None:
-            request = request._replace(key=known[0], last=known[1])
-        serves = request.replica in self.fleet
-        self.misplaced += bool(request.replica) and not serves
-        replica = request.replica if serves else self._choose(request)
-        self._place(request, replica)
+        replica = request.replica if request.replica in self.fleet else self._choose(request)
+        self._settle(request, replica)
         return replica
 
     def release(self, request_id: str, replica: str, tokens: int | None = None) -> bool:
         """A request ended; false when none of that name runs there (its replica may have left in between).
 
         Args:
-            request_id: Its conversation.
+            request_id: Its id.
             replica: Where it ran.
             tokens: That it added there; ``None`` where nobody said.
         """
@@ -178,40 +156,9 @@ class Placement:
             self._failed(f"moves: {type(error).__name__}: {error}")
         return moved
 
-    def forget(self) -> int:
-        """Place what comes without regard to where its conversation and siblings are; how many were remembered."""
-        count = len(self._conversations)
-        self._conversations.clear()
-        self._tell("forget")
-        return count
-
-    def status(self) -> dict[str, Any]:
-        """Loads by replica, the greatest of them over its fair share, and what was counted."""
-        fleet = self.fleet
-        return {
-            "requests": {name: int(n) for name, n in zip(fleet.names, fleet.running[REQUESTS], strict=True)},
-            "tokens": {name: int(n) for name, n in zip(fleet.names, fleet.running[TOKENS], strict=True)},
-            "request_imbalance": fleet.imbalance(REQUESTS),
-            "token_imbalance": fleet.imbalance(TOKENS),
-            "expected": fleet.expected,
-            "placed": self.placed,
-            "misplaced": self.misplaced,
-            "policy_errors": self.errors,
-            "last_policy_error": self.last_error,
-        }
-
-    def _place(self, request: Request, replica: str) -> None:
-        self.placed += 1
-        self.fleet.expected = max(0, self.fleet.expected - 1)
-        self._settle(request, replica)
-
     def _settle(self, request: Request, replica: str) -> None:
         self.fleet.run(replica, 1, request.tokens)
         self._running.setdefault(request.id, []).append((request, replica))
-        self._conversations[request.id] = (request.key, replica)
-        self._conversations.move_to_end(request.id)
-        if len(self._conversations) > self._remembered:
-            self._conversations.popitem(last=False)
         self._tell("started", request, replica)
 
     def _choose(self, request: Request) -> str:

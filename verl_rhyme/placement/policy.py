@@ -14,27 +14,18 @@ class Request(NamedTuple):
     """What is known of a request when it asks for a replica; all but the id may be missing.
 
     Attributes:
-        id: Its conversation: later turns and resumptions come under the same id.
-        key: The prompt it belongs to: samples, turns and epochs of a prompt share it.
-        sample: Number of the sample in its group, -1 when unknown.
-        attempt: 0 for the first, one more for each resumption and each further turn.
-        group: Samples of the prompt that are sent about now, this one included; 0 when unknown. From the first attempt
-            of one of them on, room is kept for the others until they come or no request of the prompt runs.
+        id: Its sample: later attempts come under the same id.
+        key: The prompt it belongs to.
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
-        last: Where the conversation was last; empty when it is new.
         p90_tokens: 90th percentile of the tokens it will add; ``None`` without a prediction.
-        replica: The replica that a coordinator assigned it to; empty: the policy is asked.
+        replica: Where it runs already; empty: the policy is asked.
     """
 
     id: str
     key: str = ""
-    sample: int = -1
-    attempt: int = 0
-    group: int = 0
     prompt_tokens: int = 0
     response_tokens: int | None = None
-    last: str = ""
     p90_tokens: int | None = None
     replica: str = ""
 
@@ -42,11 +33,6 @@ class Request(NamedTuple):
     def tokens(self) -> int:
         """KV tokens it will fill at its end; 0 when nobody knows."""
         return 0 if self.response_tokens is None else max(0, self.prompt_tokens + self.response_tokens)
-
-    @property
-    def new(self) -> bool:
-        """Whether it begins a conversation."""
-        return not self.attempt and not self.last
 
 
 class Load(NamedTuple):
@@ -137,9 +123,6 @@ class PlacementPolicy:
 
     def removed(self, replica: str) -> None:
         """The replica is about to leave; all its requests were released."""
-
-    def forget(self) -> None:
-        """What runs stays where it is; what comes is placed by load, not by where its siblings are."""
 
     def watched(self) -> Sequence[str]:
         """Ids of running requests that may be better off elsewhere: it is to be told how far they are."""

@@ -111,9 +111,8 @@ class Dispatch:
                 if (before := self._at.pop(_id(*sample), None)) is not None:
                     self.placement.release(_id(*sample), before.replica)
             self._plan(dict.fromkeys(uid for uid, _ in samples))
-            self.placement.expect(len(samples))
             begin = map(operator.add, self._prompts([uid for uid, _ in samples]), had)
-            replicas = [self.placement.acquire(r) for r in map(self._request, samples, begin, expected, p90, had)]
+            replicas = [self.placement.acquire(r) for r in map(_request, samples, begin, expected, p90, had)]
         return list(map(_Chosen, replicas, expected, p90, had))
 
     @property
@@ -139,7 +138,7 @@ class Dispatch:
                 had = sample.kept_tokens if self.rollout.rules.continues else 0
                 id_ = f"{uid}-{number}"
                 begin = self._prompts([uid])[0] + had
-                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), begin, replica=replica))
+                self.placement.acquire(Request(id_, uid, begin, replica=replica))
                 self._at[id_] = _Placed(replica, name, had)
 
     def ended(self, name: str, tokens: int | None = None) -> None:
@@ -226,20 +225,11 @@ class Dispatch:
                 self.placement.plan(step, [load for load in loads if load.samples])
                 self._planned.update(p.uid for p in unplanned)
 
-    def _request(self, sample: tuple[str, int], begin: int, expected: int | None, p90: int | None, had: int) -> Request:
-        uid, number = sample
-        group = self.rollout.scheduler.ledger.prompt(uid).samples
-        return Request(
-            id=_id(uid, number),
-            key=uid,
-            sample=number,
-            attempt=group[number].attempt,
-            group=len(group),
-            prompt_tokens=begin,
-            response_tokens=None if expected is None else max(1, expected - had),
-            p90_tokens=None if p90 is None else max(1, p90 - had),
-        )
-
 
 def _id(uid: str, number: int) -> str:
     return f"{uid}-{number}"
+
+
+def _request(sample: tuple[str, int], begin: int, expected: int | None, p90: int | None, had: int) -> Request:
+    left, most = (None if tokens is None else max(1, tokens - had) for tokens in (expected, p90))
+    return Request(_id(*sample), sample[0], begin, left, most)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from verl_rhyme.config import LENGTH_PLACEMENTS
+from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.lengths.outlook import Outlook, certain
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
@@ -83,7 +83,7 @@ class Simulation:
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
-        planned = self.placement if scenario.placement in LENGTH_PLACEMENTS else None
+        planned = self.placement if scenario.placement in PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
@@ -196,8 +196,6 @@ class Simulation:
         return self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
-        if self.dispatch.placement is None:
-            self.placement.expect(len(starts))
         if self._kept is not None:
             expected = {start.name: start.assignment.expected_tokens for start in starts}
             self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
@@ -253,9 +251,6 @@ class Simulation:
             Asked(
                 id=self._name(attempt),
                 key=prompt.key,
-                sample=attempt.number,
-                attempt=attempt.attempt,
-                group=len(prompt.lengths),
                 prompt_tokens=prompt.tokens,
                 response_tokens=start.assignment.expected_tokens,
             )
@@ -448,7 +443,6 @@ class Simulation:
         """The weights of the current version are there, or on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
-        self.placement.forget()
         for name in self.rollout.take_abandoned():
             self._withdraw(name)
         self._after_start()

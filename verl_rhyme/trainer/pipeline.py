@@ -35,7 +35,7 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.room import FULL, no_room
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.config import LENGTH_PLACEMENTS, OVERSUBSCRIPTION, ConfigError, training_order
+from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
@@ -254,7 +254,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
         placement = self._rhyme.placement
-        return (placement.policy, dict(placement.options)) if placement.policy in LENGTH_PLACEMENTS else None
+        return None if placement.policy is None else (placement.policy, dict(placement.options))
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""

@@ -98,9 +98,9 @@ def test_what_a_preset_sets_may_be_set_otherwise():
     full = ["preset=full", "topology=separate"]
     rules = load(EXAMPLE, [*full, "max_staleness=4", "scheduling.at_version=finish"]).scenario.rules
     assert (rules.max_staleness, rules.batches, rules.finishes) == (4, 3, True)
-    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=sticky_group"])
+    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=null"])
     assert (stream.scenario.rules.max_staleness, stream.scenario.rules.batches) == (0, 1)
-    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "sticky_group")
+    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "least_loaded")
     assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.streaming is None
     batch = 512 * 16
     assert load(EXAMPLE, [*full, "training.gradients=false"]).scenario.streaming == Streaming(batch // 8, update=False)
@@ -119,7 +119,7 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("preset=full scheduling.put_off=0.2", "put_off=0.2 is for max_staleness=0"),
         ("scheduling.in_flight=2", "scheduling: only the pipeline has what is set there; use +rhyme=full or"),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
-        ("preset=full max_staleness=null placement.policy=least_loaded", "preset=full with max_staleness=null"),
+        ("preset=full max_staleness=null placement.policy=null", "preset=full with max_staleness=null"),
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),

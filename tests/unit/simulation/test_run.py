@@ -76,7 +76,7 @@ def test_every_sample_is_trained_once(mode, room):
         for at in {began for began, _ in own}:
             assert sum(began <= at < ended for began, ended in own) <= cost.slots
     assert not simulation.placement.errors
-    assert sum(simulation.placement.status()["requests"].values()) == 0
+    assert simulation.placement.fleet.totals == [0, 0]
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate, as loaded"])

@@ -33,7 +33,7 @@ def test_without_padding_nothing_is_inserted():
     [
         ({"policy": "histopipe", "options": {"tail": 0.2}}, ("histopipe", {"tail": 0.2})),
         ({"policy": "longest_first"}, ("longest_first", {})),
-        ({"policy": "least_loaded"}, None),
+        ({}, None),
     ],
 )
 def test_the_coordinator_places_by_expected_lengths(placement, wanted):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.config import LENGTH_PLACEMENTS
+from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.placement import POLICIES, Load, Placement, Progress, Request
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
@@ -35,13 +35,13 @@ def place(placement, lengths, samples=2, likely=None):
     for n, tokens in enumerate(lengths):
         for number in range(samples):
             tokens_ = None if tokens is None else int(tokens)
-            request = Request(f"p{n}-{number}", f"p{n}", number, 0, samples, 100, tokens_, p90_tokens=likely)
+            request = Request(f"p{n}-{number}", f"p{n}", 100, tokens_, likely)
             where[request.id] = placement.acquire(request)
     return where
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(LENGTH_PLACEMENTS), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
+@given(st.sampled_from(sorted(PLACEMENTS)), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
 def test_whatever_comes_is_placed_and_leaves_nothing(policy, lengths, replicas, samples, data):
     placement = fleet(policy, replicas)
     placement.plan(0, loads(lengths, samples))
@@ -131,7 +131,7 @@ def test_an_outlier_that_was_to_be_short_weighs_what_it_has_to_go():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0]))
     for number in range(2):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, p90_tokens=2000, replica="r0"))
+        placement.acquire(Request(f"p0-{number}", "p0", 0, 1000, 2000, replica="r0"))
     moves = placement.moves({name: Progress(2500, 3000, 5000) for name in placement.watched()})
     assert [move.replica for move in moves] == ["r1"], "one of them; then neither replica has less to do"
     assert placement.errors == 0, placement.last_error
@@ -142,7 +142,7 @@ def test_an_outlier_goes_where_the_others_are_nearly_done():
     placement = fleet("histopipe", 3, groups=1, tail=0.7)
     placement.plan(0, loads([1000.0], samples=3))
     for number, at in enumerate(["r0", "r0", "r1"]):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 3, 0, 1000, p90_tokens=2000, replica=at))
+        placement.acquire(Request(f"p0-{number}", "p0", 0, 1000, 2000, replica=at))
     for name, at in (("old-0", "r1"), ("new-0", "r2")):
         placement.acquire(Request(name, name, response_tokens=4000, replica=at))
     placement.release("p0-2", "r1", 3900)
@@ -156,7 +156,7 @@ def test_a_replica_full_of_late_ones_is_not_taken_for_one_with_nothing_to_do():
     placement = fleet("histopipe", 3, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0]))
     for number in range(2):
-        placement.acquire(Request(f"p0-{number}", "p0", number, 0, 2, 0, 1000, p90_tokens=2000, replica="r0"))
+        placement.acquire(Request(f"p0-{number}", "p0", 0, 1000, 2000, replica="r0"))
     for n in range(9):
         placement.acquire(Request(f"late-{n}", f"late-{n}", response_tokens=1000, replica="r1"))
     placement.acquire(Request("short-0", "short", response_tokens=300, replica="r2"))
@@ -196,7 +196,7 @@ def test_outliers_spread_over_the_replicas_that_have_room():
     placement = fleet("histopipe", 8, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0] * 64, samples=1))
     for n in range(64):
-        placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 0, 1000, p90_tokens=900, replica="r0"))
+        placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 1000, 900, replica="r0"))
     moves = placement.moves({name: Progress(950, 3000, 5000) for name in placement.watched()})
     requests = placement.fleet.running[0]
     assert len(moves) > 40
@@ -222,7 +222,7 @@ def test_prompts_that_left_leave_nothing():
 def test_what_moves_counts_where_it_went_with_what_it_has():
     placement = fleet("histopipe", 2, groups=1, tail=1.0)
     placement.plan(0, loads([1000.0], samples=1))
-    at = placement.acquire(Request("p0-0", "p0", 0, 0, 1, 100, 1000, p90_tokens=1200))
+    at = placement.acquire(Request("p0-0", "p0", 100, 1000, 1200))
     placement.acquire(Request("x-0", "x", response_tokens=5000, replica=at))
     [move] = placement.moves({"p0-0": Progress(1300, 400, 800)})
     assert move.replica != at
@@ -299,7 +299,7 @@ def test_a_step_of_a_hundred_thousand_prompts_on_a_thousand_replicas(policy):
     placement.plan(0, prompts)
     planned = time.process_time() - began
     for n, tokens in enumerate(lengths[:5000].tolist()):
-        placement.acquire(Request(f"p{n}-0", f"p{n}", 0, 0, 1, 100, int(tokens)))
+        placement.acquire(Request(f"p{n}-0", f"p{n}", 100, int(tokens)))
     assert planned < 1
     assert (time.process_time() - began - planned) / 5000 < 1e-3
     assert placement.errors == 0
