@@ -70,7 +70,6 @@ class Placement:
         for request_id in [name for name, runs in self._running.items() if any(at == replica for _, at in runs)]:
             while self.release(request_id, replica):
                 pass
-        self._tell("removed", replica)
         self.fleet.remove(replica)
         return True
 

@@ -121,9 +121,6 @@ class PlacementPolicy:
     def left(self, keys: Sequence[str]) -> None:
         """These prompts of earlier plans are not answered any more; nothing of them runs."""
 
-    def removed(self, replica: str) -> None:
-        """The replica is about to leave; all its requests were released."""
-
     def watched(self) -> Sequence[str]:
         """Ids of running requests that may be better off elsewhere: it is to be told how far they are."""
         return ()
