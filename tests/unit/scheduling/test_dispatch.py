@@ -64,7 +64,7 @@ def test_a_prompts_own_tokens_are_reckoned_with():
     dispatch.ended(cut)
     assert placement.fleet.totals[1] == whole - 3200
     [again] = dispatch.fill()
-    assert (again.tokens, placement.fleet.totals[1]) == (3000, whole)
+    assert (again.assignment.expected_tokens, placement.fleet.totals[1]) == (3000, whole)
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
     dispatch.take_up({again.name: "a"})
@@ -172,7 +172,7 @@ def test_what_goes_on_from_tokens_is_expected_to_add_the_rest():
     rollout.ended(Ended(start.name, "interrupted", 600, 0))
     dispatch.ended(start.name)
     [again] = dispatch.fill()
-    assert (again.tokens, again.partial) == (1000, True)
+    assert (again.assignment.expected_tokens, again.partial) == (1000, True)
     assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
 
 
