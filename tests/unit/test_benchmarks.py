@@ -16,7 +16,6 @@ from benchmarks.studies import (
     allocation,
     eviction,
     length_pairs,
-    lengths,
     ranker,
     scheduler,
     simulated_fleet,
@@ -171,17 +170,6 @@ def test_what_is_recorded_of_many_gpus_is_what_todays_code_gives():
     made = full_scale.simulate(arm, full_scale.Setting(1024, full_scale.GPUS[1024]))
     assert any(made.items() <= row.items() for row in rows), "what the command gives is not recorded"
     assert full_scale.table(rows) in (full_scale.ROOT / "docs" / "full_scale.md").read_text(), "see --table"
-
-
-def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
-    """What is left is what no history can know: the spread of a prompt's own responses."""
-    rows = list(lengths.evaluate(*lengths.made_up(between=0.8, within=0.3, prompts=512, epochs=2)))
-    last = {row["arm"]: row for row in rows if row["epoch"] == 1}
-    ours, ceiling = last["ours"], last["siblings' mean"]
-    assert ours["rank_correlation"] > 0.97 * ceiling["rank_correlation"]
-    assert last["ours, half a group on"]["recall_10"] > ours["recall_10"]
-    assert ours["coverage_90"] == pytest.approx(0.9, abs=0.03)
-    assert abs({row["arm"]: row for row in rows if row["epoch"] == 0}["ours"]["rank_correlation"]) < 0.2
 
 
 def test_the_simulator_predicts_a_recorded_run(monkeypatch):

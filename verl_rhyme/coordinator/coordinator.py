@@ -27,7 +27,7 @@ from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
 from verl_rhyme.coordinator.crew import Crew
 from verl_rhyme.coordinator.leftovers import Leftovers
 from verl_rhyme.coordinator.moving import Moving
-from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
     SlotAccount,
@@ -431,7 +431,7 @@ class Coordinator:
             self._dispatch.ended(name)
         crew.abandon(abandoned)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
     def _watch_starts(self, report: Ended) -> None:

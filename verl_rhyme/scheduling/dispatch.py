@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.placement import Load, Move, Placement, Progress, Request
 from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.samples import Prompt
 
-#: Of samples (uid, number) that have so many tokens: what they may yet add.
-Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], "Outlook | None"]
+#: Of samples (uid, number) that have so many tokens: how long they will be.
+Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], Forecast | None]
 #: Tokens of prompts, by uid; 0 where nobody knows.
 PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 

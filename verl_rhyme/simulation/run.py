@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
 from verl_rhyme.config import PLACEMENTS
-from verl_rhyme.lengths.outlook import Outlook, certain
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as Asked
@@ -178,14 +180,14 @@ class Simulation:
         if starts:
             self._start(starts)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         """What is expected of samples (:attr:`Scenario.forecasts`)."""
         if self.scenario.forecasts == "history":
             return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
             return None
-        tokens = [int(self._loaded[uid].lengths[number]) for uid, number in samples]
-        return certain(tokens, had, self.scenario.response_limit)
+        tokens = np.array([int(self._loaded[uid].lengths[number]) for uid, number in samples], np.int64)
+        return Forecast(tokens, tokens)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
         """Of prompts, as far as it is known (:attr:`Scenario.forecasts`)."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_rhyme.lengths.outlook import certain
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.placement import Placement, Request
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.dispatch import Dispatch
@@ -17,7 +17,7 @@ LOADED = {**RULES, "take": "loaded", "separate": True}
 
 def expected(samples, had):
     tokens = np.array([1000 * (int(uid) + 1) for uid, _ in samples])
-    return certain(tokens, had, 10_000)._replace(p90=3 * tokens // 2)
+    return Forecast(tokens, 3 * tokens // 2)
 
 
 def made(lengths=expected, replicas=("a", "b")):
