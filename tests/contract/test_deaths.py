@@ -18,14 +18,14 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayError
 from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
-from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme.coordinator import replica_start, replicas
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.replica import RhymeReplica
 from verl_rhyme.processes import deaths
 from verl_rhyme.processes.deaths import Outliving, ReplicaDied, dead, is_death
-from verl_rhyme.router.router import router
+from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -266,7 +266,7 @@ def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: An
     assert replica.pid() == pid
 
 
-class Kept(router(policy="least_loaded")):  # type: ignore[misc]
+class Kept(PlacementRouter):
     """Remembers how much each holds."""
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
@@ -292,7 +292,7 @@ class World:
             model_config=None,
             server_addresses=list(handles),
             server_handles=list(handles.values()),
-            global_load_balancer=_create_global_sticky_inflight(handles, load_balancer_cls=balancer),
+            global_load_balancer=ray.remote(balancer).remote(handles),
         )
         self.weights = Weights(replicas=made)
         self.spares = Spares(self.servers, self.weights)

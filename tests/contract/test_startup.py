@@ -166,11 +166,11 @@ def test_a_bound_that_an_on_policy_estimator_refuses(tmp_path, estimator):
 
 
 @pytest.mark.parametrize(
-    ("factor", "told"), [(1.5, None), (1, "must be above 1"), ("wide", "placement.options.factor must be float")]
+    ("groups", "told"), [(2, None), (0, "must be at least 1"), ("many", "placement.options.groups must be int")]
 )
-def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
-    tree = config(tmp_path)
-    placement = {"policy": "sticky_group", "options": {"factor": factor}}
+def test_a_placement_is_tried_before_anything_starts(tmp_path, groups, told):
+    tree = pipeline_config(tmp_path)
+    placement = {"policy": "histopipe", "options": {"groups": groups}}
     tree.actor_rollout_ref.rollout.custom.rhyme.placement = placement
     if told is None:
         startup.check(tree)

@@ -24,9 +24,9 @@ def test_a_preset_is_called_after_itself(preset):
         ("histospec", {"drafting__enable": False}, "histospec-no_drafting", "histospec"),
         (
             "full",
-            {"max_staleness": 2, "drafting__enable": False, "placement__policy": "least_loaded"},
-            "full-k2-no_drafting-least_loaded",
-            "full-k2-least_loaded",
+            {"max_staleness": 2, "drafting__enable": False, "placement__policy": None},
+            "full-k2-no_drafting-no_policy",
+            "full-k2-no_policy",
         ),
         ("full", {"scheduling__in_flight": 1.5, "streaming__part": None}, *["full-in_flight_1.5-no_part"] * 2),
         (

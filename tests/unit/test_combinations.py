@@ -147,13 +147,13 @@ CASES = [
     ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (
         "histospec",
-        [f"{CONFIG_PATH}.placement.policy=makespan"],
-        ["placement.policy=makespan with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
+        [f"{CONFIG_PATH}.placement.policy=histopipe"],
+        ["placement.policy=histopipe with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
     ),
     (
-        "histospec",
-        [f"{CONFIG_PATH}.placement.policy=sticky_group", f"{R}.router_config_path=mine.yaml"],
-        ["router_config_path=mine.yaml with", "placement.policy=sticky_group: one router"],
+        "full",
+        [f"{R}.router_config_path=mine.yaml"],
+        ["router_config_path=mine.yaml with", "placement.policy=longest_first: one router"],
     ),
     ("full", [f"{R}.full_determinism=true"], ["full_determinism=true with", "placement.policy=null"]),
     (
@@ -231,7 +231,7 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("full", [SEPARATE, ELASTIC]),
         ("full", [SEPARATE, ELASTIC, f"{BACKEND}=nccl"]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
-        ("full", [f"{CONFIG_PATH}.placement.policy=sticky_group", "data.gen_batch_size=1"]),
+        ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
         ("sorted", [f"{E}.scheduling_policy=priority", f"{E}.ubatch_size=1", f"{E}.scheduler_cls=null"]),
         *((preset, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]) for preset in PIPELINES),

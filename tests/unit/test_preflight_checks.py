@@ -138,9 +138,12 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ),
         ([f"{R}.custom.rhyme.sampling.coupled=true"], "rhyme", "only a response that is regenerated"),
         (
-            [f"{R}.custom.rhyme.placement.policy=sticky_group", f"+{R}.custom.rhyme.placement.options.factor=0.5"],
+            [
+                f"{R}.custom.rhyme.placement.policy=histopipe",
+                f"+{R}.custom.rhyme.placement.options.groups=0",
+            ],
             "rhyme",
-            "must be above 1",
+            "must be at least 1",
         ),
         ([f"+{R}.engine_kwargs.vllm.speculative_config.method=ngram"], "rhyme", "speculative_config"),
         ([MEGATRON, f"{A}.megatron.tensor_model_parallel_size=3"], "parallel sizes", "8 training GPUs"),
@@ -299,11 +302,11 @@ def test_a_ranker_has_what_it_needs(world, tmp_path, monkeypatch):
 
 def test_one_replica_leaves_nothing_to_place(world):
     def warned(*overrides):
-        return complaints(preflight(world, f"{R}.custom.rhyme.placement.policy=sticky_group", *overrides)).get(
+        return complaints(preflight(world, f"{R}.custom.rhyme.placement.policy=histopipe", *overrides)).get(
             ("placement", "warn"), ""
         )
 
-    assert "placement.policy=sticky_group has nothing to choose from" in warned("trainer.n_gpus_per_node=2")
+    assert "placement.policy=histopipe has nothing to choose from" in warned("trainer.n_gpus_per_node=2")
     assert not warned()
 
 

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.config import (
     CONFIG_PATH,
-    LENGTH_PLACEMENTS,
     PIPELINES,
     PRESETS,
     SINGLE_ESTIMATORS,
@@ -382,15 +381,15 @@ TABLE = (
         (
             Option(
                 _PLACEMENT,
-                lambda policy, run: policy in LENGTH_PLACEMENTS and not run.pipeline,
-                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=sticky_group or least_loaded",
+                lambda policy, run: policy is not None and not run.pipeline,
+                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=null",
                 (_BOUND,),
             ),
             Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),
             Option(f"{_ROLLOUT}.full_determinism", beside=(_PLACEMENT,)),
         ),
         lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
-        "one router places requests: verl's, your own, or a placement, some of which go by lengths that the pipeline "
+        "one router places requests: verl's, your own, or ours by a placement, which goes by lengths that the pipeline "
         "expects",
         f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
     ),

@@ -25,7 +25,6 @@ from verl_rhyme.config.drafting import (
 )
 from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.placement import (
-    LENGTH_PLACEMENTS,
     PLACEMENTS,
     RANKERS,
     LengthsConfig,
@@ -51,7 +50,6 @@ __all__ = [
     "CONFIG_PATH",
     "DRAFTERS",
     "HISTORY_FILL",
-    "LENGTH_PLACEMENTS",
     "MAX_DRAFT_TOKENS",
     "OVERSUBSCRIPTION",
     "PIPELINES",

@@ -27,7 +27,7 @@ from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
 from verl_rhyme.coordinator.crew import Crew
 from verl_rhyme.coordinator.leftovers import Leftovers
 from verl_rhyme.coordinator.moving import Moving
-from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
     SlotAccount,
@@ -80,7 +80,6 @@ class Coordinator:
         self._lost_starts = LostStarts()
         self._full: tuple[float, str] | None = None  # when a worker last found no room in the queue, and the error
         self._waited_from: float | None = None  # since when the trainer waits for a batch, but for attempts that ended
-        self._announced = False  # to the router, under this version
         self._crewless = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
         self._leftovers = Leftovers()
@@ -183,7 +182,6 @@ class Coordinator:
         self._still(opening)
         rollout.publish(version, batches_left)
         self._slots.go(time.time())
-        self._announced = False
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
@@ -407,9 +405,6 @@ class Coordinator:
                     lot = max(1, setting.lot * limit // setting.limit)
                     starts = self._dispatch.fill(limit, lot)
                     self._errands.tell_errors()
-                    if starts and setting.router is not None:
-                        setting.router.expect.remote(len(starts), more=self._announced)
-                        self._announced = True
                     crew.start(starts, rollout.scheduler.version + 1)
                     self._slots.handed((start.name for start in starts), time.time())
                 self._abandon()
@@ -436,7 +431,7 @@ class Coordinator:
             self._dispatch.ended(name)
         crew.abandon(abandoned)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
     def _watch_starts(self, report: Ended) -> None:

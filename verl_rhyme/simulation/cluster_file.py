@@ -48,7 +48,6 @@ _LEAST = {
     "workload.growth": 0,
     "workload.seed": 0,
     "drafts.overhead": 1,
-    "drafts.siblings": 0,
 }
 
 
@@ -257,11 +256,6 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     default = WorkloadFile(work.lengths, response_limit=work.response_limit)
     if given := [name for name, value in vars(work).items() if value != getattr(default, name)]:
         raise ClusterError(f"{path}: workload.lengths.run brings its own: drop workload.{', workload.'.join(given)}")
-    if config.drafts.siblings and config.drafts.acceptance is None:
-        raise ClusterError(
-            f"{path}: what siblings help is in the acceptance that workload.lengths.run brings: drop drafts.siblings, "
-            "or set drafts.acceptance"
-        )
     try:
         run = recorded.read(from_folder_of(path, str(work.lengths.run)))
     except recorded.RunError as error:
@@ -286,7 +280,7 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:
     acceptance = known.acceptance if config.acceptance is None else tuple(config.acceptance)
-    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead, config.siblings)
+    return Drafts(acceptance, known.overhead if config.overhead is None else config.overhead)
 
 
 def verls_rules(batch_prompts: int, samples: int, *, separate: bool) -> Rules:

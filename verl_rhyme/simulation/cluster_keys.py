@@ -65,12 +65,10 @@ class WorkloadFile:
 
 @dataclass
 class DraftsFile:
-    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5. What siblings
-    help is in a recorded run's own acceptance, and is not added to that."""
+    """:class:`~verl_rhyme.simulation.scenario.Drafts`; ``null``: a recorded run's own, else 1 and 1.5."""
 
     acceptance: list[float] | None = None
     overhead: float | None = None
-    siblings: float = 0.0
 
 
 @dataclass

@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from verl_rhyme.config import LENGTH_PLACEMENTS
-from verl_rhyme.lengths.outlook import Outlook, certain
+import numpy as np
+
+from verl_rhyme.config import PLACEMENTS
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as Asked
@@ -83,7 +85,7 @@ class Simulation:
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
-        planned = self.placement if scenario.placement in LENGTH_PLACEMENTS else None
+        planned = self.placement if scenario.placement in PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
@@ -105,7 +107,7 @@ class Simulation:
             told = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, told)
             self._versions[name] = 0
-            self.placement.add(name, cost)
+            self.placement.add(name)
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
         self._occupancy = Occupancy(scenario.slots, 0.0)
@@ -178,14 +180,14 @@ class Simulation:
         if starts:
             self._start(starts)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         """What is expected of samples (:attr:`Scenario.forecasts`)."""
         if self.scenario.forecasts == "history":
             return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
             return None
-        tokens = [int(self._loaded[uid].lengths[number]) for uid, number in samples]
-        return certain(tokens, had, self.scenario.response_limit)
+        tokens = np.array([int(self._loaded[uid].lengths[number]) for uid, number in samples], np.int64)
+        return Forecast(tokens, tokens)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
         """Of prompts, as far as it is known (:attr:`Scenario.forecasts`)."""
@@ -196,8 +198,6 @@ class Simulation:
         return self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
-        if self.dispatch.placement is None:
-            self.placement.expect(len(starts))
         if self._kept is not None:
             expected = {start.name: start.assignment.expected_tokens for start in starts}
             self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
@@ -253,9 +253,6 @@ class Simulation:
             Asked(
                 id=self._name(attempt),
                 key=prompt.key,
-                sample=attempt.number,
-                attempt=attempt.attempt,
-                group=len(prompt.lengths),
                 prompt_tokens=prompt.tokens,
                 response_tokens=start.assignment.expected_tokens,
             )
@@ -448,7 +445,6 @@ class Simulation:
         """The weights of the current version are there, or on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
-        self.placement.forget()
         for name in self.rollout.take_abandoned():
             self._withdraw(name)
         self._after_start()

@@ -35,7 +35,7 @@ from verl_rhyme.agent_loop.client import rhymed
 from verl_rhyme.agent_loop.room import FULL, no_room
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.config import LENGTH_PLACEMENTS, OVERSUBSCRIPTION, ConfigError, training_order
+from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
@@ -54,10 +54,6 @@ from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 
 logger = logging.getLogger(__name__)
-
-#: Share of its steps that drafts save a response beside a sibling, where nothing else is said: what two real replicas
-#: showed (benchmarks/README.md, "Groups together").
-SIBLING_GAIN = 0.1
 
 
 class RhymePipelineTrainer(RhymeTrainerMixin):
@@ -257,13 +253,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
-        placement, drafting = self._rhyme.placement, self._rhyme.drafting
-        if placement.policy not in LENGTH_PLACEMENTS:
-            return None
-        options = dict(placement.options)
-        if placement.policy == "makespan" and drafting.enable and drafting.policy == "adaptive":
-            options.setdefault("sibling_gain", SIBLING_GAIN)  # what is drafted from siblings, they lack elsewhere
-        return placement.policy, options
+        placement = self._rhyme.placement
+        return None if placement.policy is None else (placement.policy, dict(placement.options))
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""

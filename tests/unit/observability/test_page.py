@@ -79,8 +79,6 @@ def write_run(folder: Path, arm: str, speed: float = 1.0, steps: int = 6, predic
             m.HISTORY_SIMILARITY: 0.5 + 0.05 * step,
             m.HISTORY_SIMILARITY_CHANCE: 0.25,
             m.LENGTH_CORRELATION: 0.6,
-            m.LENGTHS + "recall_10": 0.4,
-            **{f"{m.LENGTHS}coverage_{share}": share / 100 for share in (10, 50, 90)},
         }
         lines.append(json.dumps({"step": step, "data": data}))
         now = harvest + 4
@@ -141,7 +139,7 @@ def test_one_file_needs_no_other(runs) -> None:
 
 def test_every_figure_is_there_and_is_sound_xml(runs) -> None:
     page = page_of(*runs)
-    wanted = {"lanes-1", "lanes-2", "bubbles-1", "requests-1", "lengths-1", "rank", "recall", "calibration-1"}
+    wanted = {"lanes-1", "lanes-2", "bubbles-1", "requests-1", "lengths-1", "rank"}
     wanted |= {"accepted", "rate", "similarity", "stages-1", "stages-2", "reward", "useful", "length", "matched"}
     assert wanted <= set(Outside().check(page).ids)
     assert "lengths-2" not in Outside().check(page).ids, "of the second run nothing was predicted"

@@ -98,9 +98,9 @@ def test_what_a_preset_sets_may_be_set_otherwise():
     full = ["preset=full", "topology=separate"]
     rules = load(EXAMPLE, [*full, "max_staleness=4", "scheduling.at_version=finish"]).scenario.rules
     assert (rules.max_staleness, rules.batches, rules.finishes) == (4, 3, True)
-    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=sticky_group"])
+    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=null"])
     assert (stream.scenario.rules.max_staleness, stream.scenario.rules.batches) == (0, 1)
-    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "sticky_group")
+    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "least_loaded")
     assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.streaming is None
     batch = 512 * 16
     assert load(EXAMPLE, [*full, "training.gradients=false"]).scenario.streaming == Streaming(batch // 8, update=False)
@@ -119,7 +119,7 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("preset=full scheduling.put_off=0.2", "put_off=0.2 is for max_staleness=0"),
         ("scheduling.in_flight=2", "scheduling: only the pipeline has what is set there; use +rhyme=full or"),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
-        ("preset=full max_staleness=null placement.policy=least_loaded", "preset=full with max_staleness=null"),
+        ("preset=full max_staleness=null placement.policy=null", "preset=full with max_staleness=null"),
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
@@ -207,7 +207,7 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
-        ("placement=makespan", "placement must be a mapping, not 'makespan'"),
+        ("placement=histopipe", "placement must be a mapping, not 'histopipe'"),
         ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
         ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
         ("updates=[1]", "updates must be a single value, not [1]"),
@@ -246,7 +246,6 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
         ("drafts.acceptance=[0.5]", "drafts.acceptance.0 must be at least 1, not 0.5"),
         ("drafts.acceptance=[]", "drafts.acceptance is empty"),
-        ("drafts.siblings=-0.1", "drafts.siblings must be at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(override, told):

@@ -367,7 +367,6 @@ def test_a_log_of_another_version(run, tmp_path):
         ("workload.lengths.run=nowhere", "is no folder"),
         ("workload.lengths.path=x", "did you mean|known here: run"),
         ("workload.prompts=3", "brings its own: drop workload.prompts"),
-        ("drafts.siblings=0.1", "drop drafts.siblings, or set drafts.acceptance"),
         ("workload.epochs=3", "brings its own: drop workload.epochs"),
         ("workload={alike: 0.1, unseen: 0.5, seed: 1}", "drop workload.alike, workload.unseen, workload.seed"),
         ("batch_prompts=99", "64 prompts are fewer prompts than batch_prompts=99"),

@@ -88,7 +88,7 @@ def test_counts_nobody_fetches_are_bounded(server):
 async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     """And nothing that vLLM, which copies every object in there, would copy token by token."""
     previous = b"\1\0\0\0\2\0\0\0"
-    meta = RequestMeta(key="00ff", sample=2, attempt=1, group=8, noise="ab", previous=previous, queued_at=12.5)
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     told = server.given["extra_args"].pop(FIELD)

@@ -30,7 +30,6 @@ from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
-from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import Handed, Setting
 from verl_rhyme.router.router import PlacementRouter
@@ -124,14 +123,12 @@ class World:
         # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
-            self.placement = ("makespan", {"gain": 0.001, "sibling_gain": random.Random(seed).choice([0.0, 0.1])})
+            self.placement = ("longest_first", {})
         self.setting = Setting(
             self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
         )
         self.streams = self.separate and seed % 4 != 1
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
-        if seed % 3 == 2:  # few slots: samples wait
-            self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
         self.save_every = self.random.choice([1, 2, 3])
         self.kills_left, self.deaths, self.died_at = kills, [], {}
         self.salt = self.random.getrandbits(60)

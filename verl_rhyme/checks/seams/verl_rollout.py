@@ -154,8 +154,24 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        f"{_ROUTER}:RequestLoadBalancer",
+        f"{_ROUTER}:GlobalRequestLoadBalancer.__init__",
         "our router",
+        signature="(self, servers, max_cache_size, full_determinism)",
+        contains=("self._servers:", "self._request_id_to_server:"),
+    ),
+    Seam(
+        f"{_ROUTER}:GlobalRequestLoadBalancer.acquire_server",
+        "our router: a request goes where it was assigned",
+        signature="(self, request_id)",
+        contains=(
+            "if request_id in self._request_id_to_server: server_id = self._request_id_to_server[request_id]",
+            "return server_id, self._servers[server_id]",
+        ),
+    ),
+    Seam(f"{_ROUTER}:GlobalRequestLoadBalancer.remove_servers", "our router", signature="(self, server_ids)"),
+    Seam(
+        f"{_ROUTER}:RequestLoadBalancer",
+        "a router of the user's own",
         has=(
             "acquire_server",
             "release_server",
@@ -175,14 +191,6 @@ SEAMS: tuple[Seam, ...] = (
         signature="(servers, router_config_path, full_determinism, load_balancer_cls)",
     ),
     Seam(f"{_ROUTER}:_create_plugin_extension", "our router", contains=("ray_cls.remote(servers, yaml_config)",)),
-    Seam(
-        f"{_ROUTER}:_create_global_sticky_inflight",
-        "our router, given as a class",
-        contains=(
-            "kwargs = dict(servers=servers, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)",
-            "ray.remote(load_balancer_cls).remote(**kwargs)",
-        ),
-    ),
     Seam(
         f"{_CLIENT}:LLMServerClient._acquire_server",
         "what the router is told of a request",

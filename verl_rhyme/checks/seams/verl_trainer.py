@@ -41,11 +41,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
     Seam(f"{_TRAINER}:PPOTrainer.get_llm_client", "prompt keys on requests", signature="(self)"),
-    Seam(
-        f"{_TRAINER}:PPOTrainer._submit_batch_to_rollout",
-        "our router knows how many requests come",
-        signature="(self, batch)",
-    ),
     Seam(f"{_TRAINER}:PPOTrainer._rollout_server_managers", "request slots", signature="(self)"),
     Seam(f"{_TRAINER}:PPOTrainer._build_replay_buffer", "poll interval", signature="(self)"),
     Seam(

@@ -192,26 +192,6 @@ def lengths(run: Run, index: int) -> str | None:
     return chart.draw()
 
 
-def calibration(run: Run) -> str | None:
-    """Part of responses no longer than the 0.1, 0.5 and 0.9 quantiles of their forecasts, by epoch."""
-    wanted = [(share, run.by_epoch(f"{metrics.LENGTHS}coverage_{round(100 * share)}")) for share in (0.1, 0.5, 0.9)]
-    places = [place for _, points in wanted for place, _ in points]
-    if not places:
-        return None
-    chart = Chart(
-        _whole(places, "epoch"),
-        Axis(0.0, 1.0, "responses no longer than the quantile", write=percent),
-        "calibration of forecast lengths by epoch",
-    )
-    for k, (share, points) in enumerate(wanted):
-        chart.line([(chart.x.low, share), (chart.x.high, share)], "ideal")
-        chart.line(points, f"q{k}")
-        for place, value in points:
-            chart.dot(place, value, f"q{k} dot", f"quantile {share}, epoch {place:g}: {percent(value)}")
-        chart.note(chart.x.high, share, f"{share:g}", dx="4", dy="3.5")
-    return chart.draw()
-
-
 def at_matched_lengths(
     runs: Sequence[Run], points: Sequence[list[matched.Point]], found: matched.Matched
 ) -> str | None:

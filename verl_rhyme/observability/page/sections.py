@@ -202,13 +202,7 @@ def lengths(runs: Sequence[Run]) -> Iterator[str]:
         caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
         figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
     rank = [(run, run.by_epoch(metrics.LENGTH_CORRELATION)) for run in runs]
-    recall = [(run, run.by_epoch(metrics.LENGTHS + "recall_10")) for run in runs]
-    wanted = "recall of the longest 10%"
     figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
-    figures.append(("recall", charts.curve(recall, wanted, write=percent, low=0.0, high=1.0), words.RECALL))
-    for at, run in enumerate(runs):
-        caption = words.CALIBRATION.format(name=escape(run.name))
-        figures.append((f"calibration-{at + 1}", charts.calibration(run), caption))
     if pictures := _pair(figures, runs):
         none = "" if any(len(run.lengths()[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
         yield "<h2>Lengths</h2>" + none + pictures

@@ -36,10 +36,6 @@ NO_PREDICTIONS = """The request log holds no predicted lengths, so this is what 
 epoch."""
 RANK = """<b>Rank correlation</b> (Spearman) of forecast and real lengths, of the groups completed in the epoch,
 forecast before any of their responses began. 1 is the right order, 0 none at all."""
-RECALL = """<b>Tail recall</b>: of the longest 10% of responses, the part that is among as many forecast longest.
-Chance gives 10%."""
-CALIBRATION = """<b>Calibration, {name}</b>: responses no longer than the 0.1, 0.5 and 0.9 quantile of their forecast.
-Dotted: where each should lie."""
 
 ACCEPTANCE_LENGTH = """<b>Acceptance length</b>: tokens that a step which verifies drafts emits, 1 + accepted tokens /
 such steps."""
