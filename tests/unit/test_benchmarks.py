@@ -21,7 +21,6 @@ from benchmarks.studies import (
     placement_real,
     placement_simulated,
     published,
-    published_stream,
     ranker,
     scheduler,
     simulated_fleet,
@@ -176,30 +175,6 @@ def test_published_ratios_are_those_of_their_arms(monkeypatch):
     one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
     assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
     assert drafts > 1.3, "with acceptance lengths above 2 and steps that wait for memory"
-
-
-def test_what_stands_in_for_streamrls_settings_is_near_what_is_published_of_them():
-    """Costs of a step, and the ranker's recall; what a colocated iteration takes is longer."""
-    rows = list(itertools.islice(published_stream.fit(seeds=1), 3 + len(published_stream.DECODING)))
-    assert all(abs(row["error"]) < 0.25 for row in rows), rows
-
-
-def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
-    monkeypatch.setattr(published_stream, "SPLITS", (0.5, 0.5, 0.5))
-    rows = list(published_stream.ablation(seeds=1, quick=True))
-    arms = {row["arm"]: row for row in rows if "arm" in row}
-    assert set(arms) == {arm.name for arm in published_stream.ARMS}
-    for arm in published_stream.ARMS:
-        row = arms[arm.name]
-        assert row["staleness_max"] == ("max_staleness=1" in arm.changes)
-        assert (row["early"] > 0) == ("preset=stream" in arm.changes and "streaming.part=null" not in arm.changes)
-    *ratios, oracle = (row for row in rows if "ratio" in row)
-    for row, (arm, _, published_ratio) in zip(ratios, published_stream.ABLATION, strict=True):
-        assert (row["simulated"], row["published"]) == (arms[arm.name]["simulated"], published_ratio)
-    assert oracle["simulated"] <= 1.05
-    compared = published_stream.APART, published_stream.STREAM_SKEWED, published_stream.ASYNC_SKEWED
-    apart, stream, ahead = (arms[arm.name] for arm in compared)
-    assert apart["step_s"] > stream["step_s"] > ahead["step_s"]
 
 
 @pytest.mark.parametrize("task", ["puzzles", "roads"])

@@ -61,7 +61,6 @@ class Loaded:
         prompts: In the order of the loader.
         updates: Update batches that they make, or fewer where the file says so.
         sources: Of the profiles' figures.
-        epoch_prompts: Prompts of an epoch.
         total: Prompts of all epochs.
         unread: What of a recorded run's log was not read, or is not played.
     """
@@ -70,7 +69,6 @@ class Loaded:
     prompts: Iterable[Prompt]
     updates: int
     sources: list[str]
-    epoch_prompts: int
     total: int
     unread: list[str] = field(default_factory=list)
 
@@ -219,7 +217,7 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         response_limit=work.response_limit,
         ranker=config.ranker,
     )
-    return Loaded(scenario, work.prompts, updates, sources, work.epoch_prompts, work.total, work.unread)
+    return Loaded(scenario, work.prompts, updates, sources, work.total, work.unread)
 
 
 class _Work(NamedTuple):
@@ -227,7 +225,6 @@ class _Work(NamedTuple):
 
     prompts: Iterable[Prompt]
     total: int
-    epoch_prompts: int
     samples: int
     response_limit: int
     largest: int
@@ -249,7 +246,7 @@ def _made_up(config: ClusterFile, path: Path) -> _Work:
     made = lengths.epochs(*sizes, seed=work.seed, unseen=work.unseen)
     drafts = _drafts(config.drafts, Drafts())
     largest = work.prompt_tokens + work.response_limit
-    return _Work(made, work.prompts * work.epochs, work.prompts, work.samples, work.response_limit, largest, drafts, [])
+    return _Work(made, work.prompts * work.epochs, work.samples, work.response_limit, largest, drafts, [])
 
 
 def _recorded(config: ClusterFile, path: Path) -> _Work:
@@ -274,14 +271,13 @@ def _recorded(config: ClusterFile, path: Path) -> _Work:
     drafts = _drafts(config.drafts, recorded.acceptance(run))
     if config.drafts.acceptance is not None:
         prompts = [prompt.unpaced() for prompt in prompts]
-    epoch_prompts = len({prompt.key for prompt in prompts})
     limit = longest if work.response_limit is None else work.response_limit
     unread = list(run.unread)
     trained = {*run.requests["uid"][run.requests["trained"] & ~run.requests["validate"]].tolist()}
     if lost := len(trained) - len(prompts):
         unread.append(f"{run.folder}: {lost} of {len(trained)} prompts have no length of each sample, and are left out")
     largest = max(prompt.tokens + int(prompt.lengths.max()) for prompt in prompts)
-    return _Work(prompts, len(prompts), epoch_prompts, samples, limit, largest, drafts, unread)
+    return _Work(prompts, len(prompts), samples, limit, largest, drafts, unread)
 
 
 def _drafts(config: DraftsFile, known: Drafts) -> Drafts:

@@ -61,8 +61,6 @@ class Simulation:
         steps: Those that ended.
         cluster: Clock and engines.
         expectations: Of lengths.
-        predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
-        trained_by: Number of the step, from 1, that trained what an attempt ended with, by its name; kept likewise.
         trained: Tokens of each response of the last update batch.
     """
 
@@ -77,8 +75,6 @@ class Simulation:
         self.expectations = Expectations(scenario.response_limit)
         self._ranker = None if scenario.ranker is None else SimulatedRanker(scenario.ranker)
         self.steps: list[Step] = []
-        self.predicted: dict[str, float] = {}
-        self.trained_by: dict[str, int] = {}
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
@@ -94,7 +90,6 @@ class Simulation:
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
-        self._kept = None if segments is None else self.predicted
         self._exhausted = self._training = self._stopped = False
         self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can take
         self._versions: dict[str, int] = {}
@@ -198,9 +193,6 @@ class Simulation:
     def _start(self, starts: list[Start]) -> None:
         if self.dispatch.placement is None:
             self.placement.expect(len(starts))
-        if self._kept is not None:
-            expected = {start.name: start.assignment.expected_tokens for start in starts}
-            self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
         touched = set()
         for start in starts:
             attempt, assignment = Attempt.named(start.name), start.assignment
@@ -354,8 +346,6 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
-        if self._kept is not None:
-            self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)

@@ -18,11 +18,11 @@ from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.planning.profile import profile
 from verl_rhyme.scheduling.attempts import Attempt
 from verl_rhyme.scheduling.rules import Rules
-from verl_rhyme.simulation import event_log, fitted, recorded
+from verl_rhyme.simulation import fitted, recorded
 from verl_rhyme.simulation.cluster_file import load
 from verl_rhyme.simulation.engine import Segment
 from verl_rhyme.simulation.run import Simulation
-from verl_rhyme.simulation.scenario import Drafts, Scenario, Step, Streaming
+from verl_rhyme.simulation.scenario import Drafts, Scenario, Step
 from verl_rhyme.simulation.workload import Lengths, Prompt
 
 COST = ReplicaCost(StepCost(base=0.02, row=5e-4, draft=1e-4), slots=8)
@@ -138,42 +138,6 @@ def test_the_profile_is_one_that_simulate_reads(run, made):
     assert slower[-1].rollout > 1.5 * again[-1].rollout
 
 
-@pytest.mark.parametrize(("staleness", "update"), [(0, True), (0, False), (1, True)])
-def test_a_streamed_run_is_streamed_again(tmp_path, staleness, update):
-    """Its parts' costs come back, and what it would have been without parts is another."""
-    prompts = list(Lengths({50: 100, 90: 250, 99: 380}, limit=400).epochs(48, 4, 1, 20))
-    rules = Rules(**SIZES, max_staleness=staleness, take="loaded", separate=True, relayed=True, drafts=False)
-    training = TrainingCost(token=1e-3, logprobs=0.4, update=1.0, part=0.2, sync=0.3)
-    plan = (COST,) * 2, rules, training, Streaming(4, update), False
-    segments: list[tuple[str, Segment]] = []
-    simulation = Simulation(Scenario(*plan, response_limit=400), prompts, None, segments)
-    steps = simulation.run()
-    event_log.write(tmp_path / "run", "virtual", simulation, segments, 48)
-    EventLog(tmp_path / "run" / "events").describe(
-        9, arm="stream" if staleness else "stream-k0", slots=16, rollout="step" if staleness else "gen"
-    )
-    status, output, _ = told("profile", tmp_path / "run")
-    assert status == 0
-    found = fitted.fit(recorded.read(tmp_path / "run"))
-    assert found.gradients is update
-    assert found.training_error < 0.03
-    for name in ("token", "logprobs", "part", "update", "sync") if update else ("sync",):
-        assert getattr(found.training, name) == pytest.approx(getattr(training, name), rel=0.1, abs=0.02), name
-    cluster, as_it_was = tmp_path / "run" / "cluster.yaml", ["placement.policy=null"]
-    cluster.write_text(output.partition("plays this run again:\n")[2])
-    loaded = load(cluster, ["batch_prompts=8", *as_it_was])
-    assert loaded.scenario.rules == simulation.scenario.rules
-    assert loaded.scenario.streaming == Streaming(4, update)
-    again = Simulation(loaded.scenario, loaded.prompts, loaded.updates).run()
-    # A response that was cut short is read in pieces, each rounded.
-    assert sum(s.tokens for s in again) == pytest.approx(sum(s.tokens for s in steps), rel=1e-3 * staleness)
-    assert again[-1].ended == pytest.approx(steps[-1].ended, rel=0.05)
-    if staleness:
-        return
-    whole = load(cluster, ["streaming.part=null", *as_it_was])
-    assert Simulation(whole.scenario, whole.prompts, whole.updates).run()[-1].ended > 1.05 * steps[-1].ended
-
-
 @pytest.mark.parametrize(
     ("arm", "bound", "take"),
     [
@@ -280,14 +244,11 @@ def test_logs_that_tell_nothing(run, tmp_path):
     assert len(error.splitlines()) == 1
 
 
-def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_path, monkeypatch):
+def test_a_profile_goes_where_it_is_told_and_an_error_is_one_line(run, tmp_path):
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "x.yaml"
-    with monkeypatch.context() as patched:
-        patched.setattr(fitted, "fit", lambda _: pytest.fail("it was fitted"))
-        status, _, error = told("profile", run, "--out", path)
+    status, _, error = told("profile", run, "--out", tmp_path / "file" / "x.yaml")
     assert status == 1
-    assert f"cannot write --out {path} (" in error
+    assert len(error.splitlines()) == 1
     assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
 
 
