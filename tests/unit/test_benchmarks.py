@@ -1,7 +1,6 @@
 """The replay counts right, and on a real trace our drafter is ahead of the paper's."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -19,8 +18,6 @@ from benchmarks.studies import (
     length_pairs,
     lengths,
     placement_real,
-    placement_simulated,
-    published,
     ranker,
     scheduler,
     simulated_fleet,
@@ -146,35 +143,6 @@ def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
     worker = {"begun": np.array([0.1, 0.1, 1.3, 1.4, 6.0]), "freed": np.array([1.0, 1.2, 3.0])}
     windows = [(0.0, 2.0), (5.0, 7.0)]
     assert simulated_fleet.latencies([worker], 2, windows) == pytest.approx([0.3, 0.2])
-
-
-def test_simulated_placements_have_figures_of_every_arm():
-    rows = list(placement_simulated.evaluate(seeds=1, quick=True))
-    assert len(rows) == len(placement_simulated.SETTINGS) * len(placement_simulated.ARMS)
-    assert {row["staleness_max"] for row in rows if row["setting"] == "within a step"} == {0}
-    assert {row["staleness_max"] for row in rows if row["setting"] != "within a step"} == {1}
-    within = {row["arm"]: row["rollout_s"] for row in rows if row["setting"] == "within a step"}
-    assert within["makespan"] < within["least_loaded"], "with lengths known beforehand, which come last"
-
-
-def test_what_stands_in_for_a_published_setting_is_near_what_is_published_of_it():
-    """Costs of a step, accepted drafts, prompts that change rank; what a run of stock verl tells takes longer."""
-    rows = list(itertools.islice(published.fit(seeds=1), 2 + len(published.DECODING)))
-    assert all(abs(row["error"]) < 0.15 for row in rows), rows
-
-
-def test_published_ratios_are_those_of_their_arms(monkeypatch):
-    monkeypatch.setattr(published, "SPLITS", (64, 64))
-    rows = list(published.compare(["32b"], seeds=1, quick=True))
-    arms = {row["arm"]: row for row in rows if "arm" in row}
-    assert len(arms) == len(published.ARMS)
-    stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
-    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
-    assert set(stale.values()) == {0, 1}
-    assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
-    one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
-    assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
-    assert drafts > 1.3, "with acceptance lengths above 2 and steps that wait for memory"
 
 
 @pytest.mark.parametrize("task", ["puzzles", "roads"])

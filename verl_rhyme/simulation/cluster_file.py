@@ -178,11 +178,6 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
     ):
         if value not in values:
             raise ClusterError(f"{path}: {name} must be {', '.join(values)}, not {value!r}")
-    if config.ranker is not None and (not 0 < config.ranker <= 1 or config.forecasts != "history"):
-        raise ClusterError(
-            f"{path}: ranker={config.ranker} with forecasts={config.forecasts}: a ranker is a rank correlation, above "
-            "0 and at most 1, and goes with forecasts=history"
-        )
     work = _recorded(config, path) if config.workload.lengths.run is not None else _made_up(config, path)
     if small := [i for i, kind in enumerate(rooms) if kind < work.largest]:
         raise ClusterError(
@@ -215,7 +210,6 @@ def _scenario(config: ClusterFile, run: RhymeConfig, path: Path) -> Loaded:
         else max(1, (config.limit - sum(cost.slots for cost in costs)) // 2),  # training's
         forecasts=config.forecasts,  # type: ignore[arg-type]
         response_limit=work.response_limit,
-        ranker=config.ranker,
     )
     return Loaded(scenario, work.prompts, updates, sources, work.total, work.unread)
 

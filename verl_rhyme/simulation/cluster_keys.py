@@ -85,7 +85,6 @@ class ClusterFile:
     topology: str = "colocated"
     drafts: DraftsFile = field(default_factory=DraftsFile)
     forecasts: str = "history"
-    ranker: float | None = None
     limit: int | None = None
     updates: int | None = None
 

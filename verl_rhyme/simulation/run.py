@@ -23,7 +23,6 @@ from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
-from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.scenario import Scenario, Step
 from verl_rhyme.simulation.trainer import Trainer
 from verl_rhyme.simulation.workload import Prompt
@@ -73,7 +72,6 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
-        self._ranker = None if scenario.ranker is None else SimulatedRanker(scenario.ranker)
         self.steps: list[Step] = []
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
@@ -157,8 +155,6 @@ class Simulation:
             self._exhausted = len(handed) < wanted
             self.rollout.hand(handed)
             prompts = {uid: self._loaded[uid] for uid, _ in handed}
-            if self._ranker is not None:
-                self.expectations.rank(self._ranker.expects(list(prompts.values())), 1)
             expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}

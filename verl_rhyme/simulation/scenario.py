@@ -86,8 +86,6 @@ class Scenario:
         forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
             there will be; ``none``: nothing.
         response_limit: Tokens a response can have.
-        ranker: With ``history``, of prompts never seen a length ranker tells, whose rank correlation with their mean
-            lengths is this; ``None``: there is none.
     """
 
     replicas: tuple[ReplicaCost, ...]
@@ -102,7 +100,6 @@ class Scenario:
     lot: int = 1
     forecasts: Literal["history", "oracle", "none"] = "history"
     response_limit: int = 1 << 20
-    ranker: float | None = None
 
     @property
     def redrafts(self) -> bool:

@@ -121,8 +121,6 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
-        ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
-        ("ranker=0.5 forecasts=oracle", "goes with forecasts=history"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_rhyme.lengths.quality import rank_correlation
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Request, Segment
-from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
@@ -248,28 +246,6 @@ def test_forecasts_get_good():
     first, last = steps[0].lengths, steps[-1].lengths
     assert (first["seen"], last["seen"]) == (0, 1)
     assert last["rank_correlation"] > 0.5
-
-
-@pytest.mark.parametrize("correlation", [0.3, 0.7, 0.95])
-def test_a_simulated_ranker_is_as_good_as_said(correlation):
-    prompts, ranker = list(LENGTHS.epochs(4000, 16, 1, 20)), SimulatedRanker(correlation)
-    words = {**ranker.expects(prompts[:3000]), **ranker.expects(prompts[2000:])}
-    assert len(words) == 4000
-    means = np.array([prompt.lengths.mean() for prompt in prompts])
-    told = np.array([words[prompt.key] for prompt in prompts])
-    assert rank_correlation(told, means) == pytest.approx(correlation, abs=0.04)
-    assert np.polyfit(told, np.log(means), 1)[0] == pytest.approx(1, abs=0.1), "it is calibrated"
-    assert ranker.expects(prompts) == {}
-
-
-def test_what_a_ranker_tells_is_known_in_the_first_epoch():
-    told = Simulation(scenario(ranker=0.9), LENGTHS.epochs(256, 4, 2, 20)).run()
-    untold = Simulation(scenario(), LENGTHS.epochs(256, 4, 2, 20)).run()
-    first = [step.lengths for step in told if step.lengths["ranked"] == 1]
-    assert len(first) == len(told) // 2
-    assert not any(step.lengths["ranked"] for step in untold)
-    before = np.mean([step.lengths["rank_correlation"] for step in untold[: len(first)]])
-    assert np.mean([lengths["rank_correlation"] for lengths in first]) > before + 0.3
 
 
 def test_made_up_lengths_go_through_their_percentiles():
