@@ -300,7 +300,7 @@ def options(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON l
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(help="Run folder, of training or of verl-rhyme simulate --out.")],
+    run: Annotated[str, typer.Argument(help="Run folder of a training run.")],
     other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
     out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
     arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,

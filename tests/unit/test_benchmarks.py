@@ -19,12 +19,12 @@ from benchmarks.studies import (
     ranker,
     scheduler,
     simulated_fleet,
-    simulator,
 )
 from benchmarks.studies.regrowth import Regrown, previous_of
 from examples.roads import maps
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.lengths.ranker import LOSSES
+from verl_rhyme.simulation import recorded
 
 
 @pytest.fixture(scope="module")
@@ -172,17 +172,6 @@ def test_what_is_recorded_of_many_gpus_is_what_todays_code_gives():
     assert full_scale.table(rows) in (full_scale.ROOT / "docs" / "full_scale.md").read_text(), "see --table"
 
 
-def test_the_simulator_predicts_a_recorded_run(monkeypatch):
-    """Fitted on a drafted run, it predicts one of another seed without drafts."""
-    monkeypatch.setattr(simulator, "DRAWS", 4)
-    fit = simulator.fitted.fit(simulator.recorded.read(simulator.LOGS / "fit"))
-    assert fit.steps.step.seconds(1) == pytest.approx(0.075, rel=0.03), "its steps took 75 ms at least"
-    row = simulator.compare("no drafts", simulator.LOGS / "no_drafts", fit, own=True)
-    assert abs(row["step_s_error"]) < 0.1
-    assert abs(row["rollout_s_error"]) < 0.1
-    assert abs(row["bubble_ratio_error"]) < 0.15
-
-
 def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
     numbers = ("step_s", "tokens_per_s", "staleness_mean", "wasted_tokens", "staleness_max")
@@ -208,7 +197,7 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
 
 def test_what_is_wrong_with_a_response_is_found():
     """In the log of a run whose responses went on at other replicas under later versions."""
-    run = simulator.recorded.read(simulator.LOGS / "partial_sticky_group")
+    run = recorded.read(traces.FOLDER / "simulator" / "partial_sticky_group")
     request, trained = run.requests, run.requests["trained"]
     lengths = np.bincount(request["step"][trained], request["response_tokens"][trained])[1:] / 32
     by_step = {step: {"response_length/mean": length} for step, length in enumerate(lengths, 1)}

@@ -45,7 +45,7 @@ class Quality:
             return {}
         expected, lengths = (np.concatenate([group[i] for group in self._groups]) for i in (0, 1))
         sizes = [len(group[1]) for group in self._groups]
-        seen, ranked = (float(np.average([group[i] for group in self._groups], weights=sizes)) for i in (2, 3))
+        seen, ranked = (float(np.average([float(group[i]) for group in self._groups], weights=sizes)) for i in (2, 3))
         self._groups.clear()
         self._count = 0
         ratio = float(expected.mean() / lengths.mean())

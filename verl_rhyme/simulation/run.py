@@ -25,7 +25,6 @@ from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
-from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.scenario import Scenario, Step
 from verl_rhyme.simulation.trainer import Trainer
 from verl_rhyme.simulation.workload import Prompt
@@ -63,8 +62,6 @@ class Simulation:
         steps: Those that ended.
         cluster: Clock and engines.
         expectations: Of lengths.
-        predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
-        trained_by: Number of the step, from 1, that trained what an attempt ended with, by its name; kept likewise.
         trained: Tokens of each response of the last update batch.
     """
 
@@ -77,10 +74,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
-        self._ranker = None if scenario.ranker is None else SimulatedRanker(scenario.ranker)
         self.steps: list[Step] = []
-        self.predicted: dict[str, float] = {}
-        self.trained_by: dict[str, int] = {}
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
@@ -96,7 +90,6 @@ class Simulation:
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
-        self._kept = None if segments is None else self.predicted
         self._exhausted = self._training = self._stopped = False
         self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can take
         self._versions: dict[str, int] = {}
@@ -164,8 +157,6 @@ class Simulation:
             self._exhausted = len(handed) < wanted
             self.rollout.hand(handed)
             prompts = {uid: self._loaded[uid] for uid, _ in handed}
-            if self._ranker is not None:
-                self.expectations.rank(self._ranker.expects(list(prompts.values())), 1)
             expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
@@ -198,9 +189,6 @@ class Simulation:
         return self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
-        if self._kept is not None:
-            expected = {start.name: start.assignment.expected_tokens for start in starts}
-            self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
         touched = set()
         for start in starts:
             attempt, assignment = Attempt.named(start.name), start.assignment
@@ -212,9 +200,9 @@ class Simulation:
             sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
             sample.started = max(self._versions[replica], assignment.oldest_version)
             self._under_way[start.name] = sample
-            length, known = prompt.response(attempt.number, self._version)
+            length = int(prompt.lengths[attempt.number])
             text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
-            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, known, text)
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
             request = Request(
                 *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
             )
@@ -351,8 +339,6 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
-        if self._kept is not None:
-            self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)

@@ -32,18 +32,17 @@ class Drafts:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
             raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
 
-    def of(self, seen: int, tokens: float, known: float | None = None, text: float = 0.0) -> tuple[float, float]:
+    def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
         """Tokens a step and draft tokens a step of a response.
 
         Args:
             seen: Times that its prompt was seen before.
             tokens: Its length.
-            known: Its pace, with what its own text helps.
             text: Tokens of it that were generated before, and are regenerated with that text as draft.
         """
-        pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
+        pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
-        if (text := min(text, tokens)) and known is None:
+        if text := min(text, tokens):
             steps, again = (tokens - text) / pace, text / self.again
             pace, drafts = tokens / (steps + again), (drafts * steps + text) / (steps + again)
         return pace, drafts
@@ -78,8 +77,6 @@ class Scenario:
         forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
             there will be; ``none``: nothing.
         response_limit: Tokens a response can have.
-        ranker: With ``history``, of prompts never seen a length ranker tells, whose rank correlation with their mean
-            lengths is this; ``None``: there is none.
     """
 
     replicas: tuple[ReplicaCost, ...]
@@ -94,7 +91,6 @@ class Scenario:
     lot: int = 1
     forecasts: Literal["history", "oracle", "none"] = "history"
     response_limit: int = 1 << 20
-    ranker: float | None = None
 
     @property
     def redrafts(self) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -123,8 +121,6 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
-        ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
-        ("ranker=0.5 forecasts=oracle", "goes with forecasts=history"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):
@@ -146,9 +142,8 @@ def test_a_value_of_another_kind_is_told_with_its_whole_key(override, told):
         load(EXAMPLE, [override])
 
 
-def test_simulate_tells_each_update_and_all(tmp_path):
-    out = tmp_path / "timeline.json"
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json", "--timeline", str(out)])
+def test_simulate_tells_each_update_and_all():
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
     assert told.exit_code == 0, told.output
     rows = [json.loads(line) for line in told.stdout.splitlines()]
     *steps, whole = rows
@@ -159,16 +154,6 @@ def test_simulate_tells_each_update_and_all(tmp_path):
     assert whole["sources"]
     again = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
     assert again.stdout == told.stdout, "the same run each time"
-    lanes = defaultdict(list)
-    events = json.loads(out.read_text())["traceEvents"]
-    for event in events:
-        if event["ph"] == "X":
-            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert len({pid for pid, _ in lanes}) == 33
-    for spans in lanes.values():
-        ordered = sorted(spans)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered)), "one lies over another"
-    assert sum(event["ph"] == "X" for event in events) == 16 * 4 * 2 + 4 * 4
 
 
 def test_simulate_prints_a_table():
@@ -261,20 +246,10 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text(EXAMPLE.read_text())
     monkeypatch.chdir(tmp_path)
-    nothing = [
-        "workload.prompt_tokens=512",
-        "workload.prompts=null",
-        "workload.samples=null",
-        "workload.percentiles=null",
-    ]
-    for overrides, told in (
-        ([*nothing, "workload.lengths.run=../runs/a"], "counts from the folder of mine.yaml: runs/a is no folder"),
-        (["replicas=[{count: 1, profile: ../p.yaml}]"], "counts from the folder of mine.yaml, and p.yaml is no file"),
-    ):
-        result = CliRunner().invoke(app, ["simulate", "clusters/mine.yaml", *overrides])
-        assert result.exit_code == 1
-        assert result.stderr.startswith("verl-rhyme simulate: clusters/mine.yaml: ")
-        assert told in result.stderr
+    result = CliRunner().invoke(app, ["simulate", "clusters/mine.yaml", "replicas=[{count: 1, profile: ../p.yaml}]"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("verl-rhyme simulate: clusters/mine.yaml: ")
+    assert "counts from the folder of mine.yaml, and p.yaml is no file" in result.stderr
 
 
 @pytest.mark.parametrize(

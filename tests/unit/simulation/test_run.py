@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_rhyme.lengths.quality import rank_correlation
 from verl_rhyme.planning.cost import ReplicaCost, StepCost, TrainingCost
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.simulation.engine import Request, Segment
-from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.run import Simulation
 from verl_rhyme.simulation.scenario import Drafts, Scenario
 from verl_rhyme.simulation.workload import Lengths, Prompt
@@ -207,28 +205,6 @@ def test_forecasts_get_good():
     assert last["rank_correlation"] > 0.5
 
 
-@pytest.mark.parametrize("correlation", [0.3, 0.7, 0.95])
-def test_a_simulated_ranker_is_as_good_as_said(correlation):
-    prompts, ranker = list(LENGTHS.epochs(4000, 16, 1, 20)), SimulatedRanker(correlation)
-    words = {**ranker.expects(prompts[:3000]), **ranker.expects(prompts[2000:])}
-    assert len(words) == 4000
-    means = np.array([prompt.lengths.mean() for prompt in prompts])
-    told = np.array([words[prompt.key] for prompt in prompts])
-    assert rank_correlation(told, means) == pytest.approx(correlation, abs=0.04)
-    assert np.polyfit(told, np.log(means), 1)[0] == pytest.approx(1, abs=0.1), "it is calibrated"
-    assert ranker.expects(prompts) == {}
-
-
-def test_what_a_ranker_tells_is_known_in_the_first_epoch():
-    told = Simulation(scenario(ranker=0.9), LENGTHS.epochs(256, 4, 2, 20)).run()
-    untold = Simulation(scenario(), LENGTHS.epochs(256, 4, 2, 20)).run()
-    first = [step.lengths for step in told if step.lengths["ranked"] == 1]
-    assert len(first) == len(told) // 2
-    assert not any(step.lengths["ranked"] for step in untold)
-    before = np.mean([step.lengths["rank_correlation"] for step in untold[: len(first)]])
-    assert np.mean([lengths["rank_correlation"] for lengths in first]) > before + 0.3
-
-
 def test_made_up_lengths_go_through_their_percentiles():
     lengths = np.concatenate([prompt.lengths for prompt in LENGTHS.epochs(20_000, 4, 1, 20)])
     for percentile, tokens in ((50, 100), (90, 400), (99, 900)):
@@ -257,14 +233,13 @@ def test_lengths_that_cannot_be(change, told):
 
 
 def test_regenerated_text_is_drafted_from_itself():
-    """The rest has the pace of its prompt's visits; a recorded pace has both in it."""
+    """The rest has the pace of its prompt's visits."""
     drafts = Drafts(acceptance=(2.0,), overhead=1.5, again=20.0)
     pace, verified, *_ = drafts.of(0, 100)
     assert (pace, verified) == (2, 1.5)
     pace, verified, *_ = drafts.of(0, 100, text=60)
     assert 100 / pace == pytest.approx(40 / 2 + 60 / 20)
     assert verified * 100 / pace == pytest.approx(1.5 * 40 / 2 + 60)
-    assert drafts.of(0, 100, known=4.0, text=60)[0] == 4
     prompts = list(Lengths({50: 100, 90: 250}, limit=400).epochs(32, 4, 1, 20))
     rules = Rules(**BATCH, max_staleness=0, in_flight=2, refill="when_empty")
     seconds = {}
