@@ -13,7 +13,6 @@
 #   FROZEN=1                the policy is not trained; updates are not streamed (verl's critic_warmup)
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (of RHYME=stream the last)
 #   REPLICAS=1              engines
-#   OBSERVE=1               measure the bubble ratio from outside the run, too, whatever the preset (docs/metrics.md); 0 not
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/NAME   NAME is what `verl-rhyme run-name` makes of the config: histospec-qwen2-fsdp-sync,
 #                           full-k2-qwen2-fsdp-separate_async-2_replicas
@@ -23,7 +22,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} OBSERVE=${OBSERVE:-1} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
+COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
 ENGINE=${ENGINE:-fsdp}
 MODEL=${MODEL:-qwen2} FROZEN=${FROZEN:-0}
 WORLD=tiny_world BATCH=16
@@ -42,7 +41,7 @@ done
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
 NAME=run_tiny_cpu
-for _switch in COMPARE DRY_RUN FROZEN OBSERVE SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
+for _switch in COMPARE DRY_RUN FROZEN SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
@@ -106,8 +105,7 @@ fi
 run() { # run DIRECTORY [overrides]
   export RUN_DIR=$1 DATA=$1/data
   shift
-  observable "$RUN_DIR"
-  local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "${OBSERVE_ARGS[@]}" "$@")
+  local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "$@")
   # a run's metrics have one number of request slots
   local notes=(--note "$about" --note "replicas=$REPLICAS")
   if [ "$DRY_RUN" = 1 ]; then
@@ -120,8 +118,7 @@ run() { # run DIRECTORY [overrides]
     0)
       [ -e "$DATA/train.parquet" ] || python -m "examples.$WORLD.data" --out "$DATA" "${tasks[@]}"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
-      observed "$RUN_DIR" \
-        python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
+      python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
         --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- python -m verl.trainer.main_ppo "${args[@]}"
       ;;
     3) ;; # already finished: its summary is shown

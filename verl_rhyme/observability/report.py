@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows, unless it was observed."""
+    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows."""
     slots = {summary["arm"]: summary["bubble_slots"] for summary in summaries}
     if None in slots.values() or len(set(slots.values())) == 1:
         return []
@@ -220,9 +220,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     def marked(name: str, form: str) -> str:
         return cell(row[name], form) + "*" * (name in row["partial"])
 
-    bubble, sampled = cell(row["bubble_ratio"], ".0%"), row["bubble_ratio_sampled"]
-    if bubble == "-" and sampled is not None:
-        bubble = f"~{sampled:.0%}"  # from outside
     return [
         marked("reward_mean", ".3f"),
         cell(row["rollout_s"], ".1f"),
@@ -230,7 +227,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         cell(tokens_per_s(row), ".0f"),
         marked("accept_length", ".2f"),
         *(marked(name, ".0%") for name in ("accept_rate", "history_hit_rate")),
-        bubble,
+        cell(row["bubble_ratio"], ".0%"),
         marked("staleness_mean", ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
     ]
 

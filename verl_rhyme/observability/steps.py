@@ -17,8 +17,8 @@ from . import events, metrics, slot_time
 #: Step number (from 1) to metric name to value.
 Steps = dict[int, dict[str, Any]]
 
-#: verl's ``file`` logger's, in a run folder, and what was seen of the run from outside (``observe.py``).
-METRICS_FILE, SAMPLED_FILE = "metrics.jsonl", "sampled.jsonl"
+#: verl's ``file`` logger's, in a run folder.
+METRICS_FILE = "metrics.jsonl"
 #: Below a run folder, where the recipes have hydra write a run's config.
 CONFIG_FILE = Path("hydra", ".hydra", "config.yaml")
 
@@ -75,12 +75,6 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
         for step, data in rows:
             steps.setdefault(step, {}).update(data)
     return steps
-
-
-def from_sampled(path: str | os.PathLike[str]) -> Steps:
-    """What was seen of each step from outside (:mod:`verl_rhyme.observability.observe`); empty without the file."""
-    file = Path(path)
-    return dict(parse_lines(file.read_bytes().splitlines(), file)) if file.is_file() else {}
 
 
 def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:

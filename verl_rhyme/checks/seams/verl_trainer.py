@@ -220,12 +220,10 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
-        "pipeline: engines apart from the actor; the bubble ratio from outside: replicas of both managers in one file",
+        "pipeline: engines apart from the actor",
         contains=(
             "self.standalone_server_manager: LLMServerManager = LLMServerManager.create(",
             "self.standalone_checkpoint_manager = CheckpointEngineManager(",
-            "self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses",
-            "update_prometheus_config(rollout_config.prometheus, server_addresses, rollout_config.name)",
         ),
     ),
     Seam(

@@ -26,7 +26,6 @@ _TABLE = (
     ("tokens", "response tokens", ",d"),
     ("useful_tokens_per_s", "useful tokens/s", ".0f"),
     ("bubble_ratio", "bubble ratio", ".1%"),
-    ("bubble_ratio_sampled", "bubble ratio from outside", ".1%"),
     ("staleness_mean", "staleness, mean", ".2f"),
     ("staleness_max", "at most", "d"),
     ("accept_length", "acceptance length", ".2f"),
