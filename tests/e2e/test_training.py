@@ -65,7 +65,7 @@ def test_trains_drafts_and_reports(trained):
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
     assert set(first) == {
-        *("epoch", "partial", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
+        *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_mean", "staleness_max"),
         *(
             "discarded_tokens",
@@ -77,7 +77,6 @@ def test_trains_drafts_and_reports(trained):
         ),
         *("similarity", "similarity_by_chance", "accepted_share", "entropy"),
     }
-    assert first["partial"] == second["partial"] == []
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1

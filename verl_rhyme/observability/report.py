@@ -23,7 +23,6 @@ from rich.table import Table
 from . import metrics, plot, trace
 from .page import document
 from .page.run import Run
-from .page.words import PARTIAL
 from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
 
 SUMMARY_FILE = "summary.json"
@@ -164,8 +163,6 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
         table = _table(arms, list("AB"))
     console.print(table)
-    if any(row["partial"] for arm in arms for row in arm["epochs"]):
-        console.print(PARTIAL, highlight=False, markup=False)
     for name, arm in zip(names, arms, strict=True):
         if (little := _little(arm)) is not None:
             console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
@@ -217,18 +214,15 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    def marked(name: str, form: str) -> str:
-        return cell(row[name], form) + "*" * (name in row["partial"])
-
     return [
-        marked("reward_mean", ".3f"),
+        cell(row["reward_mean"], ".3f"),
         cell(row["rollout_s"], ".1f"),
         cell(row["tokens"], ",").replace(",", " "),
         cell(tokens_per_s(row), ".0f"),
-        marked("accept_length", ".2f"),
-        *(marked(name, ".0%") for name in ("accept_rate", "history_hit_rate")),
+        cell(row["accept_length"], ".2f"),
+        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
         cell(row["bubble_ratio"], ".0%"),
-        marked("staleness_mean", ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
+        cell(row["staleness_mean"], ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
     ]
 
 

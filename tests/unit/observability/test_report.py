@@ -22,7 +22,6 @@ from verl_rhyme.observability.summary import ReportError, compare, read
 
 EPOCH_KEYS = {
     "epoch",
-    "partial",
     "reward_mean",
     "rollout_s",
     "tokens",
@@ -131,7 +130,6 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     first = summary["epochs"][0]
     assert first == {
         "epoch": 1,
-        "partial": [],
         "reward_mean": pytest.approx(0.15),
         "rollout_s": 8.0,
         "tokens": 1600,
@@ -402,39 +400,6 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
     assert "Replicas over time" in (on / "report.html").read_text()
 
 
-def test_figures_of_part_of_an_epoch_are_marked(on: Path, capfd) -> None:
-    """Two steps an epoch; the event log alone, of which files are damaged."""
-    (on / "metrics.jsonl").unlink()
-    files = {kind: sorted((on / "checkpoints" / "events").glob(f"{kind}-*")) for kind in ("requests", "stages")}
-    for torn in (files["requests"][2], files["requests"][7], files["stages"][7]):
-        torn.write_bytes(b"torn")
-    assert report.main([str(on)]) == 0
-    shown, lines = (text.splitlines() for text in capfd.readouterr())
-    epochs = json.loads((on / "summary.json").read_text())["epochs"]
-    partial = {"reward_mean", "accept_length", "accept_rate", "history_hit_rate", "staleness_mean", "staleness_max"}
-    assert [set(row["partial"]) & partial for row in epochs] == [set(), partial, set(), partial]
-    assert epochs[1]["tokens"] is None
-    assert sum("is unreadable" in line for line in lines) == 3
-    assert [line.count("*") for line in shown if "*" in line] == [4, 4, 1]
-    page = (on / "report.html").read_text()
-    assert page.count("*</td>") == 2 * 5, "reward, acceptance, history, staleness (mean, at most) of two epochs"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("slots", "x"), ("slots", 0), ("slots", True), ("rollout", 7), ("rollout", []), ("engine", 3.5), ("replica", 1)],
-)
-def test_an_odd_value_costs_itself_alone(off: Path, on: Path, capfd, name, value) -> None:
-    info = on / "checkpoints" / "events" / "run.json"
-    info.write_text(json.dumps({**json.loads(info.read_text()), name: value}))
-    for folders in ((on,), (off, on)):
-        status, lines = told(capfd, *folders)
-        assert status == 0
-        assert f"{info}: {name} must be " in " ".join(lines)
-        assert f"not {value!r}; it is left out" in " ".join(lines)
-        assert "Reward, speed and length" in (folders[0] / "report.html").read_text()
-
-
 @pytest.mark.parametrize("odd", [{m.EPOCH: "a"}, {m.EPOCH: float("nan")}, {m.EPOCH: None}, {m.EPOCH: float("inf")}])
 def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd, odd) -> None:
     write_metrics(off / "metrics.jsonl", [stock(step, 0, **(odd if step == 3 else {})) for step in range(1, 5)])
@@ -456,25 +421,14 @@ def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None
     assert f"cannot write to {off / 'file' / 'x'} (Not a directory): give --out a folder" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("gone", "timed", "why"),
-    [
-        ("stages-*", False, "has no stages (stages-*.arrow): training and weight sync count as other"),
-        ("stages-00000[35]-*", False, "has requests but no stages of 2 steps (3, 5)"),
-        ("stages-000008-*", True, "has requests but no stages of step 8:"),
-        ("stages-000008-*", False, ""),  # it may still be under way
-    ],
-)
-def test_missing_stages_are_told(on: Path, capfd, gone, timed, why) -> None:
-    write_metrics(
-        on / "metrics.jsonl", [stock(k, (k - 1) // 2, **({m.STEP_S: 9.0} if timed else {})) for k in range(9)]
-    )
-    for path in (on / "checkpoints" / "events").glob(gone):
+def test_missing_stages_are_told(on: Path, capfd) -> None:
+    for path in (on / "checkpoints" / "events").glob("stages-*"):
         path.unlink()
     status, lines = told(capfd, on)
-    assert (status, len(lines)) == (0, bool(why))
-    assert all(why in line for line in lines)
-    assert not why or why in (on / "report.html").read_text()
+    assert (status, len(lines)) == (0, 1)
+    why = "has no stages (stages-*.arrow): training and weight sync count as other"
+    assert why in lines[0]
+    assert why in (on / "report.html").read_text()
 
 
 def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
@@ -490,7 +444,7 @@ def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
     ("gone", "more", "why"),
     [
         ((), ("colour",), "what this one does not know is left out: colour"),
-        (("started_at", "replica"), (), "without replica, started_at there are no lanes"),
+        (("started_at",), (), "has times, so there are no lanes"),
         (("response_tokens",), (), "has no lengths"),
     ],
 )

@@ -57,11 +57,8 @@ def epochs(runs: Sequence[Run]) -> Iterator[str]:
         mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
         for at, (run, row) in enumerate(mine):
             lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
-            marks = ["*" * (key in row["partial"]) for key, *_ in columns]
-            values = [_written(row.get(key), form) for key, _, form in columns]
-            rows.append((lead, [value + mark for value, mark in zip(values, marks, strict=True)]))
-    partial = any(row["partial"] for run in runs for row in run.epochs)
-    yield _table(*head, rows) + _note(words.TABLE + f" {words.PARTIAL}." * partial)
+            rows.append((lead, [_written(row.get(key), form) for key, _, form in columns]))
+    yield _table(*head, rows) + _note(words.TABLE)
 
 
 def timeline(runs: Sequence[Run]) -> Iterator[str]:

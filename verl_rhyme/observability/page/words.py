@@ -5,7 +5,6 @@ share of the request slots while rollout is on. The acceptance length is the tok
 emits, 1 without drafts. Similarity is the share of the trained tokens that stood in their prompt's last epoch; by
 chance: that stood in another prompt's.
 Staleness is the policy versions between a trained group's oldest token and the policy that it trains."""
-PARTIAL = "* of part of the epoch's steps: the event log of the others is damaged or missing"
 
 LANES = """<b>{name}.</b> A lane is a replica. The blue area is the requests that run there over {height}; the colour
 above it says why the other slots are empty. Right: the filled share of the replica's slots while rollout is on."""
