@@ -8,6 +8,7 @@
 #   COMPARE=1               off and histospec with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, a pretrained one: 3 epochs of 12 prompts)
+#   WEIGHT_BUCKET_MB=64     of MODEL=DIR: megabytes that hold its largest tensor
 #   PEOPLE="2 3"            in the puzzles
 #   SHOTS=2                 few-shot examples in a prompt of MODEL=smollm2 (examples/smollm2)
 #   FROZEN=1                the policy is not trained; updates are not streamed (verl's critic_warmup)
@@ -78,8 +79,6 @@ export MODEL
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
-WEIGHT_BUCKET_MB=${WEIGHT_BUCKET_MB:-$(python -m verl_rhyme.checks.weight_bucket "$MODEL")}
-export WEIGHT_BUCKET_MB
 
 engines=trainer.n_gpus_per_node notes=()
 [ "$MODE" != separate_async ] || engines=actor_rollout_ref.rollout.n_gpus_per_node # logical, beside the one that trains

@@ -177,11 +177,6 @@ NO_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "backend=rellay is unknown; there are naive, nccl"),
         ([f"{R}.checkpoint_engine.backend=rellay"], "weights", "did you mean relay?"),
-        (
-            ["trainer.device=cpu", f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64"],
-            "weights",
-            "update_weights_bucket_megabytes=64 does not hold",
-        ),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.foldr=/x"], "weights", "did you mean folder?"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay=/x"], "weights", "takes folder only, not /x"),
         ([*RELAY, f"+{R}.checkpoint_engine.engine_kwargs.relay.folder=4"], "weights", "relay.folder=4 is no path"),
