@@ -45,25 +45,6 @@ class ReportError(ValueError):
     """A run folder has nothing to report; the message says what was looked for and where."""
 
 
-def home(run: str | os.PathLike[str]) -> Path:
-    """The folder that holds a run's metrics, of its event log, its checkpoint folder or the one around that."""
-    folder = Path(run)
-    if folder.resolve().name == EVENTS_FOLDER and next(folder.glob("*.arrow"), None):
-        folder = folder.parent if folder.name == EVENTS_FOLDER else folder.resolve().parent
-    around = [folder, *_checkpoint_folders(folder)]
-    if folder.resolve() in [path.resolve() for path in _checkpoint_folders(folder.resolve().parent)]:
-        around.append(folder.parent if folder.name not in ("", "..") else folder.resolve().parent)
-    holds = [path for path in around if (path / METRICS_FILE).is_file()]
-    return holds[0] if holds else folder
-
-
-def _checkpoint_folders(parent: Path) -> list[Path]:
-    """The one in ``parent``; none where several runs have theirs there, whose metrics may be of any."""
-    found = {path.parent for name in (EVENTS_FOLDER, MARKER_FILE) for path in parent.glob(f"*/{name}")}
-    found = {path for path in found if path.name != EVENTS_FOLDER}  # the log has a run.json of its own
-    return sorted(found) if len(found) == 1 else []
-
-
 def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
     """``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
     that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
@@ -108,7 +89,7 @@ def read(
     Raises:
         ReportError: Neither metrics nor events of any training step.
     """
-    folder = home(run)
+    folder = Path(run)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
@@ -177,14 +158,11 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_events(run: Path) -> Path:
     """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
-    own = run / EVENTS_FOLDER
-    below = [path for path in sorted(run.glob(f"*/{EVENTS_FOLDER}")) if path.is_dir()]
+    own, below = run / EVENTS_FOLDER, sorted(run.glob(f"*/{EVENTS_FOLDER}"))
     if own.is_dir() or not below:
         return own
-    if len(below) > 1 and not (run / METRICS_FILE).exists():
-        raise ReportError(
-            f"{run} has several runs below it: name one of {', '.join(str(path.parent) for path in below)}"
-        )
+    if len(below) > 1:
+        raise ReportError(f"{run} has several runs below it: name one of {', '.join(str(p.parent) for p in below)}")
     return below[0]
 
 
@@ -194,14 +172,11 @@ def _logged_arm(info: Mapping[str, Any]) -> str:
 
 
 def _marked_arm(run: Path) -> str | None:
-    """What the marker of the checkpoint folder, the run folder or one in it, says."""
-    for path in (run / MARKER_FILE, *sorted(run.glob(f"*/{MARKER_FILE}"))):
-        if path.parent.name != EVENTS_FOLDER:  # the event log's own
-            try:
-                return str(json.loads(path.read_text())["arm"])
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
-    return None
+    """What the marker of the checkpoint folder says, of a run without an event log."""
+    try:
+        return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["arm"])
+    except (StopIteration, OSError, ValueError, LookupError):
+        return None
 
 
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -110,8 +110,7 @@ def write_events(log: EventLog, step: int, warm: bool, validate: bool = False) -
 
 
 def test_without_an_event_log_the_folders_marker_names_the_arm(off: Path) -> None:
-    (off / "checkpoints" / "events").mkdir(parents=True)
-    (off / "checkpoints" / "events" / "run.json").write_text('{"slots": 4}')
+    (off / "checkpoints").mkdir()
     (off / "checkpoints" / "run.json").write_text('{"arm": "sorted-partial", "mode": "rhyme_sorted"}')
     assert read(off).summary["arm"] == "sorted-partial"
     (off / "checkpoints" / "run.json").write_text("half a fi")
@@ -316,22 +315,10 @@ def test_bubbles_of_other_numbers_of_slots_are_told_apart(on: Path, off: Path, s
     assert any("which differ (histospec 4, off 8): they do not compare" in line for line in lines) == (slots == 8)
 
 
-def test_a_run_is_the_same_from_its_folder_and_from_its_checkpoints(on: Path, off: Path, tmp_path: Path) -> None:
-    (off / "checkpoints").mkdir()
-    (off / "checkpoints" / "run.json").write_text('{"arm": "off"}')
+def test_the_logged_ratio_goes_before_the_event_logs(on: Path) -> None:
     write_metrics(on / "metrics.jsonl", [stock(step, 0, **{m.BUBBLE_RATIO: 0.25}) for step in range(1, 9)])
-    for run in (on, off):
-        assert read(run / "checkpoints").summary == read(run).summary
-    assert read(on / "checkpoints" / "events").summary == read(on).summary
     assert read(on).summary["epochs"][0]["bubble_ratio"] == 0.25
-    assert report.main([str(on / "checkpoints")]) == 0
-    assert (on / "report.html").is_file()
-    # verl may log into the checkpoint folder; of two runs below one folder its metrics may be of either
-    shutil.move(on / "metrics.jsonl", on / "checkpoints")
-    assert read(on / "checkpoints").summary == read(on).summary
-    shutil.copytree(on / "checkpoints", on / "other")
-    shutil.move(on / "checkpoints" / "metrics.jsonl", on)
-    assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25
+    assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25, "the event log's"
 
 
 @pytest.mark.parametrize("name", ["off", "sorted-partial-rolling-loaded-longest (a folder [of] mine)"])
