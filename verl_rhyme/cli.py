@@ -64,7 +64,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     history_dir: Annotated[str | None, typer.Option(help="The folder you set as history.dir.")] = None,
 ) -> None:
-    """Check versions, plugin, every seam and patch, platform, disk and memory; exit 1 if anything fails."""
+    """Check versions, plugin, every seam and patch, platform, disk and shared memory; exit 1 if anything fails."""
     # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not as_json:
