@@ -123,7 +123,7 @@ run() { # run DIRECTORY [overrides]
     3) ;; # already finished: its summary is shown
     *) return "$status" ;;
   esac
-  python -m verl_rhyme.observability.report "$RUN_DIR"
+  verl-rhyme report "$RUN_DIR"
 }
 
 if [ -z "$RUN_DIR" ]; then
@@ -136,7 +136,7 @@ if [ "$COMPARE" = 1 ]; then
   run "$TOP/off" rhyme=off "$@"
   run "$TOP/histospec" "$@"
   [ "$DRY_RUN" = 1 ] ||
-    python -m verl_rhyme.observability.report "$TOP/histospec" "$TOP/off" --out "$TOP"
+    verl-rhyme report "$TOP/histospec" "$TOP/off" --out "$TOP"
 else
   run "$RUN_DIR" "$@"
 fi

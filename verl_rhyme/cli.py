@@ -303,17 +303,23 @@ def report(
     run: Annotated[str, typer.Argument(help="Run folder, of training or of verl-rhyme simulate --out.")],
     other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
     out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
+    events: Annotated[str | None, typer.Option(help="Event log of RUN, where it is not below the run folder.")] = None,
     arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,
-    step: Annotated[int | None, typer.Option(help="Whose rollout the page shows request by request.")] = None,
-    perfetto: Annotated[bool, typer.Option("--perfetto", help="Write trace.json, too; Perfetto opens it.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Whose rollout the page shows request by request, and the trace alone.")
+    ] = None,
+    perfetto: Annotated[
+        bool,
+        typer.Option(
+            "--perfetto",
+            help="Write trace.json, too; Perfetto opens it. 370 bytes a request: give --step in a long run.",
+        ),
+    ] = False,
 ) -> None:
     """Table, summary.json, report.html and picture of a run, or of two side by side."""
     from verl_rhyme.observability import report as reports
 
-    given = {"--out": out, "--arm": arm, "--step": step}
-    options = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
-    folders = [run, *([other] if other is not None else [])]
-    raise typer.Exit(reports.main([*folders, *options, *(["--perfetto"] if perfetto else [])]))
+    raise typer.Exit(reports.report(run, other, out, events, arm, step, perfetto))
 
 
 @app.command()

@@ -1,11 +1,7 @@
-"""A run's table, ``summary.json``, page and picture, for one run or for two side by side.
-
-``python -m verl_rhyme.observability.report RUN_DIR [OTHER_RUN_DIR]``.
-"""
+"""A run's table, ``summary.json``, page and picture, for one run or for two side by side."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -30,51 +26,50 @@ PICTURE_FILE = "report.png"
 TRACE_FILE = "trace.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.report", description=__doc__)
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("other", nargs="?", help="run folder of what RUN is held against, such as the stock run")
-    parser.add_argument("--out", help="where the files go (default: the run folder)")
-    parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
-    parser.add_argument("--arm", help="name of RUN; default: what its event log says")
-    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request, and the trace alone")
-    told_of = f"write {TRACE_FILE} as well, which Perfetto opens: 370 bytes a request, so give --step in a long run"
-    parser.add_argument("--perfetto", action="store_true", help=told_of)
-    options = parser.parse_args(arguments)
+def report(
+    folder: str,
+    other: str | None = None,
+    out: str | None = None,
+    events: str | None = None,
+    arm: str | None = None,
+    step: int | None = None,
+    perfetto: bool = False,
+) -> int:
+    """``verl-rhyme report``, whose arguments these are; its exit status."""
     console = Console()
     told: list[str] = []
     failed = False
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            runs = [read(options.run, options.arm, options.events)]
+            runs = [read(folder, arm, events)]
         except (ReportError, OSError) as error:
             _tell([str(error)])
             return 1
-        if options.other is not None:
+        if other is not None:
             try:
-                runs.append(read(options.other))
+                runs.append(read(other))
                 told += _told_apart(runs)
             except (ReportError, OSError) as error:  # the page of RUN is worth having all the same
                 failed = True
                 runs = runs[:1]
                 told.append(str(error))
                 runs[0].problems.append(f"it stands alone: {error}")
-    told += [line for run in runs if (line := _no_step(run, options.step))]
-    out = Path(options.out or runs[0].folder)
+    told += [line for run in runs if (line := _no_step(run, step))]
+    to = Path(out or runs[0].folder)
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
         told += _other_slots(summaries)
-        path, picture = write(summary, out)
-        paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
-        if options.perfetto:
-            paths += _traces(runs, out, options.step)
+        path, picture = write(summary, to)
+        paths = [path, document.write(runs, to, FIRST_WARM_EPOCH, step), picture]
+        if perfetto:
+            paths += _traces(runs, to, step)
     except ReportError as error:
         _tell([*told, str(error)])
         return 1
     except OSError as error:
-        _tell([*told, f"cannot write to {out} ({error.strerror or error}): give --out a folder that can be written"])
+        _tell([*told, f"cannot write to {to} ({error.strerror or error}): give --out a folder that can be written"])
         return 1
     problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
     _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
@@ -240,7 +235,3 @@ def _gain(summary: Mapping[str, Any]) -> str:
         f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
         f"rollout speed {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from verl_rhyme.cli import app
 from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
@@ -261,6 +262,13 @@ def test_what_the_draft_head_gave_is_told_where_it_gave_something() -> None:
     assert report._headed({"epochs": []}) is None
 
 
+def main(arguments: list[str]) -> int:
+    """Exit status of ``verl-rhyme report``."""
+    with pytest.raises(SystemExit) as ended:
+        app(["report", *arguments])
+    return int(ended.value.code or 0)
+
+
 def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
@@ -274,7 +282,7 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def cli() -> Cli:
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "verl_rhyme.observability.report", *map(str, arguments)]
+        command = [sys.executable, "-m", "verl_rhyme.cli", "report", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     return call
@@ -337,7 +345,7 @@ def test_the_table_of_two_fits_into_80_columns(off: Path, on: Path, cli: Cli, tm
 
 def told(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
     """Exit status and the lines on standard error."""
-    status = report.main([*map(str, arguments)])
+    status = main([*map(str, arguments)])
     return status, capfd.readouterr().err.splitlines()
 
 
@@ -449,9 +457,9 @@ def test_a_log_of_another_version_gives_what_it_has(on: Path, capfd, gone, more,
 
 
 def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
+    assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
     assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
-    assert report.main([str(on), "--out", str(tmp_path)]) == 0
+    assert main([str(on), "--out", str(tmp_path)]) == 0
     assert "was logged; there are" not in capsys.readouterr().err
 
 
