@@ -316,7 +316,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Table, summary.json, report.html and picture of a run, or of two side by side."""
+    """Table, summary.json and report.html of a run, or of two side by side."""
     from verl_rhyme.observability import report as reports
 
     raise typer.Exit(reports.report(run, other, out, events, arm, step, perfetto))

@@ -1,4 +1,4 @@
-"""A run's table, ``summary.json``, page and picture, for one run or for two side by side."""
+"""A run's table, ``summary.json`` and page, for one run or for two side by side."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import metrics, plot, trace
+from . import metrics, trace
 from .page import document
 from .page.run import Run
 from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
 
 SUMMARY_FILE = "summary.json"
-PICTURE_FILE = "report.png"
 TRACE_FILE = "trace.json"
 
 
@@ -61,8 +60,7 @@ def report(
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
         told += _other_slots(summaries)
-        path, picture = write(summary, to)
-        paths = [path, document.write(runs, to, FIRST_WARM_EPOCH, step), picture]
+        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH, step)]
         if perfetto:
             paths += _traces(runs, to, step)
     except ReportError as error:
@@ -138,14 +136,12 @@ def _tell(problems: Sequence[str]) -> None:
         print(f"verl-rhyme report: {problem}", file=sys.stderr)
 
 
-def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write a summary, of one run or a comparison, and its picture; their paths."""
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / SUMMARY_FILE, folder / PICTURE_FILE
+def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
+    """Write a summary, of one run or a comparison; its path."""
+    path = Path(out) / SUMMARY_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    plot.draw(_arms(summary), picture)
-    return path, picture
+    return path
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:

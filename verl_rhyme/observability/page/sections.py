@@ -30,8 +30,6 @@ _TABLE = (
     ("staleness_max", "at most", "d"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
-    ("similarity", "similarity", ".0%"),
-    ("similarity_by_chance", "by chance", ".0%"),
 )
 
 
@@ -218,7 +216,6 @@ def drafting(runs: Sequence[Run]) -> Iterator[str]:
     figures = (
         ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
         ("rate", charts.curve(rates, "accepted draft tokens", write=percent, low=0.0), words.ACCEPTANCE_RATE),
-        ("similarity", charts.similarity(runs), words.SIMILARITY),
     )
     if shown := _pair(figures, runs):
         yield "<h2>Drafting from history</h2>" + shown
@@ -231,7 +228,10 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
         return
     top = 1.05 * float(np.quantile(sums, 0.98) if len(sums) >= 50 else max(sums))
     names = [*(name for name, _ in charts.STAGES), charts.REST]
-    keys = "".join(f'<span><i class="{charts.stage_class(name)}"></i>{name}</span>' for name in names)
+    keys = "".join(
+        f'<span><i style="background: var(--{colour})"></i>{name}</span>'
+        for name, colour in zip(names, charts.STAGE_COLOURS, strict=True)
+    )
     figures = (
         (
             f"stages-{at + 1}",
