@@ -64,7 +64,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     history_dir: Annotated[str | None, typer.Option(help="The folder you set as history.dir.")] = None,
 ) -> None:
-    """Check versions, plugin, every seam and patch, platform, disk and memory; exit 1 if anything fails."""
+    """Check versions, plugin, every seam and patch, platform, disk and shared memory; exit 1 if anything fails."""
     # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not as_json:
@@ -303,17 +303,23 @@ def report(
     run: Annotated[str, typer.Argument(help="Run folder of a training run.")],
     other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
     out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
+    events: Annotated[str | None, typer.Option(help="Event log of RUN, where it is not below the run folder.")] = None,
     arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,
-    step: Annotated[int | None, typer.Option(help="Whose rollout the page shows request by request.")] = None,
-    perfetto: Annotated[bool, typer.Option("--perfetto", help="Write trace.json, too; Perfetto opens it.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Whose rollout the page shows request by request, and the trace alone.")
+    ] = None,
+    perfetto: Annotated[
+        bool,
+        typer.Option(
+            "--perfetto",
+            help="Write trace.json, too; Perfetto opens it. 370 bytes a request: give --step in a long run.",
+        ),
+    ] = False,
 ) -> None:
-    """Table, summary.json, report.html and picture of a run, or of two side by side."""
+    """Table, summary.json and report.html of a run, or of two side by side."""
     from verl_rhyme.observability import report as reports
 
-    given = {"--out": out, "--arm": arm, "--step": step}
-    options = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
-    folders = [run, *([other] if other is not None else [])]
-    raise typer.Exit(reports.main([*folders, *options, *(["--perfetto"] if perfetto else [])]))
+    raise typer.Exit(reports.report(run, other, out, events, arm, step, perfetto))
 
 
 @app.command()

@@ -271,37 +271,3 @@ def test_a_router_of_ones_own(tmp_path, monkeypatch, written, told):
         startup.check(tree)
     else:
         assert told in error(tree)
-
-
-def test_a_tensor_that_the_bucket_of_weights_does_not_hold(tmp_path):
-    """verl's sender asserts it two minutes into the run, with the message that is expected here of ours."""
-    import asyncio
-
-    import torch
-    from safetensors.torch import save_file
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    tree = config(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    embedding = torch.zeros(300, 1024)
-    save_file({"embed": embedding.bfloat16(), "norm": torch.zeros(7)}, tmp_path / "model" / "model.safetensors")
-    tree.trainer.device = "cpu"
-    tree.actor_rollout_ref.model = {"path": str(tmp_path / "model")}
-    tree.actor_rollout_ref.actor = {"strategy": "fsdp", "fsdp_config": {"model_dtype": "fp32"}}
-    tree.actor_rollout_ref.rollout.checkpoint_engine = {"backend": "naive", "update_weights_bucket_megabytes": 1}
-    message = error(tree)
-    assert "update_weights_bucket_megabytes=1 does not hold" in message
-    assert "embed (2 MB)" in message
-    assert "update_weights_bucket_megabytes=2" in message
-    sender = BucketedWeightSender("ipc:///tmp/none", bucket_size_mb=1, use_shm=True)
-    sender._init_socket = sender._init_buffer = sender._cleanup = lambda: None
-    with pytest.raises(AssertionError, match="too large to fit in the bucket"):
-        asyncio.run(sender.async_send_weights(iter([("embed", embedding)])))
-    tree.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes = 2
-    startup.check(tree)
-    tree.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes = 1
-    tree.trainer.device = "cuda"
-    startup.check(tree)
-    tree.actor_rollout_ref.rollout.checkpoint_engine.backend = "mooncake"
-    assert "mooncake" in error(tree)

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss_normalisation, queue_room, stale_tokens, weight_bucket
+from verl_rhyme.checks import combinations, loss_normalisation, queue_room, stale_tokens
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
@@ -49,15 +49,10 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    for refusal in weight_bucket.refusals(config):
-        raise ConfigError(str(refusal))
-    for told in loss_normalisation.contradictions(config, rhyme):
-        logger.warning("%s", told)
-    if (correction := stale_tokens.correction(config, rhyme)) is not None:
-        if correction.corrected:
-            logger.info("%s", correction.detail)
-        else:
-            logger.warning("%s; %s", correction.detail, correction.remedy)
+    for found in loss_normalisation.contradictions(config, rhyme):
+        logger.warning("%s", found)
+    if (told := stale_tokens.uncorrected(config, rhyme)) is not None:
+        logger.warning("%s; %s", told, stale_tokens.REMEDY)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:

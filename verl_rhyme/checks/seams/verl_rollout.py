@@ -37,15 +37,6 @@ SEAMS: tuple[Seam, ...] = (
             "if not final_res.outputs: return TokenOutput( token_ids=[],",
         ),
     ),
-    Seam(
-        "verl.workers.rollout.utils:update_prometheus_config",
-        "the bubble ratio from outside: the file that names them",
-        contains=(
-            '{"job_name": "rollout", "static_configs": [{"targets": server_addresses}]}',
-            "yaml.dump(config_data, f,",
-            ".remote(prometheus_config_json, config.file)",
-        ),
-    ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
@@ -130,12 +121,10 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
-        "replicas in the place of dead ones; the bubble ratio from outside: verl names its servers",
+        "replicas in the place of dead ones",
         contains=(
             "self.server_handles = [server._server_handle for server in self.rollout_replicas]",
             "self.server_addresses = [server._server_address for server in self.rollout_replicas]",
-            "if self.rollout_config.prometheus.enable: update_prometheus_config( self.rollout_config.prometheus, "
-            "self.server_addresses, self.rollout_config.name )",
         ),
     ),
     Seam(
