@@ -29,9 +29,8 @@ _NICENESS = 19
 _BOUND_FILE = "max_bytes"
 #: What is counted by append, as opposed to what the store says of itself.
 STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
-#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes
-#: ``rollout/history/similarity*`` and ``rollout/entropy``.
-TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar", "sampled", "nats")
+#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/entropy``.
+TOKEN_COUNTS = ("sampled", "nats")
 
 #: The actor's concurrency group of :meth:`HistoryWriter.values`: a thread of its own, beside recording.
 READ = "read"
@@ -143,8 +142,8 @@ class HistoryWriter:
         A killed writer leaves whole prompts, and what it held is lost.
 
         Returns:
-            The store's statistics, what was dropped, evicted and sent (:data:`STORE_COUNTS`), and tokens that were
-            compared.
+            The store's statistics, what was dropped, evicted and sent (:data:`STORE_COUNTS`), and tokens with their
+            nats (:data:`TOKEN_COUNTS`).
 
         Raises:
             SamplesGone: They were cleared before they were fetched; the pieces before are recorded.

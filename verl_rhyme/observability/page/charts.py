@@ -66,27 +66,6 @@ def curve(
     return chart.draw()
 
 
-def similarity(runs: Sequence[Run]) -> str | None:
-    """Of adjacent epochs, and thin beside it with another prompt's."""
-    names = metrics.HISTORY_SIMILARITY, metrics.HISTORY_SIMILARITY_CHANCE
-    lines = [(run, [run.by_epoch(name) for name in names]) for run in runs]
-    places = [place for _, (alike, _) in lines for place, _ in alike]
-    if not places:
-        return None
-    chart = Chart(
-        _whole(places, "epoch"),
-        Axis(0.0, 1.0, "tokens that stood in the last epoch", write=percent),
-        "tokens that stood in the last epoch by epoch",
-    )
-    for index, (run, (alike, by_chance)) in enumerate(lines):
-        for points, style, of in ((alike, "", ""), (by_chance, " thin", ", another prompt's")):
-            chart.line(points, f"s{index}{style}")
-            for place, value in points:
-                told = f"{run.name}, epoch {place:g}: {percent(value)} stood in its last epoch{of}"
-                chart.dot(place, value, f"s{index} dot{style}", told, square=index == 1)
-    return chart.draw()
-
-
 def reward(runs: Sequence[Run]) -> str | None:
     """By step, thin, with the means of epochs over it."""
     lines = [(run, run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)) for run in runs]

@@ -31,8 +31,6 @@ _TABLE = (
     ("staleness_max", "at most", "d"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
-    ("similarity", "similarity", ".0%"),
-    ("similarity_by_chance", "by chance", ".0%"),
 )
 
 
@@ -222,7 +220,6 @@ def drafting(runs: Sequence[Run]) -> Iterator[str]:
     figures = (
         ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
         ("rate", charts.curve(rates, "accepted draft tokens", write=percent, low=0.0), words.ACCEPTANCE_RATE),
-        ("similarity", charts.similarity(runs), words.SIMILARITY),
     )
     if shown := _pair(figures, runs):
         yield "<h2>Drafting from history</h2>" + shown
