@@ -120,32 +120,3 @@ def _request_limits(lengths, generated, max_tokens, max_model_len, cap):
         room = min(max_tokens[i] - generated[i], max_model_len - lengths[i]) - 1
         limits[i] = max(0, min(room, cap))
     return limits
-
-
-def share(wanted: np.ndarray, budget: int) -> np.ndarray:
-    """Cut wishes down to a budget, as a round robin of one token each would.
-
-    Args:
-        wanted: int[B], at least 0.
-        budget: Tokens for all.
-
-    Returns:
-        int64[B], each at most what was wanted, together ``min(budget, sum(wanted))``; what is left over after equal
-        shares goes to the first rows.
-    """
-    wanted = np.maximum(np.asarray(wanted, dtype=np.int64), 0)
-    budget = max(0, int(budget))
-    if int(wanted.sum()) <= budget:
-        return wanted
-    # The level L with sum(min(wanted, L)) <= budget < sum(min(wanted, L + 1)).
-    low, high = 0, int(wanted.max())
-    while high - low > 1:
-        middle = (low + high) // 2
-        if int(np.minimum(wanted, middle).sum()) <= budget:
-            low = middle
-        else:
-            high = middle
-    granted = np.minimum(wanted, low)
-    above = np.flatnonzero(wanted > low)
-    granted[above[: budget - int(granted.sum())]] += 1
-    return granted

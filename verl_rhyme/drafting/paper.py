@@ -10,7 +10,7 @@ import numpy as np
 
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import choice
-from verl_rhyme.drafting.bounds import share
+from verl_rhyme.drafting.budget import grant
 from verl_rhyme.drafting.histories import PENDING, Get, Histories, Pending, Source
 from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.drafting.window import WindowPolicy
@@ -113,7 +113,9 @@ class PaperDrafter:
             for request, context, limit in zip(requests, contexts, limits, strict=True)
         ]
         if sum(map(len, drafts)) > budget:
-            granted = share(np.array([len(draft) for draft in drafts]), budget)
+            lengths = np.array([len(draft) for draft in drafts])
+            reach = np.tile(1 / np.arange(1.0, lengths.max() + 1), (len(drafts), 1))  # one token each, in turn
+            granted = grant(reach, lengths, budget)
             drafts = [draft[:k] for draft, k in zip(drafts, granted.tolist(), strict=True)]
         return drafts
 
@@ -163,3 +165,4 @@ def warm() -> None:
     """Compile (or load from numba's disk cache) all that drafting needs, so that no request waits for it."""
     suffix_index.warm()
     choice.warm()
+    grant(np.ones((1, 1)), np.ones(1, dtype=np.int64), 1)

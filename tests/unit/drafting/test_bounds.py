@@ -1,4 +1,4 @@
-"""Hard bounds and the sharing of a budget."""
+"""Hard bounds."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from verl_rhyme.drafting.bounds import (
     logits_row_bytes,
     profiled_bytes,
     request_limits,
-    share,
     step_budget,
     table_bounds,
     table_bytes,
@@ -76,18 +75,3 @@ def test_a_request_never_drafts_past_its_end():
 
 def test_vllms_own_limit():
     assert request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000).tolist() == [128]
-
-
-def round_robin(wanted, budget):
-    granted = [0] * len(wanted)
-    while budget and granted != wanted:
-        for i, want in enumerate(wanted):
-            if budget and granted[i] < want:
-                granted[i] += 1
-                budget -= 1
-    return granted
-
-
-@given(st.lists(st.integers(0, 40), max_size=40), st.integers(0, 500))
-def test_share_is_a_round_robin(wanted, budget):
-    assert share(np.array(wanted, dtype=np.int64), budget).tolist() == round_robin(wanted, budget)

@@ -63,6 +63,17 @@ def test_limits_of_config_and_row():
     assert one(drafter, "a", [0, 1, 2], budget=0) == []
 
 
+def test_a_short_budget_is_given_out_in_turn():
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
+    for request in "abc":
+        drafter.start(request, KEY)
+    drafter.observe("b", 2, 2)
+    contexts = [np.array([0, 1, 2], np.int32)] * 3
+    drafts = drafter.draft_batch("abc", contexts, np.array([1, 9, 9]), 5)
+    assert [len(draft) for draft in drafts] == [1, 2, 2]
+    assert [len(draft) for draft in drafter.draft_batch("abc", contexts, np.array([9, 9, 9]), 5)] == [2, 2, 1]
+
+
 def test_what_is_unknown_is_ignored():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     assert one(drafter, "never started", [0, 1, 2]) == []
