@@ -141,10 +141,10 @@ def p_value():
 def build_engine(small_model):
     """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store.
 
-    It draws with our sampler where it drafts, unless ``verify="vllm"``, and where it is told ``draws=True``.
+    It draws with our sampler where it drafts, and where it is told ``draws=True``.
     """
 
-    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, verify="ours", draws=False, **options):
+    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, draws=False, **options):
         import torch
         from vllm import LLM
 
@@ -188,7 +188,7 @@ def build_engine(small_model):
                 },
             }
         engine = LLM(model=str(model or small_model), **settings)
-        if draws or (history_dir is not None and verify == "ours"):
+        if draws or history_dir is not None:
             assert engine.collective_rpc("install_sampler") == [""]
             allow_all_options(engine.llm_engine)
         if history_dir is not None:

@@ -77,7 +77,6 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("streaming.elastic.min_replicas", 0, "null, or at least 1"),
         ("streaming.elastic", {"min_replicas": 3, "max_replicas": 2}, r"at least streaming.elastic.min_replicas \(3\)"),
         ("streaming.elastic.max_replicas", 2, r"min_replicas \(null\)"),
-        ("sampling", {"coupled": True, "verify": "vllm"}, "false with sampling.verify=vllm"),
         ("placement.policy", "sticky", "least_loaded, sticky_group.*did you mean sticky_group"),
         ("placement.options", {"factor": 2}, "without a policy"),
         ("placement.profile", "x.yaml", "null, or placement.policy one of longest_first"),
@@ -139,7 +138,6 @@ def test_reads_verls_config_and_its_rollout_part():
         ({"max_staleness": 0, "sampling": {"coupled": False}}, False),
         ({"max_staleness": 1}, False),  # nothing is drawn again
         ({"max_staleness": 0, "drafting": {"enable": False}}, False),  # nothing to verify
-        ({"max_staleness": 0, "sampling": {"verify": "vllm"}}, False),  # it draws with noise of its own
         ({}, False),
     ],
 )

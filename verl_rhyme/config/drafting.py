@@ -168,18 +168,10 @@ class DraftingConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn and drafts verified."""
+    """How tokens are drawn while drafting is on."""
 
-    verify: Literal["ours", "vllm"] = option(
-        "ours",
-        "Who verifies drafts: ours (one look at each row of logits), or vllm (its rejection sampler, to compare).",
-    )
     coupled: bool | None = option(
         None,
         "Noise keyed by sample and position, so that a regenerated response repeats itself where the policy did not "
-        "change; null: wherever responses are regenerated (max_staleness=0) and drafts verified by ours.",
+        "change; null: wherever responses are regenerated (max_staleness=0) and drafting is on.",
     )
-
-    def __post_init__(self) -> None:
-        allowed = "false with sampling.verify=vllm, which draws with noise of its own"
-        require(not self.coupled or self.verify == "ours", "sampling.coupled", self.coupled, allowed)

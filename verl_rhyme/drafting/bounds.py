@@ -1,8 +1,7 @@
 """Hard bounds of a draft: vLLM's own limits, the response's budget, the model's length, the memory of the logits.
 
-Every draft token is one more row of logits, and that is all that grows with drafts where one pass over the rows draws
-and verifies (:func:`logits_budget`). vLLM's rejection sampler makes float32 tables of them besides, in which every row
-is as wide as the longest draft of any (:func:`table_bounds`).
+Every draft token is one more row of logits, and that is all that grows with drafts: one pass over the rows draws and
+verifies (:mod:`verl_rhyme.engine.sampler`).
 """
 
 from __future__ import annotations
@@ -48,34 +47,6 @@ def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int 
     """
     fitting = (memory + profiled_bytes(vocab, itemsize, slots)) // logits_row_bytes(vocab, itemsize, ranks)
     return max(0, fitting - rows)
-
-
-def table_bytes(vocab: int, rows: int, total: int, longest: int) -> int:
-    """Bytes of the tables of vLLM's rejection sampler for ``total`` draft tokens, at most ``longest`` in a row."""
-    return 4 * vocab * (2 * total + 3 * rows * (longest + 1))
-
-
-def table_bounds(vocab: int, rows: int, memory: int, cap: int) -> tuple[int, int]:
-    """``(longest draft, tokens of the batch)`` that let all rows together draft the most with :func:`table_bytes`.
-
-    Every row pays for the longest draft, so that a wide batch has many short ones or few tokens.
-
-    Args:
-        vocab: Vocabulary size of the logits.
-        rows: Rows of the batch, drafted or not.
-        memory: Bytes of the tables.
-        cap: Longest draft that is wanted.
-
-    Returns:
-        Both 0 where not even the rows themselves fit.
-    """
-
-    def tokens(longest: int) -> int:
-        return max(0, min(rows * longest, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
-
-    # The room falls with the longest draft, and what the rows can use of it rises.
-    longest = max(range(cap + 1), key=lambda k: (tokens(k), k))
-    return (longest, tokens(longest)) if tokens(longest) else (0, 0)
 
 
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:

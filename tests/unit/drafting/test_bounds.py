@@ -12,8 +12,6 @@ from verl_rhyme.drafting.bounds import (
     profiled_bytes,
     request_limits,
     step_budget,
-    table_bounds,
-    table_bytes,
 )
 
 MEMORY = DraftingConfig().logits_memory
@@ -41,18 +39,6 @@ def test_memory_leaves_room_for_any_step_of_verls_size(slots):
 def test_gathered_logits_leave_a_wide_batch_some(ranks):
     assert logits_budget(152_064, 256, 256, MEMORY, ranks=ranks) > 10 * 256
     assert logits_budget(152_064, 1024, 1024, MEMORY, ranks=ranks) > 3 * 1024
-
-
-@given(**sizes, cap=st.integers(1, 128))
-def test_table_bounds_let_the_rows_draft_the_most(vocab, rows, memory, cap):
-    def drafted(longest):
-        total = min(rows * longest, max(0, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
-        assert not total or table_bytes(vocab, rows, total, longest) <= memory
-        return total
-
-    longest, total = table_bounds(vocab, rows, memory, cap)
-    assert 0 <= longest <= cap
-    assert total == drafted(longest) == max(map(drafted, range(cap + 1)))
 
 
 @given(step=st.integers(0, 10_000), rows=st.integers(0, 1024))

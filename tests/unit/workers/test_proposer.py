@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_rhyme.drafting.bounds import logits_budget, table_bounds
+from verl_rhyme.drafting.bounds import logits_budget
 from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
@@ -20,7 +20,7 @@ VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
 NAMESPACE = "test"
 
 
-def proposer_for(folder, one_pass=False, **drafting):
+def proposer_for(folder, **drafting):
     config = SimpleNamespace(
         additional_config={
             "rhyme": {
@@ -38,8 +38,7 @@ def proposer_for(folder, one_pass=False, **drafting):
     )
     proposer = HistoryProposer(config)
     batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
-    sampler = SimpleNamespace(one_pass=one_pass)
-    proposer._runner = SimpleNamespace(input_batch=batch, requests={}, rejection_sampler=sampler)
+    proposer._runner = SimpleNamespace(input_batch=batch, requests={})
     proposer._start()
     return proposer
 
@@ -172,11 +171,10 @@ def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
         assert counts["reverified"] == 0
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
-    """Certain drafts for a full batch at a real vocabulary; memory is what bounds them."""
+def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
+    """Certain drafts, at a real vocabulary."""
     memory, vocabulary = 64 << 20, 151_936
-    proposer = proposer_for(tmp_path / "h", one_pass=one_pass, logits_memory=memory, weigh_cost=False)
+    proposer = proposer_for(tmp_path / "h", logits_memory=memory, weigh_cost=False)
     proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
@@ -189,13 +187,8 @@ def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
     runner.input_batch.num_prompt_tokens[:] = len(prompt)
     tokens[:, : len(prompt)], tokens[:, len(prompt)] = prompt, response[0]
     drafts = proposer.propose([[response[0]]] * ROWS, np.full(ROWS, len(prompt) + 1, np.int32), tokens)
-    if one_pass:
-        budget = logits_budget(vocabulary, ROWS, ROWS, memory)
-        assert budget > 10 * ROWS
-    else:
-        longest, budget = table_bounds(vocabulary, ROWS, memory, 32)
-        assert max(map(len, drafts)) <= longest
-    assert sum(map(len, drafts)) == budget
+    budget = logits_budget(vocabulary, ROWS, ROWS, memory)
+    assert sum(map(len, drafts)) == budget > 10 * ROWS
     assert proposer.totals()["errors"] == 0
 
 
