@@ -166,7 +166,6 @@ def build_engine(small_model):
         if history_dir is not None or draws:
             settings["worker_extension_cls"] = "verl_rhyme.engine.extension.RhymeWorkerMethods"
         if history_dir is not None:
-            paper = (drafting or {}).get("policy") == "paper"
             settings |= {
                 "speculative_config": {
                     "method": "custom_class",
@@ -178,7 +177,6 @@ def build_engine(small_model):
                         # What is drafted here depends on no clock; whole runs read histories beside their engines.
                         "drafting": {
                             "max_tokens": 8,
-                            **({"options": {"match_min": 1, "match_max": 4}} if paper else {}),
                             "wait_for_history": True,
                             **(drafting or {}),
                         },
@@ -193,6 +191,8 @@ def build_engine(small_model):
             allow_all_options(engine.llm_engine)
         if history_dir is not None:
             assert engine.collective_rpc("attach_proposer") == [True]
+            if (drafting or {}).get("policy") == "paper":  # responses are short
+                engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter._drafter._match = 1, 4
         return engine
 
     return build

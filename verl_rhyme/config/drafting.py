@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, about, option, require, typed_options
+from verl_rhyme.config.checks import option, require
 
 #: vLLM's own limit on the draft tokens of one request in one step.
 MAX_DRAFT_TOKENS = 128
@@ -52,41 +50,6 @@ class HistoryConfig:
 
 
 @dataclass(frozen=True)
-class PaperOptions:
-    """``drafting.options`` of ``drafting.policy=paper`` (RhymeRL section 4, HistoSpec).
-
-    Attributes:
-        match_min, match_max: Tokens of the latest text that must reappear in the history before it is continued.
-        window_start, window_growth, window_max: Draft tokens of a request: the first draft's, what full acceptance
-            adds, the most; a rejection goes back to the start.
-        reward_weight: Votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
-    """
-
-    match_min: int = 3
-    match_max: int = 7
-    window_start: int = 2
-    window_growth: int = 2
-    window_max: int = 32
-    reward_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            require(ok, f"drafting.options.{name}", getattr(self, name), allowed)
-
-        check(self.match_min >= 1, "match_min", "at least 1")
-        check(self.match_min <= self.match_max <= 64, "match_max", f"from match_min ({self.match_min}) to 64")
-        check(self.window_start >= 1, "window_start", "at least 1")
-        check(self.window_growth >= 0, "window_growth", "at least 0")
-        allowed = f"from window_start ({self.window_start}) to {MAX_DRAFT_TOKENS} (vLLM's limit)"
-        check(self.window_start <= self.window_max <= MAX_DRAFT_TOKENS, "window_max", allowed)
-        check(self.reward_weight >= 0, "reward_weight", "at least 0")
-
-
-#: Values of ``drafting.policy``, and the ``drafting.options`` of each with their types.
-DRAFTERS: Mapping[str, Mapping[str, Any]] = {"adaptive": {}, "paper": typing.get_type_hints(PaperOptions)}
-
-
-@dataclass(frozen=True)
 class DraftingConfig:
     """HistoSpec: drafts from the history and from other live texts, verified by the model (lossless)."""
 
@@ -99,13 +62,6 @@ class DraftingConfig:
     )
     policy: Literal["adaptive", "paper"] = option(
         "adaptive", "Drafter: adaptive, or paper (HistoSpec as RhymeRL publishes it: one source, one window)."
-    )
-    options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=about(
-            "Of the policy, each added with +: of paper match_min=3, match_max=7 (tokens that must reappear), "
-            "window_start=2, window_growth=2, window_max=32 (draft tokens) and reward_weight=1.0 (votes of a reward).",
-        ),
     )
     max_batch_tokens: int | None = option(
         None, "Draft tokens of the whole batch in one step, at most; null: as many as are profitable."
@@ -151,19 +107,8 @@ class DraftingConfig:
         check(0 < self.floor < 1, "floor", "above 0 and below 1")
         check(1 <= self.tail_weight <= 100, "tail_weight", "from 1 to 100")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
-        object.__setattr__(self, "options", typed_options("drafting.options", self.policy, DRAFTERS, self.options))
         check(self.head != "", "head", "null, new, or a file")
         check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")
-        if self.policy == "paper" and self.enable and self.paper.window_start > self.max_tokens:
-            raise ConfigError(
-                f"{CONFIG_PATH}: drafting.options.window_start={self.paper.window_start} contradicts "
-                f"drafting.max_tokens={self.max_tokens}: raise max_tokens or lower window_start"
-            )
-
-    @property
-    def paper(self) -> PaperOptions:
-        """``options`` of ``policy="paper"``, with their defaults."""
-        return PaperOptions(**self.options)
 
 
 @dataclass(frozen=True)

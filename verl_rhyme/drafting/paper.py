@@ -34,13 +34,15 @@ class _Request:
 
 
 class PaperDrafter:
-    """Drafts from each prompt's history: the latest ``match_max`` tokens, backing off to ``match_min``, are looked up
-    in it and continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
+    """Drafts from each prompt's history: the latest seven tokens, backing off to three, are looked up in it and
+    continued by :func:`verl_rhyme.drafting.choice.choose`. A :class:`verl_rhyme.drafting.policy.DraftPolicy`.
 
     Args:
         config: The drafting tree.
         histories: Where they come from; a function gives a prompt's history by its key, or ``None``.
         vocabulary: Token ids that may be drafted are below it.
+        match: Tokens of the latest text that must reappear in the history before it is continued: least, most.
+        reward_weight: See :mod:`verl_rhyme.drafting.choice`.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PaperDrafter:
         config: DraftingConfig,
         histories: Source | Get,
         vocabulary: int = 1 << 31,
+        match: tuple[int, int] = (3, 7),
+        reward_weight: float = 1.0,
     ):
-        self._max_tokens, self._options = config.max_tokens, config.paper
+        self._max_tokens, self._match, self._reward_weight = config.max_tokens, match, reward_weight
         self._vocabulary = vocabulary
         self._histories = Histories(histories)
         self._live: OrderedDict[str, _Request] = OrderedDict()
@@ -78,14 +82,13 @@ class PaperDrafter:
         return history is not None
 
     def _window(self) -> WindowPolicy:
-        of = self._options
-        return WindowPolicy(of.window_start, of.window_growth, min(of.window_max, self._max_tokens))
+        return WindowPolicy(cap=min(32, self._max_tokens))
 
     def step(self, done: DecodeStep) -> list[list[int]]:
         """See :meth:`verl_rhyme.drafting.policy.DraftPolicy.step`."""
         for request, drafted, accepted in zip(done.requests, done.drafted, done.accepted, strict=True):
             self.observe(request, int(drafted), int(accepted))
-        longest = self._options.match_max
+        longest = self._match[1]
         contexts = [
             done.tokens[row, max(0, length - longest) : length]
             for row, length in zip(done.rows, done.lengths, strict=True)
@@ -99,7 +102,7 @@ class PaperDrafter:
 
         Args:
             requests: B request ids; one that was never started gets no draft.
-            contexts: B arrays of the latest tokens, newest last, at least ``match_max`` of them where there are.
+            contexts: B arrays of the latest tokens, newest last, at least ``match[1]`` of them where there are.
             limits: int[B], draft tokens each row may have (:func:`verl_rhyme.drafting.bounds.request_limits`).
             budget: Draft tokens for the whole batch; where the wishes exceed it, each row gets an equal share.
 
@@ -144,13 +147,13 @@ class PaperDrafter:
             return _NO_DRAFT
         self._live.move_to_end(request)
         limit = min(limit, live.window.size)
-        of = self._options
-        if live.history is None or live.history is PENDING or limit <= 0 or len(context) < of.match_min:
+        least, most = self._match
+        if live.history is None or live.history is PENDING or limit <= 0 or len(context) < least:
             return _NO_DRAFT
-        length, low, high = suffix_index.longest_match(live.history, context, of.match_max)
-        if length < of.match_min:
+        length, low, high = suffix_index.longest_match(live.history, context, most)
+        if length < least:
             return _NO_DRAFT
-        draft = choice.choose(live.history, low, high, limit, of.reward_weight)
+        draft = choice.choose(live.history, low, high, limit, self._reward_weight)
         unknown = np.flatnonzero(draft >= self._vocabulary)
         return draft[: unknown[0]] if len(unknown) else draft
 

@@ -40,9 +40,7 @@ def test_window_follows_the_verification():
 
 
 def test_backs_off_to_the_shortest_match_and_no_further():
-    drafter = PaperDrafter(
-        DraftingConfig(policy="paper", options={"match_min": 3, "match_max": 7}), {KEY: COUNTING}.get
-    )
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     assert one(drafter, "a", [99, 99, 5, 6, 7]) == [8, 9]
     assert one(drafter, "a", [99, 99, 99, 6, 7]) == []
@@ -51,8 +49,7 @@ def test_backs_off_to_the_shortest_match_and_no_further():
 
 
 def test_limits_of_config_and_row():
-    config = DraftingConfig(policy="paper", max_tokens=3, options={"window_start": 2, "window_growth": 9})
-    drafter = PaperDrafter(config, {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(max_tokens=3), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
     drafter.observe("a", 2, 2)
     assert one(drafter, "a", [0, 1, 2]) == [3, 4, 5]
@@ -141,9 +138,7 @@ rows = st.lists(
 )
 def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(responses, steps):
     index = history(*responses)
-    options = {"window_start": 2, "window_growth": 6, "window_max": 32, "match_min": 1, "match_max": 5}
-    config = DraftingConfig(policy="paper", max_tokens=20, options=options)
-    pair = [PaperDrafter(config, {KEY: index}.get) for _ in range(2)]
+    pair = [PaperDrafter(DraftingConfig(max_tokens=20), {KEY: index}.get, match=(1, 5)) for _ in range(2)]
     for drafter in pair:
         for i in range(6):  # 6 and 7 stay unknown
             drafter.start(str(i), KEY if i < 5 else OTHER)

@@ -53,8 +53,9 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
         for prompt in prompts:  # some ids are beyond the vocabulary
             response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
             store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
-    options = {"match_min": 1, "match_max": 4} if policy == "paper" else {}
-    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, options=options, plan_threads=2)
+    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, plan_threads=2)
+    if policy == "paper":
+        proposer._drafter._match = 1, 4
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     lengths = np.zeros(ROWS, np.int32)
     state: dict[str, dict] = {}  # what vLLM knows of a request
