@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -279,14 +278,6 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     bound = _gib(HistoryConfig().bound(free, available_memory()))
     detail = f"{folder}: {_gib(free)} free; history.max_bytes=null takes {bound}, half of it or of the memory"
     yield Check("history folder", status, detail, remedy)
-    from verl_rhyme.history import owner
-
-    for left, writer in owner.left_behind(folder):
-        detail = f"{left}: {_mib(left)}, of {writer}, which does not seem to live"
-        remedy = f"if that run is over for good: rm -r {shlex.quote(str(left))}"
-        if is_user_folder(folder) and not writer.is_foreign():
-            remedy = NEXT_RUN_REMOVES
-        yield Check("history left over", WARN, detail, remedy)
 
 
 def _shared_memory() -> Iterator[Check]:
