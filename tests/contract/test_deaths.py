@@ -25,7 +25,7 @@ from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.replica import RhymeReplica
 from verl_rhyme.processes import deaths
 from verl_rhyme.processes.deaths import Outliving, ReplicaDied, dead, is_death
-from verl_rhyme.router.router import router
+from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -266,8 +266,11 @@ def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: An
     assert replica.pid() == pid
 
 
-class Kept(router(policy="least_loaded")):  # type: ignore[misc]
+class Kept(PlacementRouter):
     """Remembers how much each holds."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(config={"policy": "least_loaded"}, **given)
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)

@@ -1,13 +1,11 @@
 """verl's router over a placement policy: decides, for each request, which replica serves it.
 
-verl makes it one Ray actor, shared by all agent loop workers. Two ways lead to it: a file that
-``actor_rollout_ref.rollout.router_config_path`` names,
+verl makes it one Ray actor, shared by all agent loop workers, from a file that
+``actor_rollout_ref.rollout.router_config_path`` names:
 
     router_class: verl_rhyme.router.router.PlacementRouter
     policy: sticky_group
     options: {factor: 1.25}
-
-or ``LLMServerManager(load_balancer_cls=router(policy="sticky_group"))``.
 """
 
 from __future__ import annotations
@@ -17,18 +15,12 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement import Placement, Request
 from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.placement.fleet import REQUESTS
 from verl_rhyme.processes.request import FIELD, PLACEMENT
 
 logger = logging.getLogger(__name__)
-
-#: Keywords of ``generate`` that a router can read a request's prompt key from, the first one given counts:
-#: ``rhyme``: our client's, a mapping with any of :data:`~verl_rhyme.processes.request.PLACEMENT`;
-#: ``prompt_ids``: token ids, for clients that know nothing of ours; a conversation's first ones are its key.
-FIELDS = (FIELD, "prompt_ids")
 
 #: Tokens; loads are summed as int64.
 _MOST = 1 << 40
@@ -37,46 +29,39 @@ _MOST = 1 << 40
 class PlacementRouter:
     """``verl.workers.rollout.router.RequestLoadBalancer``, by a policy of :mod:`verl_rhyme.placement`.
 
-    A policy that fails, or a keyword that cannot be read, costs balance or locality only: the request goes to the least
-    loaded replica, is counted, and the first time is warned of.
+    A policy that fails, or a request that cannot be read, costs balance or locality only: the request goes to the least
+    loaded replica, and the first time is warned of.
 
     Args:
         servers: Actor handle of each replica, by its address.
-        config: ``policy`` (default ``sticky_group``), ``options`` of it, and ``fields``, those of :data:`FIELDS` that
-            are sent along (default ``rhyme``: the others cost more bytes); over the class's ``defaults``.
+        config: ``policy`` (default ``sticky_group``), and ``options`` of it.
         max_cache_size: Conversations that are remembered for their next turn.
 
     Raises:
         ValueError: Something in ``config`` that there is not.
     """
 
-    #: A configured subclass has another one.
-    defaults: Mapping[str, Any] = {}
-
     def __init__(
         self, servers: dict[str, Any], config: Mapping[str, Any] | None = None, max_cache_size: int = 65536
     ) -> None:
-        given = {"policy": "sticky_group", "options": None, "fields": [FIELD], **self.defaults, **(config or {})}
+        given = dict(config or {})
         given.pop("router_class", None)
-        policy, options, fields = (given.pop(name) for name in ("policy", "options", "fields"))
+        policy, options = given.pop("policy", "sticky_group"), given.pop("options", None)
         if given:
-            raise ValueError(f"the router's file has no {', '.join(sorted(given))}; it has policy, options and fields")
-        if unknown := [name for name in fields if name not in FIELDS]:
-            raise ValueError(f"the router's fields: {', '.join(unknown)} is none of {', '.join(FIELDS)}")
-        self._fields = [name for name in FIELDS if name in fields]
+            raise ValueError(f"the router's file has no {', '.join(sorted(given))}; it has policy and options")
         try:
             self._placement = Placement(policy, options, max_cache_size)
         except TypeError as error:
             raise ValueError(f"the router's options for {policy}: {error}") from None
         self._policy = policy
         self._servers: dict[str, Any] = {}
-        self._keyless = self._unreadable = 0
         self._warned = False
         self.add_servers(servers)
 
     def require_acquire_fields(self) -> list[str]:
-        """Keywords of ``generate`` that :meth:`acquire_server` is to be given."""
-        return list(self._fields)
+        """Keyword of ``generate`` that :meth:`acquire_server` is to be given: our client's, a mapping with any of
+        :data:`~verl_rhyme.processes.request.PLACEMENT`."""
+        return [FIELD]
 
     def require_release_fields(self) -> list[str]:
         """A release is of a request, not of a server: one that comes after its server left changes nothing."""
@@ -88,9 +73,7 @@ class PlacementRouter:
         Raises:
             RuntimeError: There is none; verl's client waits for one where it knows that one will come.
         """
-        request = self._read(request_id, extra)
-        self._keyless += not request.key
-        server_id = self._placement.acquire(request)
+        server_id = self._placement.acquire(self._read(request_id, extra))
         if self._placement.errors and not self._warned:
             self._warn(f"placement by {self._policy} failed ({self._placement.last_error})")
         return server_id, self._servers[server_id]
@@ -156,8 +139,6 @@ class PlacementRouter:
             "active_servers": len(requests),
             "registered_handles": list(self._servers),
             "policy": self._policy,
-            "without_key": self._keyless,
-            "unreadable": self._unreadable,
             **status,
         }
 
@@ -169,36 +150,22 @@ class PlacementRouter:
         try:
             return Request(request_id, **_known(extra))
         except Exception as error:  # whatever a client sends, its request is served
-            self._unreadable += 1
             if not self._warned:
                 self._warn(f"cannot read what came with a request ({type(error).__name__}: {error})")
             return Request(request_id)
 
     def _warn(self, why: str) -> None:
         self._warned = True
-        logger.warning("%s: such requests go to the least loaded replica; get_status() counts them", why)
+        logger.warning("%s: such requests go to the least loaded replica (told once)", why)
 
 
 def _known(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a request, what its keywords tell (see :data:`FIELDS`)."""
-    meta = extra.get(FIELD)
-    if meta and meta.get("key"):
-        known = {name: value for name, value in meta.items() if name in PLACEMENT and value is not None}
-        key = known["key"]
-        known["key"] = key.hex() if isinstance(key, bytes) else str(key)
-        assignment, before = known.pop("assignment", ANYWHERE), int(known.pop("before", 0))
-        texts = {"key": known.pop("key"), "replica": assignment.replica}
-        known["response_tokens"], known["p90_tokens"] = assignment.left(before)
-        return {**texts, **{name: min(int(value), _MOST) for name, value in known.items() if value is not None}}
-    if (tokens := extra.get("prompt_ids")) is not None:
-        return {"key": prompt_key(tokens).hex(), "prompt_tokens": len(tokens)}
-    return {}
-
-
-def router(**config: Any) -> type[PlacementRouter]:
-    """A router class with settings of its own, for ``LLMServerManager(load_balancer_cls=...)``.
-
-    Args:
-        config: See :class:`PlacementRouter`.
-    """
-    return type("ConfiguredPlacementRouter", (PlacementRouter,), {"defaults": config})
+    """Of a request, what our client tells; nothing of another client's."""
+    meta = extra.get(FIELD) or {}
+    if not meta.get("key"):
+        return {}
+    known = {name: value for name, value in meta.items() if name in PLACEMENT}
+    assignment, before = known.pop("assignment", ANYWHERE), known.pop("before", 0)
+    texts = {"key": known.pop("key"), "replica": assignment.replica}
+    known["response_tokens"], known["p90_tokens"] = assignment.left(before)
+    return {**texts, **{name: min(int(value), _MOST) for name, value in known.items() if value is not None}}
