@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, coerce, require
 from verl_rhyme.config.drafting import (
-    AUTOMATIC_HISTORY_SHARE,
     HISTORY_FILL,
     MAX_DRAFT_TOKENS,
     DraftingConfig,
@@ -45,7 +44,6 @@ from verl_rhyme.config.scheduling import (
 )
 
 __all__ = [
-    "AUTOMATIC_HISTORY_SHARE",
     "CONFIG_PATH",
     "HISTORY_FILL",
     "LENGTH_PLACEMENTS",

@@ -13,9 +13,6 @@ MAX_DRAFT_TOKENS = 128
 #: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
 HISTORY_FILL = 0.7
 
-#: What ``history.max_bytes=null`` takes: this share of the disk and of the memory that are free, the smaller one.
-AUTOMATIC_HISTORY_SHARE = 0.5
-
 
 @dataclass(frozen=True)
 class HistoryConfig:
@@ -30,7 +27,8 @@ class HistoryConfig:
     max_bytes: int | None = option(
         None,
         "Bytes that the history may take on the trainer's node (and its copies on each other node); the oldest visits "
-        "go first. null: half of the free disk or memory, whichever is less.",
+        "go first. null: half of what disk or memory have free at the start, whichever is less; each of several Ray "
+        "nodes on one machine takes half of what the others left.",
         public=True,
     )
     epochs: int = option(
@@ -43,10 +41,10 @@ class HistoryConfig:
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
 
     def bound(self, disk: int, memory: int) -> int:
-        """``max_bytes``, or what ``None`` stands for where so many bytes are free and no other node shares them."""
+        """``max_bytes``, or what ``None`` stands for where so many bytes are free."""
         if self.max_bytes is not None:
             return self.max_bytes
-        return max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk, memory)))
+        return max(1 << 20, min(disk, memory) // 2)
 
 
 @dataclass(frozen=True)

@@ -222,14 +222,6 @@ class HistoryStore:
             self._shrink()
             return True
 
-    def limit(self, max_bytes: int) -> None:
-        """Another bound of the file, at least 1 MiB; what no longer fits goes."""
-        with self._mutex:
-            self._map_size = max_bytes // 4096 * 4096
-            self._values.opened.env.set_mapsize(max(self._map_size, int(self.stats()["file_bytes"])))
-            self._values.room.bound = int(self._map_size * HISTORY_FILL)
-            self._shrink()
-
     def clear(self) -> None:
         """Forget everything."""
         with self._mutex:
