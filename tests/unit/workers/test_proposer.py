@@ -349,7 +349,7 @@ def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait, copied)
     assert proposer.waiting == 0
     assert proposer.take_counts(["a", "b"])["b"]["history_hit"]
     assert proposer.totals()["history_errors"] == proposer.totals()["errors"] == 0
-    thread = proposer._history._thread
+    pool = proposer._history._pool
     proposer.close()
-    assert wait == (thread is None)
-    assert wait or not thread.is_alive()
+    assert wait == (pool is None)
+    assert wait or not any(thread.is_alive() for thread in pool._threads)
