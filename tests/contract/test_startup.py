@@ -127,11 +127,6 @@ def test_the_pipeline_passes_in_each_of_verls_modes(tmp_path, stale, mode):
     [
         ("custom.rhyme.max_staleness", -1, "max_staleness must be null, or at least 0 (policy versions), not -1"),
         ("custom.rhyme.scheduling.in_flight", 0.5, "scheduling.in_flight must be null, or at least 1, not 0.5"),
-        (
-            "custom.rhyme.scheduling",
-            {"in_flight": 50, "refill": "when_empty"},
-            "total_storage_size=1000 is less than the",
-        ),
         ("custom.rhyme.scheduling.in_flight", 50, "set in_flight to at most"),
         ("calculate_log_probs", False, "calculate_log_probs=false with"),
         ("custom.rhyme.scheduling.at_version", "finish", "at_version=finish needs replicas that take versions one by"),
@@ -144,9 +139,6 @@ def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, told):
 
     tree = pipeline_config(tmp_path)
     tree.data.train_batch_size = 16
-    tree.transfer_queue = {
-        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 1000}}
-    }
     startup.check(tree)
     OmegaConf.update(tree.actor_rollout_ref.rollout, key, value, force_add=True)
     with pytest.raises(SystemExit) as caught:
@@ -154,6 +146,14 @@ def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, told):
     assert told in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert not ray.is_initialized()
+
+
+def test_a_limit_of_the_queue_is_refused(tmp_path):
+    tree = pipeline_config(tmp_path)
+    tree.transfer_queue = {
+        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 1000}}
+    }
+    assert "set transfer_queue.backend.SimpleStorage.total_storage_size=null" in error(tree)
 
 
 @pytest.mark.parametrize("estimator", ["opo", "remax"])

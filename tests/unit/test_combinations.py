@@ -24,6 +24,7 @@ def config(preset: str, *changes: str) -> Any:
             "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
             "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": None, "bypass_mode": False}},
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+            "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
     for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
@@ -50,6 +51,7 @@ K = f"{CONFIG_PATH}.max_staleness"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 OWN = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IS = "algorithm.rollout_correction.rollout_is"
+QUEUE = "transfer_queue.backend.SimpleStorage.total_storage_size"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: Of each option of each row, in the table's order: a config that is refused for it alone, and words of the refusal.
 CASES = [
@@ -119,6 +121,7 @@ CASES = [
     ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "what is loaded and started"]),
     ("full", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "scheduling.order=0 shuffles"]),
     ("full", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "scheduling.in_flight"]),
+    ("stream", [f"{QUEUE}=1000"], ["SimpleStorage.total_storage_size=1000 with", f"set {QUEUE}=null"]),
     (
         "full",
         [f"{R}.calculate_log_probs=false"],
@@ -207,6 +210,8 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
         ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
         ("histospec", [f"{R}.data_parallel_size=2", NO_DRAFTS]),
+        ("histospec", [f"{QUEUE}=1000"]),
+        ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
         ("histospec", [f"{CONFIG_PATH}.scheduling.tool_timeout=60", f"{CONFIG_PATH}.scheduling.lost_after=30"]),
         ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
         ("histospec", [f"{E}.async_scheduling=true", NO_DRAFTS]),

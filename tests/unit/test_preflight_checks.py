@@ -309,11 +309,6 @@ def test_one_replica_leaves_nothing_to_place(world):
     ("overrides", "name", "words"),
     [
         ([f"{R}.max_num_seqs=200", f"{R}.max_num_batched_tokens=300"], "rollout", "no draft token a row"),
-        (
-            [f"{R}.custom.rhyme.sampling.verify=vllm", f"{R}.custom.rhyme.drafting.logits_memory=2000000"],
-            "rollout",
-            "leaves no draft",
-        ),
         (["trainer.max_actor_ckpt_to_keep=null"], "checkpoints", "all are kept"),
         (["data.train_files=hdfs://far/away.parquet"], "data.train_files", "remote"),
         ([f"{A}.ppo_micro_batch_size_per_gpu=3"], "batches", "no multiple of ppo_micro_batch_size_per_gpu=3"),

@@ -305,14 +305,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
-        store = partial(super()._agent_loop_postprocess, output, validate, **kwargs)
-
-        async def reward_and_store() -> None:
-            with session.deadline.resumed():  # of the reward, which verl computes first, and never twice
-                await store()
-
-        with session.deadline.paused():
-            await self._reports.room.wait(reward_and_store)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
         session.empty = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]

@@ -38,6 +38,7 @@ _FILTER = "algorithm.filter_groups.enable"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _DRAFTING = "rhyme.drafting.enable"
 _BOUND = "rhyme.max_staleness"
+_QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
 #: vLLM's options that verl sets from a key of its own, which rhyme reads.
@@ -304,6 +305,12 @@ TABLE = (
                 "data.gen_batch_size",
                 lambda size, run: size not in (None, 1),
                 f"drop it; {CONFIG_PATH}.scheduling.in_flight says how much is loaded",
+            ),
+            Option(
+                f"{_QUEUE}.SimpleStorage.total_storage_size",
+                lambda limit, run: limit is not None and run.value(f"{_QUEUE}.storage_backend") == "SimpleStorage",
+                f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit), as {_OTHERS} do: a sample that finds "
+                "no room would be lost",
             ),
         ),
         lambda run: run.pipeline,

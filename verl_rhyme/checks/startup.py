@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss_normalisation, queue_room, stale_tokens
+from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
@@ -65,8 +64,6 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
-    with contextlib.suppress(ValueError):  # rules that contradict each other: in the list already
-        found += queue_room.refusals(config, rhyme)
     try:
         router_file.check(rhyme.placement)
         router_file.check_own(config)

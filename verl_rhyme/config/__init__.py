@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, coerce, require
 from verl_rhyme.config.drafting import (
-    AUTOMATIC_HISTORY_SHARE,
-    DRAFTERS,
     HISTORY_FILL,
     MAX_DRAFT_TOKENS,
     DraftingConfig,
     HistoryConfig,
-    PaperOptions,
     SamplingConfig,
 )
 from verl_rhyme.config.listing import Option, options
@@ -46,9 +43,7 @@ from verl_rhyme.config.scheduling import (
 )
 
 __all__ = [
-    "AUTOMATIC_HISTORY_SHARE",
     "CONFIG_PATH",
-    "DRAFTERS",
     "HISTORY_FILL",
     "MAX_DRAFT_TOKENS",
     "OVERSUBSCRIPTION",
@@ -67,7 +62,6 @@ __all__ = [
     "LengthsConfig",
     "ModelRankerOptions",
     "Option",
-    "PaperOptions",
     "PlacementConfig",
     "RankerConfig",
     "RhymeConfig",

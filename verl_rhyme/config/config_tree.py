@@ -14,18 +14,17 @@ from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-#: Options of earlier versions, a section that ended as a whole, and what to write instead.
+#: Options of earlier versions, sections that ended as a whole, and what to write instead.
 GONE: Mapping[str, str] = {
     "poll_interval": "drop it; the replay buffer looks every 0.25 s",
     "history.timeout": "drop it; the history writer has 300 s for each piece of an update",
     "history.keep": "drop it; other nodes keep copies of the histories that their replicas need",
     "drafting.sampler_memory": "drop it; drafting.logits_memory bounds what drafts take",
-    "drafting.reward_weight": "set drafting.options.reward_weight (drafting.policy=paper)",
-    "drafting.match.min": "set drafting.options.match_min (drafting.policy=paper)",
-    "drafting.match.max": "set drafting.options.match_max (drafting.policy=paper)",
-    "drafting.window.start": "set drafting.options.window_start (drafting.policy=paper)",
-    "drafting.window.growth": "set drafting.options.window_growth (drafting.policy=paper)",
-    "drafting.window.max": "set drafting.options.window_max (drafting.policy=paper)",
+    **{
+        f"drafting.{name}": "drop it; drafting.policy=paper is as it is published"
+        for name in ("options", "reward_weight", "match", "window")
+    },
+    "sampling.verify": "drop it; our sampler verifies",
     "sorting": "set max_staleness; `verl-rhyme options` lists all that there is",
     "sorting.mode": "set max_staleness: 0 for on_policy; 1 or more for partial, histopipe and stream, whose other "
     "rules +rhyme=sorted, +rhyme=histopipe and +rhyme=stream set",
@@ -103,7 +102,9 @@ def from_verl(config: Any) -> RhymeConfig | None:
 
 def ended(option: str) -> str | None:
     """What to write instead of an option of an earlier version (its path in the tree); ``None`` for any other."""
-    return GONE.get(option) or GONE.get(option.partition(".")[0])
+    parts = option.split(".")
+    wholes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((GONE[whole] for whole in wholes if whole in GONE), None)
 
 
 def misplaced(config: Any) -> Iterator[str]:

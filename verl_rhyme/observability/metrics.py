@@ -72,8 +72,6 @@ HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 HISTORY_RESTARTS = "rollout/history/writer_restarts"
-HISTORY_SIMILARITY = "rollout/history/similarity"
-HISTORY_SIMILARITY_CHANCE = "rollout/history/similarity_by_chance"
 
 STALENESS_MEAN = "training/staleness/mean"
 STALENESS_MAX = "training/staleness/max"

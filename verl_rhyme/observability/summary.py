@@ -58,8 +58,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
     pipeline ``discarded_tokens`` (generated and not trained),
     ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
     ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
-    forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
-    and in another prompt's); ``None`` for what is unknown.
+    forecasts); ``None`` for what is unknown.
     """
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for data in by_step.values():
@@ -217,8 +216,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "waiting_max": int(max(waiting)) if waiting else None,
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
-        "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
-        "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
     }
 
 

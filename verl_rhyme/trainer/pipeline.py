@@ -32,7 +32,6 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
-from verl_rhyme.agent_loop.room import FULL, no_room
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
@@ -275,12 +274,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        try:
-            tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
-        except RuntimeError as error:
-            if FULL not in str(error):
-                raise
-            raise no_room(self.rules, "when prompts are loaded", str(error)) from error
+        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

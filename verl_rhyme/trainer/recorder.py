@@ -73,7 +73,7 @@ class Recorder(Observer):
         self._alarm = AcceptanceAlarm()
         self._store: dict[str, Any] = {}
         self._untrained = 0  # responses of this step that were recorded all the same
-        self._tokens: Counter[str] = Counter()  # that were compared in this step: TOKEN_COUNTS
+        self._tokens: Counter[str] = Counter()  # of this step: TOKEN_COUNTS
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Begin to record the batch, and what of its reply is not trained."""
@@ -163,9 +163,6 @@ class Recorder(Observer):
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
-        for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
-            if compared := self._tokens[f"{how}compared"]:
-                metrics[name] = self._tokens[f"{how}similar"] / compared
         if sampled := self._tokens["sampled"]:
             metrics[names.ENTROPY] = self._tokens["nats"] / sampled
         metrics[names.HISTORY_UNTRAINED], self._untrained = float(self._untrained), 0

@@ -40,8 +40,6 @@ EPOCH_KEYS = {
     "waiting_max",
     "length_rank_correlation",
     "migrated",
-    "similarity",
-    "similarity_by_chance",
 }
 
 
@@ -147,8 +145,6 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
         "waiting_max": None,
         "length_rank_correlation": None,
         "migrated": None,
-        "similarity": None,
-        "similarity_by_chance": None,
     }
 
 

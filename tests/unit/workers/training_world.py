@@ -790,10 +790,16 @@ def install(world, monkeypatch):
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
 
 
-def simulate(mode, seed, kills, monkeypatch, capacity=None):
-    """Returns the world after the run, in which TransferQueue has room for ``capacity`` entries (``None``: for all)."""
+def most_entries(rules):
+    """Of each sample one, of each that is regenerated also the response that it is drafted from; of each prompt one;
+    those of the batch that is trained meanwhile, and those put off."""
+    samples = rules.batch_samples * (2 if rules.redrafts else 1)
+    return (rules.batches + 1 + 2 * rules.rounds) * (samples + rules.batch_prompts)
+
+
+def simulate(mode, seed, kills, monkeypatch):
+    """Returns the world after the run."""
     world = World(mode, seed, kills)
-    world.queue.capacity = capacity
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)
@@ -803,7 +809,7 @@ def simulate(mode, seed, kills, monkeypatch, capacity=None):
             assert world.steps == STEPS
             if not kills:
                 assert not world.twice, "reports of finished samples have entries of their own"
-                assert world.queue.most <= world.rules.queue_entries
+                assert world.queue.most <= 1.1 * most_entries(world.rules)
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
             error.add_note(f"mode {mode!r}, seed {seed}, kills {kills}: {world.deaths}, {world.rules}")

@@ -370,7 +370,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
         )
 
 
-def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Check]:
+def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     """vLLM's lengths and the room of drafts."""
     name, problems = "rollout", []
     options, serving = config.actor_rollout_ref.rollout, plan.rollout
@@ -386,12 +386,6 @@ def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Che
     elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
         detail = "max_num_batched_tokens leaves no draft token a row when all rows run"
         problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
-    if model and OmegaConf.select(config, f"{CONFIG_PATH}.sampling.verify") == "vllm" and serving.draft_bytes:
-        from verl_rhyme.drafting.bounds import table_bounds  # compiles: only where it is needed
-
-        if table_bounds(model.vocab, serving.max_num_seqs, serving.draft_bytes, 1) == (0, 0):
-            detail = f"vLLM's rejection sampler (sampling.verify=vllm) leaves no draft at {serving.max_num_seqs} rows"
-            problems.append((WARN, detail, f"drop sampling.verify, or raise {CONFIG_PATH}.drafting.logits_memory"))
     for status, detail, remedy in problems:
         yield Check(name, status, detail, remedy)
     if not problems:
