@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from verl_rhyme.observability import metrics as m
-from verl_rhyme.observability import report, steps
+from verl_rhyme.observability import plot, report, steps
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.summary import ReportError, compare, read
 
@@ -266,6 +266,28 @@ def test_what_the_draft_head_gave_is_told_where_it_gave_something() -> None:
     for lacking in ({"headed_tokens": 0}, {"headed_tokens": None}, {"accepted_share": None}, {"tokens": None}):
         assert report._headed({"epochs": [epoch | lacking]}) is None
     assert report._headed({"epochs": []}) is None
+
+
+def seed(arm: str, *rewards: float) -> dict[str, Any]:
+    """Summary of one run."""
+    figures = dict.fromkeys(
+        ("rollout_s", "useful_tokens_per_s", "accept_length", "accept_rate", "history_hit_rate", "bubble_ratio")
+    )
+    return {"arm": arm, "epochs": [{"epoch": at, "reward_mean": r, **figures} for at, r in enumerate(rewards, 1)]}
+
+
+def test_runs_of_one_arm_are_one_line_and_a_band(tmp_path: Path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    off, on = [seed("off", 0.2, 0.3), seed("off", 0.6, 0.7)], [seed("on", 0.3, 0.3), seed("on", 0.7, 0.5)]
+    plot.draw([*off, *on], tmp_path / "seeds.png")
+    reward = drawn[0].axes[0]
+    assert [line.get_label() for line in reward.lines] == ["off", "on"]
+    assert list(reward.lines[0].get_ydata()) == [pytest.approx(0.4), pytest.approx(0.5)]
+    low, high = reward.collections[0].get_datalim(reward.transData).intervaly
+    assert (low, high) == (pytest.approx(0.2), pytest.approx(0.7))
+    plot.draw([off[0], on[0]], tmp_path / "one.png")
+    assert not drawn[1].axes[0].collections
 
 
 def png_size(path: Path) -> tuple[int, int]:
