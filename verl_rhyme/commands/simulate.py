@@ -41,8 +41,6 @@ def simulate(
                 event_log.check(out)
                 _check_folder(out)
         if timeline is not None:
-            if timeline.exists() and timeline.samefile(cluster):
-                raise _CannotWrite(f"cannot write --timeline {timeline} (it is the cluster file): name another")
             _check_file("--timeline", timeline)
         for line in loaded.unread:
             print(f"verl-rhyme simulate: {line}", file=sys.stderr)
@@ -55,20 +53,13 @@ def simulate(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("updates", total=loaded.updates)
             simulation.run(lambda step: progress.update(task, completed=step.version + 1))
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"verl-rhyme simulate: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    _print_simulated(simulation, loaded, as_json)
-    log = simulation, segments or [], loaded.epoch_prompts
-    try:
+        _print_simulated(simulation, loaded, as_json)
+        log = simulation, segments or [], loaded.epoch_prompts
         if timeline is not None:
-            with _writing("--timeline", timeline):
-                trace.write(timeline, *event_log.columns(*log))
+            trace.write(timeline, *event_log.columns(*log))
         if out is not None:
-            about = " ".join(["simulated:", cluster.stem, *(overrides or [])])
-            with _writing("--out", out):
-                event_log.write(out, about, *log)
-    except _CannotWrite as error:
+            event_log.write(out, " ".join(["simulated:", cluster.stem, *(overrides or [])]), *log)
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 
@@ -93,22 +84,18 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
         print(f"what steps cost: {source}")
 
 
-class _CannotWrite(ValueError):
-    """An option names what cannot be written; the message says why."""
-
-
 @contextlib.contextmanager
 def _writing(option: str, path: Path) -> Iterator[None]:
     """Errors of the operating system within it are about this option's path.
 
     Raises:
-        _CannotWrite: Of each.
+        ValueError: Of each.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise _CannotWrite(f"cannot write {option} {path} ({reason}): name another") from error
+        raise ValueError(f"cannot write {option} {path} ({reason}): name another") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -128,7 +115,7 @@ def _check_file(option: str, path: Path) -> None:
     """See that a file can be written, and make its folder; what is in it stays.
 
     Raises:
-        _CannotWrite: It cannot.
+        ValueError: It cannot.
     """
     with _writing(option, path):
         _check_folder(path.parent)
@@ -148,6 +135,8 @@ def profile(
         log = recorded.read(run)
         _check_file("--out", path)
         found = fitted.fit(log)
+        source = f"measured: {run.absolute().name}, {log.info.get('engine', 'an unknown engine')}, {found.date}"
+        path.write_text(fitted.yaml(found, source))
     except (OSError, ValueError) as error:
         print(f"verl-rhyme profile: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -157,12 +146,5 @@ def profile(
     Console().print(table, highlight=False)
     for line in fitted.lines(found):
         print(line)
-    source = f"measured: {run.absolute().name}, {found.run.info.get('engine', 'an unknown engine')}, {found.date}"
-    try:
-        with _writing("--out", path):
-            path.write_text(fitted.yaml(found, source))
-    except _CannotWrite as error:
-        print(f"verl-rhyme profile: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(f"{path}: name it as a replica's profile in a cluster file; one beside it that plays this run again:")
     print(fitted.cluster(found, path), end="")

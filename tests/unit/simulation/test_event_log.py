@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
-from verl_rhyme.observability import metrics, slot_time, steps, trace
+from verl_rhyme.observability import metrics, slot_time, steps
 from verl_rhyme.observability.batches import SlotAccount
 from verl_rhyme.observability.events import read_log
 from verl_rhyme.observability.page import lanes
@@ -187,24 +186,3 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_runs(tmp_path, mo
     assert told.exit_code == 1
     assert f"cannot write {option} {path} (" in told.stderr
     assert told.stderr.endswith("): name another\n")
-
-
-def test_a_timeline_does_not_take_the_place_of_the_cluster_file(tmp_path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(EXAMPLE.read_text())
-    told = CliRunner().invoke(app, ["simulate", str(mine), *SMALL, "--timeline", str(mine)])
-    assert told.exit_code == 1
-    assert told.stderr.endswith("(it is the cluster file): name another\n")
-    assert mine.read_text() == EXAMPLE.read_text()
-
-
-def test_a_disk_that_fills_up_costs_the_file_and_not_the_table(tmp_path, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(trace, "write", full)
-    path = tmp_path / "made" / "x.json"
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--timeline", str(path)])
-    assert told.exit_code == 1
-    assert "trained tokens/s" in told.stdout
-    assert f"cannot write --timeline {path} (No space left on device): name another" in told.stderr

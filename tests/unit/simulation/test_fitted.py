@@ -256,30 +256,6 @@ def test_a_delayed_start_is_no_bubble(bound, refill):
         assert late.bubble == pytest.approx(soon.bubble)
 
 
-def test_logs_that_tell_nothing(run, tmp_path):
-    events = run / "checkpoints" / "events"
-    for folder, words in (
-        (tmp_path / "nowhere", "is no folder"),
-        (tmp_path, "no events of a run"),
-        (tmp_path, "or is stock verl, which logs none (a run with +rhyme=histospec and rhyme.drafting.enable=false"),
-    ):
-        status, _, error = told("profile", folder)
-        assert status == 1
-        assert words in error
-        assert len(error.splitlines()) == 1
-    requests = sorted(events.glob("requests-*.arrow"))
-    requests[-1].write_bytes(requests[-1].read_bytes()[:-100])  # torn
-    status, output, _ = told("profile", run)
-    assert status == 0
-    assert f"{requests[-1].name} is unreadable and left out" in output.replace("\n", "")
-    for path in requests:
-        path.write_bytes(b"")
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "no request can be read" in error
-    assert len(error.splitlines()) == 1
-
-
 def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "x.yaml"
@@ -293,18 +269,6 @@ def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_p
 
 def test_the_default_stands_in_the_help():
     assert "RUN/profile.yaml" in told("profile", "--help")[1]
-
-
-def test_a_log_that_is_too_short(run):
-    events = run / "checkpoints" / "events"
-    for path in sorted(events.glob("requests-*.arrow")):
-        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all().slice(0, 1)
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "8 requests that came to their end" in error
-    assert "at least 16" in error
 
 
 def replayed(folder: Path, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -339,32 +303,11 @@ def test_what_of_a_recorded_run_is_not_played_is_told(run, tmp_path):
     assert all(line in error for line in whole["unread"])
 
 
-def test_a_log_of_another_version(run, tmp_path):
-    """Without the columns that tell when a request started, and without lengths."""
-    events = run / "checkpoints" / "events"
-    for path in sorted(events.glob("requests-*.arrow")):
-        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
-        table = table.drop_columns(["started_at", "first_token_at", "response_tokens"])
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "no request tells when it started and ended: this log is another version's" in error
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(
-        "replicas: [{count: 2, profile: qwen2.5-32b-h800-tp4}]\nbatch_prompts: 8\n"
-        f"workload: {{lengths: {{run: {run}}}}}\n"
-    )
-    status, _, error = told("simulate", cluster)
-    assert status == 1
-    assert "is of a trained response with a length" in error
-    assert len(error.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("workload.lengths.run=nowhere", "is no folder"),
+        ("workload.lengths.run=.", "no events of a run"),
         ("workload.lengths.path=x", "did you mean|known here: run"),
         ("workload.prompts=3", "brings its own: drop workload.prompts"),
         ("drafts.siblings=0.1", "drop drafts.siblings, or set drafts.acceptance"),
