@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,6 @@ RESPONSES = pa.schema(
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
 #: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints.
 INFO_FILE = "run.json"
-#: What its values must be, for those that are read.
-_INFO: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "arm": (lambda value: isinstance(value, str), "a name"),
-    "arms": (lambda value: isinstance(value, list), "a list of first steps and names"),
-    "engine": (lambda value: isinstance(value, str), "a name"),
-    "slots": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
-    "rollout": (lambda value: value in ("gen", "step"), "gen or step"),
-    "replica": (lambda value: isinstance(value, dict), "a replica's sizes"),
-}
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
@@ -156,9 +147,7 @@ class EventLog:
         arms = [[first, name] for first, name in arms_of(before) if first < step]
         if not arms or arms[-1][1] != arm:
             arms.append([step, arm])
-        merged = {**before, **info, "arms": arms}
-        merged.pop("arm", None)
-        self._write(INFO_FILE, json.dumps(merged, indent=2).encode())
+        self._write(INFO_FILE, json.dumps({**before, **info, "arms": arms}, indent=2).encode())
 
     def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
         batch = _record_batch(_SCHEMAS[kind], {**columns, "step": step, "epoch": epoch})
@@ -214,19 +203,11 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :meth:`EventLog.describe` kept; empty when there is nothing readable. A value that cannot be one is left out
-    with a warning."""
-    path = Path(folder) / INFO_FILE
+    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
     try:
-        info = json.loads(path.read_text())
+        return json.loads((Path(folder) / INFO_FILE).read_text())  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return {}
-    if not isinstance(info, dict):
-        return {}
-    for name, (sound, wanted) in _INFO.items():
-        if info.get(name) is not None and not sound(info[name]):
-            warnings.warn(f"{path}: {name} must be {wanted}, not {info.pop(name)!r}; it is left out", stacklevel=2)
-    return info
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,10 +235,7 @@ def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
     Args:
         info: Of :func:`read_info`.
     """
-    try:
-        return [(int(step), str(arm)) for step, arm in info["arms"]]
-    except (LookupError, TypeError, ValueError):  # an older log has the latest alone
-        return [(1, str(info["arm"]))] if "arm" in info else []
+    return [(step, arm) for step, arm in info.get("arms", [])]
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
@@ -345,7 +323,6 @@ def _live_files(folder: Path, kind: str) -> list[Path]:
 def _read(folder: Path, kind: str) -> pa.Table:
     schema = _SCHEMAS[kind]
     tables = [schema.empty_table()]
-    unknown: set[str] = set()
     for path in _live_files(folder, kind) if folder.is_dir() else ():
         try:
             # Read, not mapped: a file cut short while mapped would be a bus error. Full validation, because
@@ -353,13 +330,8 @@ def _read(folder: Path, kind: str) -> pa.Table:
             table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
             table.validate(full=True)
             tables.append(_conform(table, schema))
-            unknown |= set(table.schema.names) - set(schema.names)
         except (OSError, pa.ArrowException, ValueError) as error:
             warnings.warn(f"event log: {path} is unreadable and left out ({error})", stacklevel=3)
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        told = f"event log: {folder} is of another version; what this one does not know is left out: {names}"
-        warnings.warn(told, stacklevel=3)
     return pa.concat_tables(tables)
 
 

@@ -14,8 +14,6 @@ import pyarrow as pa
 from verl_rhyme.observability import events, metrics, slot_time, steps
 from verl_rhyme.observability.slot_time import SlotTime
 
-#: Columns without which there is no timeline.
-_NEEDED = ("step", "replica", "started_at", "finished_at")
 #: Steps that a problem names.
 _NAMED = 8
 
@@ -110,19 +108,11 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
-    missing = [name for name in _NEEDED if table[name].null_count == table.num_rows]
-    if table["response_tokens"].null_count == table.num_rows:
-        run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
     run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
     run.prompt = events.groups_of(table)
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
-    if missing:
-        run.problems.append(
-            f"the event log {events_folder} is of another version: without {', '.join(missing)} there are no lanes"
-        )
-        return run
     if slots is None:
         run.problems.append(
             f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
