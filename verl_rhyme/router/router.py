@@ -113,11 +113,7 @@ class PlacementRouter:
             self._servers.pop(server_id, None)
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
-        """KV tokens a replica has room for.
-
-        Raises:
-            ValueError: Not positive.
-        """
+        """KV tokens a replica has room for, at least 1."""
         self._placement.report(server_id, kv_tokens)
 
     def expect(self, requests: int, more: bool = False) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rhyme.placement import POLICIES, Fleet, LeastLoaded, NoReplica, Placement, Request, StickyGroup
+from verl_rhyme.placement import POLICIES, NoReplica, Placement, Request
 from verl_rhyme.placement.fleet import REQUESTS, TOKENS
 
 FACTOR = 1.25
@@ -184,19 +184,6 @@ def test_siblings_are_together_when_load_permits(replicas, told, interleaved):
     assert max(len(on) for on in where.values()) <= (2 if told else 3)
 
 
-def test_what_does_not_fit_moves_on_together():
-    placement = fleet_of(4)
-    placement.expect(64)
-    homes = defaultdict(list)
-    for number in range(1000):
-        key = f"p{number}"
-        homes[StickyGroup.choose(placement.policy, Request("x", key))].append(key)
-    keys = homes[placement.fleet.names[0]][:4]  # all of one home, which may have 20
-    where = {key: Counter(acquire_group(placement, key, 16)) for key in keys}
-    assert all(len(on) == 1 for on in where.values())
-    assert max(placement.status()["requests"].values()) <= 20
-
-
 def test_a_conversation_stays_where_it_was_and_its_siblings_come_there():
     placement = fleet_of(8)
     placement.expect(1000)
@@ -228,22 +215,6 @@ def test_a_turn_reserves_no_room_for_siblings():
     assert placement.fleet.reserved_totals == [0, 0]
     placement.acquire(Request("b", "p", attempt=1, group=16))
     assert max(placement.status()["requests"].values()) == 1  # nor is the bound that of a group
-
-
-def test_conversations_are_remembered_up_to_a_bound():
-    placement = Placement("least_loaded", conversations=3)
-    placement.add("a")
-    for i in range(9):
-        placement.release(str(i), placement.acquire(Request(str(i))))
-    assert placement.forget() == 3
-
-
-def test_a_replica_takes_all_runs_of_a_name_with_it():
-    placement = fleet_of(1)
-    for _ in range(3):
-        placement.acquire(Request("a", "p"))
-    placement.remove("10.0.0.0:8000")
-    assert len(placement.policy) == len(placement._running) == 0
 
 
 def test_room_kept_on_a_replica_goes_with_it():
@@ -360,22 +331,3 @@ def test_a_group_that_fell_back_is_still_counted_out():
     assert len(placement.policy) == 0
     assert not placement.fleet.reserved.any()
     assert placement.errors == 6
-
-
-def test_a_policy_that_is_not_there_is_told():
-    with pytest.raises(ValueError, match=r"least_loaded, .*sticky_group"):
-        Placement("stick_group")
-    with pytest.raises(ValueError, match=r"above 1.*1\.25"):
-        Placement("sticky_group", {"factor": 1.0})
-    with pytest.raises(ValueError, match="room for 0 KV tokens"):
-        fleet_of(1).report("10.0.0.0:8000", 0)
-
-
-def test_the_fleet_finds_the_least():
-    fleet = Fleet()
-    for name in "abc":
-        fleet.add(name)
-    fleet.run("b", 2, 10)
-    assert [fleet.names[i] for i in fleet.least()] == ["a", "c"]
-    assert fleet.imbalance(REQUESTS) == pytest.approx(3.0)
-    assert LeastLoaded(fleet, seed=0).choose(Request("x")) in ("a", "c")

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import LENGTH_PLACEMENTS
-from verl_rhyme.lengths.outlook import CELLS, certain, edges
+from verl_rhyme.lengths.outlook import certain, edges
 from verl_rhyme.placement import POLICIES, Ahead, Load, Placement, Progress, Request
 from verl_rhyme.planning.cost import ReplicaCost, StepCost
 
@@ -568,29 +568,12 @@ def test_a_move_away_from_a_sibling_has_to_save_more():
     assert moved(lambda n: str(n % 7), 0.4) > 0, "where a sibling is, too"
 
 
-def test_a_hundred_thousand_that_come_together_are_planned_in_a_second():
-    placement = fleet("makespan", 1024, ReplicaCost(COST.step, slots=256, room=690_000))
-    placement.policy.coming(known([100, 200]))  # compiled before
-    rng = np.random.default_rng(0)
-    requests = known(np.sort(rng.lognormal(7.8, 1, 100_000).clip(1, LIMIT).astype(int))[::-1])
-    began = time.process_time()
-    placement.policy.coming(requests)
-    assert time.process_time() - began < 2, "a second, and as much again for a machine that others use"
-    assert placement.policy._coming[requests[0].id][1].shape == (2, CELLS)
-
-
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
         ("makespan", {"gain": 0.0}),
-        ("makespan", {"sibling_gain": 1.0}),
-        ("makespan", {"sibling_gain": -0.1}),
         ("histopipe", {"groups": 0}),
-        ("histopipe", {"tail": 0.0}),
-        ("skewness_aware", {"tail": 1.0}),
-        ("skewness_aware", {"pools": 1}),
         ("skewness_aware", {"pools": 3}),
-        ("skewness_aware", {"objective": "mean"}),
     ],
 )
 def test_options_that_cannot_be_are_refused(policy, options):

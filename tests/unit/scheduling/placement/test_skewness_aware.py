@@ -119,18 +119,6 @@ def test_several_pools_are_the_best_there_are(lengths, costs, most):
     assert max(pool.seconds for pool in pools) == pytest.approx(min(ways), rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, LIMIT), min_size=2, max_size=200), st.integers(2, 30), st.floats(0.05, 0.95))
-def test_the_slower_pool_of_max_is_never_slower_than_that_of_sum(lengths, count, tail):
-    samples, (replicas, _) = samples_of(lengths), replicas_of([SLOW] * count)
-    ours, published = two(samples, replicas, tail, "max"), two(samples, replicas, tail, "sum")
-    judged = [pool_seconds(slice(p.begin, p.end), [SLOW] * (p.last - p.first), samples) for p in published]
-    assert max(pool.seconds for pool in ours) <= max(judged) * (1 + 1e-6)
-    more = max(pool.seconds for pool in several(samples, replicas, 4))
-    if len(lengths) <= 32:  # all cuts are tried, also that one
-        assert more <= max(pool.seconds for pool in ours) * (1 + 1e-6)
-
-
 def test_distributions_tell_a_crowd_from_a_few():
     """Of a hundred that may be long one will be, though all are expected to be short."""
     width = np.diff(edges(LIMIT))
@@ -331,9 +319,8 @@ def test_engines_whose_caches_differ_by_a_little_are_of_one_kind(monkeypatch):
     assert all(0.95 * 40_000 < kind[4] <= 81_200 for kind in seen[0])
 
 
-@pytest.mark.parametrize("costs", [[SLOW] * 1024, [FAST, SLOW] * 512], ids=["alike", "two kinds"])
-@pytest.mark.parametrize("options", [{}, {"objective": "max"}, {"objective": "max", "pools": 8}])
-def test_a_hundred_thousand_prompts_on_a_thousand_replicas_are_planned_in_a_second(options, costs):
+def test_a_hundred_thousand_prompts_on_a_thousand_replicas_are_planned_in_a_second():
+    costs, options = [FAST, SLOW] * 512, {"objective": "max", "pools": 8}
     fleet(costs[:2], **options).plan(0, [Load("a", 1, 9.0), Load("b", 1, 5.0)])  # compiled before
     placement = fleet(costs, **options)
     lengths = np.random.default_rng(0).lognormal(7.8, 1, 100_000).clip(1, LIMIT)
@@ -343,16 +330,3 @@ def test_a_hundred_thousand_prompts_on_a_thousand_replicas_are_planned_in_a_seco
     assert time.process_time() - began < 1
     assert placement.errors == 0, placement.last_error
     assert len(placement.policy._pool) == 100_000
-
-
-def test_a_hundred_thousand_samples_are_bound_late_in_seconds():
-    placement = fleet([SLOW] * 1024, objective="max", pools=8, late=True)
-    lengths = np.random.default_rng(0).lognormal(7.8, 1, 100_000).clip(1, LIMIT).astype(int)
-    requests = requests_of(np.sort(lengths)[::-1])
-    placement.policy.coming(requests[:2])
-    began = time.process_time()
-    placement.policy.coming(requests)
-    assert time.process_time() - began < 2, "0.6 s where nothing else runs"
-    bound = [replica for replica, _ in placement.policy._coming.values()]
-    assert len(bound) == 100_000
-    assert sum(replica is not None for replica in bound) <= 8 * 1024
