@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -26,7 +25,7 @@ from verl_rhyme.config import (
     options,
     presets,
 )
-from verl_rhyme.config.config_tree import GONE, parse
+from verl_rhyme.config.config_tree import parse
 from verl_rhyme.lengths.ranker import LOSSES
 from verl_rhyme.placement import POLICIES, PlacementPolicy
 
@@ -104,17 +103,6 @@ def test_no_tree_and_enable_false_are_stock_verl():
 def test_errors_name_the_place_and_the_mend(path, value, words):
     with pytest.raises(ConfigError, match=words):
         parse(tree(path, value))
-
-
-def test_names_of_earlier_versions_are_refused_with_the_new_one():
-    known = {option.name for option in options()}
-    for old, remedy in GONE.items():
-        with pytest.raises(ConfigError, match=rf"{old} has ended: ") as caught:
-            parse(tree(old, None))
-        assert remedy in str(caught.value)
-        if named := re.match(r"set ([\w.]+)", remedy):
-            assert re.sub(r"\.options\..*", ".options", named[1]) in known
-    assert not known & set(GONE)
 
 
 def test_numbers_may_be_written_as_the_other_number():

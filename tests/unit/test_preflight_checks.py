@@ -661,8 +661,6 @@ def test_gpu_memory_is_told_seen_or_assumed(monkeypatch):
             rf"rhyme\.enable=false: there is no such key; did you mean {R}\.custom\.rhyme\.enable\?$",
         ),
         (["+rhyme=sorted", "rhyme.scheduling.order=0"], rf"did you mean {R}\.custom\.rhyme\.scheduling\.order\?$"),
-        (["+rhyme=sorted", "rhyme.sorting.order=0"], r"rhyme\.sorting\.order has ended: set scheduling\.order$"),
-        (["+rhyme=sorted", f"{R}.custom.rhyme.sorting.mode=partial"], r"sorting\.mode has ended: set max_staleness"),
         ([f"{R}.rhyme.enable=false"], rf"did you mean {R}\.custom\.rhyme\.enable\?$"),
         (["model_engine=nope"], "Available options in 'model_engine': dp; megatron; [^/]*$"),
         (

@@ -68,7 +68,7 @@ class Turn:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
-        """What :meth:`to_dict` gave, or an earlier version's, with lists."""
+        """What :meth:`to_dict` gave."""
         log_probs = stored["log_probs"]
         return cls(
             **{

@@ -14,68 +14,16 @@ from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-#: Options of earlier versions, a section that ended as a whole, and what to write instead.
-GONE: Mapping[str, str] = {
-    "poll_interval": "drop it; the replay buffer looks every 0.25 s",
-    "history.timeout": "drop it; the history writer has 300 s for each piece of an update",
-    "history.keep": "drop it; other nodes keep copies of the histories that their replicas need",
-    "drafting.sampler_memory": "drop it; drafting.logits_memory bounds what drafts take",
-    "drafting.reward_weight": "set drafting.options.reward_weight (drafting.policy=paper)",
-    "drafting.match.min": "set drafting.options.match_min (drafting.policy=paper)",
-    "drafting.match.max": "set drafting.options.match_max (drafting.policy=paper)",
-    "drafting.window.start": "set drafting.options.window_start (drafting.policy=paper)",
-    "drafting.window.growth": "set drafting.options.window_growth (drafting.policy=paper)",
-    "drafting.window.max": "set drafting.options.window_max (drafting.policy=paper)",
-    "sorting": "set max_staleness; `verl-rhyme options` lists all that there is",
-    "sorting.mode": "set max_staleness: 0 for on_policy; 1 or more for partial, histopipe and stream, whose other "
-    "rules +rhyme=sorted, +rhyme=histopipe and +rhyme=stream set",
-    "sorting.max_staleness": "set max_staleness",
-    "sorting.max_versions": "set max_staleness, which is one less",
-    "sorting.group_batches": "set scheduling.in_flight",
-    "sorting.load": "set scheduling.refill=when_empty for group; for rolling and refill scheduling.in_flight, whose "
-    "null goes by max_staleness",
-    "sorting.harvest": "set scheduling.take: finished for shortest, loaded for loaded",
-    "sorting.harvest_tokens": "drop it; updates train whole batches",
-    "sorting.start_order": "drop it; the longest expected prompts start first",
-    "sorting.probe": "drop it; no sample of a prompt waits for another",
-    "sorting.draft_ahead": "drop it; max_staleness=1 trains what is generated meanwhile",
-    "sorting.keep_running": "set scheduling.at_version=finish",
-    "sorting.oversubscription": "drop it; engines are given twice what their slots take",
-    "sorting.redraft": "drop it; a regenerated response drafts from its own text wherever drafting.enable is true",
-    "sorting.stop_wait": "drop it; the pipeline has its own deadline",
-    "sorting.coupled": "set sampling.coupled",
-    "sorting.unit": "set scheduling.unit",
-    "sorting.order": "set scheduling.order",
-    "sorting.lost_after": "set scheduling.lost_after",
-    "sorting.tool_timeout": "set scheduling.tool_timeout",
-    "streaming.enable": "drop it; separate engines stream parts, and streaming.part=null turns that off",
-    "streaming.update": "drop it; gradients of parts are added up wherever that is exact, and streaming.part=null "
-    "turns parts off",
-    "streaming.elastic.enable": "set streaming.elastic.min_replicas, whose null is off",
-    "streaming.elastic.least": "set streaming.elastic.min_replicas",
-    "streaming.elastic.most": "set streaming.elastic.max_replicas",
-    "streaming.elastic.start": "drop it; as many replicas begin as may generate",
-    "streaming.elastic.window": "drop it; the rule goes by the medians of four steps",
-    "weights.link_patience": "drop it; a node that sends nothing is waited for 600 s",
-    "lengths.ranker.enable": "set lengths.ranker.kind: boosting or model, null is off",
-    "lengths.ranker.loss": "set lengths.ranker.options.loss (lengths.ranker.kind=model)",
-    "lengths.ranker.rate": "set lengths.ranker.options.rate (lengths.ranker.kind=model)",
-    "lengths.ranker.most": "drop it; the ranker is trained on the latest 8192 prompts",
-}
-
 
 def _sections() -> dict[str, set[str]]:
-    """What is a mapping in the tree, or was, and the keys of each."""
+    """What is a mapping in the tree, and the keys of each."""
     kinds = {name: kind for name, kind in typing.get_type_hints(RhymeConfig).items() if dataclasses.is_dataclass(kind)}
-    found = {name: {option.name for option in dataclasses.fields(kind)} for name, kind in kinds.items()}
-    for section, *key in (option.split(".") for option in GONE if "." in option):
-        found.setdefault(section, set()).update(key[:1])
-    return found
+    return {name: {option.name for option in dataclasses.fields(kind)} for name, kind in kinds.items()}
 
 
 _SECTIONS = _sections()
-#: What the tree's root may have, or had.
-_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)} | {option.partition(".")[0] for option in GONE}
+#: What the tree's root may have.
+_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)}
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
@@ -109,11 +57,6 @@ def from_verl(config: Any) -> RhymeConfig | None:
     for error in misplaced(config, sections=found is not None):
         raise ConfigError(error)
     return found
-
-
-def ended(option: str) -> str | None:
-    """What to write instead of an option of an earlier version (its path in the tree); ``None`` for any other."""
-    return GONE.get(option) or GONE.get(option.partition(".")[0])
 
 
 def misplaced(config: Any, sections: bool = True) -> Iterator[str]:
@@ -153,8 +96,6 @@ def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -
 
 def _belongs(here: tuple[str, ...], below: tuple[str, ...], option: tuple[str, ...]) -> str:
     wrong, name = ".".join((*here, *below)), ".".join(option)
-    if remedy := ended(name):
-        return f"{wrong}: {CONFIG_PATH}.{name} has ended: {remedy}"
     return f"{wrong} is read by nobody: did you mean {CONFIG_PATH}.{name}?"
 
 
@@ -193,9 +134,6 @@ def _build(cls: type[Any], tree: Any, where: str) -> Any:
     for key, value in tree.items():
         path = f"{where}.{key}" if where else str(key)
         if key not in hints:
-            for old in (".".join((path, *inside)) for inside in _leaves(value)):
-                if remedy := ended(old):
-                    raise ConfigError(f"{CONFIG_PATH}.{old} has ended: {remedy}")
             raise ConfigError(_unknown_key(str(key), path, list(hints)))
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)

@@ -40,9 +40,7 @@ _MEMORY = 1024
 
 #: What is kept of each prompt, and of all together.
 _COLUMNS = ("location", "variance", "squares", "draws", "visits")
-_COMMON = ("typical", "between", "within", "drift", "wander")
-#: Of the ranker's word; states of earlier versions lack them.
-_RANKED = ("bias", "miss")
+_COMMON = ("typical", "between", "within", "drift", "wander", "bias", "miss")
 
 
 class Learnt(NamedTuple):
@@ -196,7 +194,7 @@ class LengthPredictor:
         return {
             "prompts": list(self._rows),
             **{name: getattr(self, f"_{name}")[:count].tolist() for name in _COLUMNS},
-            **{name: list(getattr(self, f"_{name}").state) for name in (*_COMMON, *_RANKED)},
+            **{name: list(getattr(self, f"_{name}").state) for name in _COMMON},
             "ranked": [[row, location] for row, location in self._ranked.items()],
             "ranker": self._ranker,
             "shapes": [shape.state_dict() for shape in self._shapes],
@@ -209,7 +207,7 @@ class LengthPredictor:
             ValueError: It is not of this class, or torn.
         """
         prompts = state.get("prompts")
-        names = (*_COLUMNS, *_COMMON, "shapes")
+        names = (*_COLUMNS, *_COMMON, "shapes", "ranked")
         columns: dict[str, list[Any]] = {name: state[name] for name in names if isinstance(state.get(name), list)}
         if not isinstance(prompts, list) or len(columns) < len(names):
             raise ValueError(
@@ -219,12 +217,8 @@ class LengthPredictor:
             raise ValueError("a torn state of a length predictor: its columns are of unequal length")
         self._rows = {prompt: row for row, prompt in enumerate(prompts)}
         self._open = {}
-        self._ranked = {int(row): float(location) for row, location in state.get("ranked", ())}
-        self._ranker = int(state.get("ranker", 0))
-        self._bias, self._miss = self._trust()
-        for name in _RANKED:
-            if name in state:
-                getattr(self, f"_{name}").state = state[name]
+        self._ranked = {int(row): float(location) for row, location in columns["ranked"]}
+        self._ranker = int(state["ranker"])
         for name in _COLUMNS:
             column = getattr(self, f"_{name}")
             setattr(self, f"_{name}", np.array(columns[name], dtype=column.dtype))

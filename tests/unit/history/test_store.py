@@ -7,12 +7,9 @@ import os
 import subprocess
 import sys
 
-import lmdb
-import msgpack
 import numpy as np
 import pytest
 
-from verl_rhyme.history import environment
 from verl_rhyme.history.record import PromptHistory, encoded_bytes
 from verl_rhyme.history.store import AppendStats, HistoryError, HistoryMismatch, HistoryReader, HistoryStore
 from verl_rhyme.history.values import stored_bytes
@@ -297,20 +294,6 @@ def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
             assert largest(store) == once
 
 
-def test_a_store_whose_list_of_prompts_has_no_steps_is_read(tmp_path):
-    """As versions before wrote it."""
-    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
-        store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
-        opened = store._values.opened
-        with opened.env.begin(write=True, db=opened.seen) as txn:
-            for name, value in list(txn.cursor()):
-                txn.put(name, msgpack.packb(msgpack.unpackb(value)[:6]))
-        before = store.stats()
-    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
-        assert store.stats() == before
-        assert store.append([trajectory(i, range(8000), epoch=1) for i in range(40)], step=1).dropped == 0
-
-
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20
@@ -457,30 +440,6 @@ def test_a_missing_snapshot_is_a_warning(tmp_path, store, reader, caplog):
 def test_after_close_an_append_is_dropped_not_raised(store):
     store.close()
     assert store.append([trajectory(1, [5])], step=1).dropped == 1
-
-
-def test_values_carry_lmdbs_format(tmp_path, store):
-    """What the docstring of the environment says is in the file."""
-    store.append([trajectory(1, [5, 6])], step=1)
-    store.snapshot(tmp_path / "s")
-    with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
-        assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
-        meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
-        assert meta == {"format": 4, "namespace": NAMESPACE}
-
-
-def test_a_history_of_other_keys_starts_empty(tmp_path, monkeypatch, caplog):
-    """Versions before keyed prompts by their token ids: this one would never look for any of them."""
-    with monkeypatch.context() as before:
-        before.setattr(environment, "FORMAT", 3)
-        with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
-            store.append([trajectory(1, [5])], step=1)
-            store.snapshot(tmp_path / "s")
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
-        assert store.stats()["prompts"] == 0
-        assert "starts empty" in caplog.text
-        assert "its format is 3, this version reads 4" in caplog.text
-        assert not store.restore(tmp_path / "s")
 
 
 @pytest.mark.parametrize(("room", "depths"), [(1 << 26, {4}), (3 << 20, {2, 3})])

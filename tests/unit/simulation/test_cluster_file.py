@@ -120,7 +120,6 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("scheduling.in_flight=2", "scheduling: only the pipeline has what is set there; use +rhyme=full or"),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
         ("preset=full max_staleness=null placement.policy=least_loaded", "preset=full with max_staleness=null"),
-        ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
         ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
@@ -167,7 +166,6 @@ def test_simulate_prints_a_table():
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rules.mode=sync", "rules has ended: set batch_prompts, preset, max_staleness, and scheduling.* as of"),
         ("topolgy=separate", "unknown key topolgy: did you mean topology?"),
         ("scheduling.in_fligt=2", "unknown key scheduling.in_fligt: did you mean scheduling.in_flight?"),
         ("preset=ful", "preset must be histospec, full, sorted, histopipe, stream, off, not 'ful'; did you mean full?"),
