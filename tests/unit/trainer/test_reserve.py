@@ -1,8 +1,11 @@
 """Replicas that rest, where others are just being started."""
 
+import time
 from types import SimpleNamespace
 
 from verl_rhyme.config import ElasticConfig
+from verl_rhyme.coordinator import replicas
+from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.trainer.reserve import Reserve
 
 
@@ -22,3 +25,10 @@ def test_no_more_return_than_may_serve_with_those_that_are_being_started():
     spares.missing = 0
     assert "training/stream/change_s" in reserve.act(1, 8)
     assert not woken
+
+
+def test_the_pause_between_two_tries_grows_to_its_bound():
+    spares = object.__new__(Spares)
+    spares.missing, spares._failures = 1, 2000  # weeks
+    spares._put_off(ValueError("no devices"), alone=False)
+    assert spares._retry_at <= time.monotonic() + replicas._LONGEST_PAUSE_S
