@@ -241,34 +241,6 @@ def test_what_goes_together(preset: str, changes: list[str]) -> None:
     assert refused(config(preset, *changes)) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([f"{CONFIG_PATH}.scheduling.at_version=finish"], "needs replicas that take versions one by one"),
-        (
-            [SEPARATE, f"{BACKEND}=nccl", f"{CONFIG_PATH}.scheduling.at_version=finish"],
-            "needs replicas that take versions one by one",
-        ),
-        ([f"{K}=0", f"{CONFIG_PATH}.scheduling.at_version=continue"], "trains tokens of earlier policies"),
-        ([f"{K}=0", f"{CONFIG_PATH}.scheduling.take=loaded", f"{CONFIG_PATH}.scheduling.in_flight=2"], "take=loaded"),
-        ([f"{CONFIG_PATH}.scheduling.put_off=0.25"], "put_off"),
-    ],
-)
-def test_rules_that_contradict_each_other_are_told_once(changes: list[str], words: str) -> None:
-    [told] = refused(config("full", *changes))
-    assert words in str(told)
-    assert "\n" not in str(told)
-
-
-@pytest.mark.parametrize("estimator", combinations.ON_POLICY_ESTIMATORS)
-@pytest.mark.parametrize("preset", PIPELINES)
-def test_an_on_policy_estimator_bounds_the_dial(preset: str, estimator: str) -> None:
-    changes = [f"algorithm.adv_estimator={estimator}", f"{CONFIG_PATH}.scheduling.unit=group"]
-    [told] = refused(config(preset, *changes, f"{K}=2"))
-    assert f"adv_estimator={estimator} with {K}=2: " in str(told)
-    assert refused(config(preset, *changes, f"{K}=0")) == []
-
-
 def test_a_loss_that_is_given_no_weights_of_its_own_is_refused() -> None:
     """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` weighs by its own ``rollout_is`` only."""
     [told] = refused(config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
