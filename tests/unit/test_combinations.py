@@ -183,10 +183,6 @@ def test_each_option_of_each_row(
     assert "\n" not in str(told)
 
 
-def test_the_table_is_small() -> None:
-    assert len(combinations.TABLE) <= 15
-
-
 @pytest.mark.parametrize("preset", PIPELINES)
 @pytest.mark.parametrize("mode", TOPOLOGIES)
 @pytest.mark.parametrize("stale", [0, 1, 2, 4])

@@ -5,22 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from verl_rhyme.cli import app
 from verl_rhyme.config import PRESETS, StreamingConfig
-from verl_rhyme.planning.profile import PROFILES, StepFile, profile
+from verl_rhyme.planning.profile import PROFILES, profile
 from verl_rhyme.planning.typed_yaml import ClusterError
 from verl_rhyme.simulation.cluster_file import load
-from verl_rhyme.simulation.cluster_keys import OPTIONS, ClusterFile
 from verl_rhyme.simulation.scenario import Streaming
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulate" / "dapo32b.yaml"
@@ -43,35 +38,6 @@ def test_the_example_is_a_cluster_of_128_gpus():
     assert sum(cost.gpus for cost in loaded.scenario.replicas) == 128
     assert loaded.updates == 4
     assert loaded.scenario.rules.batch_samples == 512 * 16
-
-
-def test_the_one_in_the_document_is_the_example(tmp_path):
-    document = (EXAMPLE.parents[2] / "docs" / "simulation.md").read_text()
-    text = document[document.index("    replicas:") :].partition("\n\n")[0]
-    (tmp_path / "cluster.yaml").write_text(textwrap.dedent(text))
-    example, shown = load(EXAMPLE), load(tmp_path / "cluster.yaml")
-    assert shown.scenario.replicas == example.scenario.replicas
-    assert shown.scenario.rules == example.scenario.rules
-    assert shown.updates == example.updates
-    assert shown.scenario.drafts.acceptance == (1, 2)
-
-
-def test_every_key_stands_in_the_document():
-    document = (EXAMPLE.parents[2] / "docs" / "simulation.md").read_text()
-    table = {cell for line in document.splitlines() if line.startswith("| `") for cell in re.findall("`([^`]*)`", line)}
-
-    def keys(kind: type, prefix: str) -> Iterator[str]:
-        for name, of in get_type_hints(kind).items():
-            inner = of if is_dataclass(of) else next(filter(is_dataclass, get_args(of)), None)
-            own = f"{prefix}{name}" + (".N" if get_origin(of) is list else "")
-            if inner is None:
-                yield f"{prefix}{name}"
-            else:
-                yield from keys(inner, f"{own}.")
-
-    missing = [key for key in (*keys(ClusterFile, ""), *(option.name for option in OPTIONS)) if key not in table]
-    assert not missing
-    assert all(f"`{name}`" in document for name in ("source", "parameters", "step", *get_type_hints(StepFile)))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -267,10 +267,6 @@ def test_a_profile_that_cannot_be_written_is_told_before_it_is_fitted(run, tmp_p
     assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
 
 
-def test_the_default_stands_in_the_help():
-    assert "RUN/profile.yaml" in told("profile", "--help")[1]
-
-
 def replayed(folder: Path, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """The last object of ``simulate --json`` over a recorded run, and what it says beside."""
     cluster = folder / "cluster.yaml"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +16,7 @@ from verl_rhyme.cli import app
 from verl_rhyme.config import config_tree
 from verl_rhyme.planning.planner import plan
 from verl_rhyme.planning.profile import PROFILES
-from verl_rhyme.simulation.plan_file import PlanFile, load
+from verl_rhyme.simulation.plan_file import load
 
 ROOT = Path(__file__).parents[3]
 ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site", "two_sites"))
@@ -27,22 +24,6 @@ ONE, TWO = (ROOT / "examples" / "plan" / f"{name}.yaml" for name in ("one_site",
 
 def run(*arguments: str, file: Path = ONE):
     return CliRunner().invoke(app, ["plan", str(file), *arguments])
-
-
-def test_every_key_stands_in_the_document():
-    document = (ROOT / "docs" / "planning.md").read_text()
-    table = {cell for line in document.splitlines() if line.startswith("| `") for cell in re.findall("`([^`]*)`", line)}
-
-    def keys(kind: type, prefix: str) -> Iterator[str]:
-        for name, of in get_type_hints(kind).items():
-            inner = of if is_dataclass(of) else next(filter(is_dataclass, get_args(of)), None)
-            own = f"{prefix}{name}" + (".N" if get_origin(of) is list else "")
-            if inner is None:
-                yield f"{prefix}{name}"
-            else:
-                yield from keys(inner, f"{own}.")
-
-    assert [key for key in keys(PlanFile, "") if key not in table] == []
 
 
 def test_one_site_is_split_and_said_in_overrides_that_verl_composes():
