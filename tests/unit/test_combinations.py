@@ -7,31 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from verl_rhyme import plugin
+from tests.unit.configs import ROOT, verl_config
 from verl_rhyme.checks import combinations
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
-
-ROOT = Path(__file__).parents[2]
-
-
-def config(preset: str, *changes: str) -> Any:
-    """As much of verl's config as the table looks at, with a preset; ``off`` is none."""
-    plugin.register_interpolations()
-    tree = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
-            "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": None, "bypass_mode": False}},
-            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
-        }
-    )
-    for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
-        tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
-    for change in changes:
-        key, _, value = change.partition("=")
-        OmegaConf.update(tree, key, OmegaConf.create(f"value: {value}").value, force_add=True)
-    return tree
 
 
 def refused(tree: Any) -> list[combinations.Refusal]:
@@ -175,7 +154,7 @@ def test_each_option_of_each_row(
     row: combinations.Row, option: combinations.Option, case: tuple[str, list[str], list[str]]
 ) -> None:
     preset, changes, words = case
-    [told] = refused(config(preset, *changes))
+    [told] = refused(verl_config(preset, *changes))
     assert told.remedy == (option.remedy or row.remedy)
     assert told.detail.endswith(row.reason)
     for word in words:
@@ -187,7 +166,7 @@ def test_each_option_of_each_row(
 @pytest.mark.parametrize("mode", TOPOLOGIES)
 @pytest.mark.parametrize("stale", [0, 1, 2, 4])
 def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mode: str, stale: int) -> None:
-    assert refused(config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
+    assert refused(verl_config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
 
 
 @pytest.mark.parametrize(
@@ -234,12 +213,12 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
     ],
 )
 def test_what_goes_together(preset: str, changes: list[str]) -> None:
-    assert refused(config(preset, *changes)) == []
+    assert refused(verl_config(preset, *changes)) == []
 
 
 def test_a_loss_that_is_given_no_weights_of_its_own_is_refused() -> None:
     """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` weighs by its own ``rollout_is`` only."""
-    [told] = refused(config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
+    [told] = refused(verl_config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
     assert f"{LOSS}=bypass_mode with {K}=1: " in str(told)
 
 
@@ -277,7 +256,7 @@ def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -
     ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
 )
 def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> None:
-    tree = config("histospec")
+    tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
     assert refused(tree)
 
@@ -293,7 +272,7 @@ def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> Non
 )
 def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: bool) -> None:
     changes = [f"{CONFIG_PATH}.scheduling.{change}" if change.startswith("unit") else change for change in changes]
-    assert ["tear groups apart" in str(refusal) for refusal in refused(config("full", *changes))] == [True] * torn
+    assert ["tear groups apart" in str(refusal) for refusal in refused(verl_config("full", *changes))] == [True] * torn
 
 
 @pytest.mark.parametrize(
