@@ -371,7 +371,6 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        *(({name: "x"}, f"{name} is gone: set STALENESS") for name in ("SORTED_MODE", "SORTED_COUPLED", "STREAM_MODE")),
         ({"STALENESS": "-1", "RHYME": "full"}, "STALENESS=-1 is below 0, which is on-policy"),
         ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is no whole number"),
         ({"STALENESS": "1"}, "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
