@@ -23,7 +23,7 @@ def predictor():
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 199), st.integers(0, LIMIT - 1)), min_size=1, max_size=20))
 def test_its_sum_is_what_is_expected_to_be_added(predictor, asked):
     forecast = predictor.forecast([n for n, _ in asked], np.array([emitted for _, emitted in asked]))

@@ -127,7 +127,7 @@ def test_drift_is_followed():
     assert (predictor.forecast(np.arange(200)).location - world.location).mean() == pytest.approx(0, abs=0.06)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5000), st.booleans()), max_size=30),
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5000)), min_size=1, max_size=20),
@@ -151,7 +151,7 @@ def test_whatever_was_told_forecasts_are_in_order(told, asked, limit):
     assert (mean <= limit + 1e-6).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(-8, 12), st.booleans()), min_size=1, max_size=12), st.floats(0.05, 3))
 def test_the_posterior_is_the_mode(draws, noise):
     values, ended = np.array([v for v, _ in draws]), np.array([e for _, e in draws])

@@ -34,7 +34,7 @@ def answers(spans, server, every, until=70.0, since=-5.0, shift=0.0):
     return times, running.astype(float)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(requests, st.integers(1, 30), st.floats(0, 1), st.floats(0, 1))
 def test_it_is_the_bubble_ratio_of_the_requests(spans, slots, a, b):
     servers = {"a": answers(spans, "a", 0.05, shift=a), "b": answers(spans, "b", 0.05, shift=b)}

@@ -10,7 +10,7 @@ PACES = st.dictionaries(st.integers(0, 9), st.floats(1e-3, 1.0), max_size=6)
 EVENTS = st.lists(st.one_of(st.sampled_from([-1, 0, 1]), PACES, st.tuples(st.booleans(), st.integers(0, 9))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.integers(1, 6), EVENTS)
 def test_whatever_happens_each_replica_serves_or_rests(data, launched, events):
     """Deaths and newcomers included; bounds hold for what the roster wants."""

@@ -47,7 +47,7 @@ def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float
     return done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), min_size=1, max_size=30),
     st.integers(1, 12),
@@ -133,7 +133,7 @@ def test_lower_priority_numbers_go_first():
     assert [name for name, _ in run(engine)] == [0, 1, 3, 2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=1, max_size=20),
     st.integers(1, 6),

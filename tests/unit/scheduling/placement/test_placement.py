@@ -47,7 +47,7 @@ EVENTS = st.one_of(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events=st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(policy, events):
     """Counts are those of what runs, a removed replica gets nothing, and all returns to nothing."""
@@ -102,7 +102,7 @@ def test_any_order_of_events(policy, events):
         assert len(placement.policy) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     replicas=st.integers(1, 7),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 6)), max_size=150),
@@ -125,7 +125,7 @@ def test_no_replica_is_given_more_requests_than_the_bound(replicas, events):
             placement.release(request.id, replica)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(replicas=st.integers(1, 7), tokens=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), max_size=100))
 def test_no_replica_is_given_more_tokens_than_the_bound_where_it_can_be_held(replicas, tokens):
     placement = fleet_of(replicas)
@@ -232,7 +232,7 @@ def test_room_kept_on_a_replica_goes_with_it():
     assert placement.errors == 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(replicas=st.integers(2, 20), seed=st.integers(0, 1 << 30))
 def test_a_fair_share_of_homes_moves_and_no_other(replicas, seed):
     placement, keys = fleet_of(replicas), [f"{seed}/{i}" for i in range(500)]

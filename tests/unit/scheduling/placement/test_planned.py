@@ -42,7 +42,7 @@ def place(placement, lengths, samples=2, likely=None):
     return where
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(LENGTH_PLACEMENTS), LENGTHS, st.integers(1, 6), st.integers(1, 4), st.data())
 def test_whatever_comes_is_placed_and_leaves_nothing(policy, lengths, replicas, samples, data):
     placement = fleet(policy, replicas)
@@ -67,7 +67,7 @@ def groups(placement):
     return list(placement.policy._groups.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 8), st.integers(1, 6), st.integers(0, 3), st.booleans())
 def test_length_groups_share_the_replicas_out(lengths, replicas, most, step, two_tier):
     placement = fleet("histopipe", replicas, groups=most, two_tier=two_tier)
@@ -80,7 +80,7 @@ def test_length_groups_share_the_replicas_out(lengths, replicas, most, step, two
     assert sum(group.samples for group in made) == 2 * len(lengths)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(1, 20_000), min_size=3, max_size=12), st.integers(3, 7))
 def test_the_second_tier_is_the_best_there_is(lengths, replicas):
     placement = fleet("histopipe", replicas, groups=3)
@@ -309,7 +309,7 @@ CROWDED = [1] * 10 + [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 5), st.randoms())
 @example(CROWDED, 3, 3, random.Random(376))  # all replicas are full, and one has a long way to go
 def test_what_waits_is_bound_late_and_once(lengths, replicas, slots, random):
@@ -522,7 +522,7 @@ def groups_of(samples, lengths):
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(2, 9), st.floats(0.05, 0.9))
 def test_siblings_are_kept_in_pairs_where_that_gains(samples, prompts, replicas, gain):
     """Of even prompts nobody is alone, of odd ones hardly anybody; pairs are spread as far as that goes."""

@@ -74,7 +74,7 @@ def pool_seconds(part, costs, samples, quantile=None):
     return best_share([seconds for seconds, _ in made], made[0][1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, COSTS, st.floats(0.05, 0.95), st.sampled_from(["sum", "max"]))
 def test_two_pools_are_the_best_there_are(lengths, costs, tail, objective):
     samples, (replicas, ordered) = samples_of(lengths), replicas_of(costs)
@@ -97,7 +97,7 @@ def test_two_pools_are_the_best_there_are(lengths, costs, tail, objective):
     assert together(pool.seconds for pool in pools) == pytest.approx(min(ways), rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, COSTS, st.integers(2, 5))
 def test_several_pools_are_the_best_there_are(lengths, costs, most):
     samples, (replicas, ordered) = samples_of(lengths), replicas_of(costs)
@@ -171,7 +171,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=60), COSTS, st.data())
 def test_every_sample_is_placed_once_and_no_slot_twice(options, lengths, costs, data):
     placement = fleet(costs, **options)
