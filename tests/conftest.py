@@ -5,6 +5,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A first example compiles, and machines are busy.
+settings.register_profile("ours", deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("ours")
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,7 +3,7 @@
 Each token is compared with the likeliest by the model itself: bf16 moves logits by tenths, a wrong state by units.
 
 Drafts for models with recurrent layers are refused: by vLLM's metadata a request without drafts reads a stale state
-after a step whose drafts were accepted (``tests/contract/test_recurrent_states.py``). Its CPU build verifies no drafts
+after a step whose drafts were accepted (``verl_rhyme/drafting/recurrent.py``). Its CPU build verifies no drafts
 of such models, so that only a GPU can show it on text.
 """
 

@@ -202,23 +202,29 @@ class Waiting(Weights):
         ray.get([replica.servers[0].generate.remote() for replica in self.replicas])
 
 
-def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(replica: Replica, sender: Any) -> None:
-    threading.Timer(0.5, os.kill, (replica.pid(), signal.SIGKILL)).start()
-    with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"):
-        Outliving(Waiting(replicas=[replica])).update_weights(600)
-
-
-def test_nor_for_one_that_ray_killed_for_memory(replica: Replica, sender: Any) -> None:
-    """Whoever calls such an actor gets an OutOfMemoryError."""
-    threading.Timer(0.5, lambda: replica.servers[0].be_killed_for_memory.remote()).start()
-    with pytest.raises(ReplicaDied, match=r"replica 0 died while it got its weights: .*low on memory"):
-        Outliving(Waiting(replicas=[replica])).update_weights(60)
-
-
-def test_a_death_that_is_noticed_at_once_says_how_to_go_on(replica: Replica, sender: Any) -> None:
-    """Of a worker alone, too, while its server lives."""
-    threading.Timer(0.5, ray.kill, (sender,)).start()
-    with pytest.raises(ReplicaDied, match=r"died during a weight sync: .*\n.* from the last checkpoint"):
+@pytest.mark.parametrize(
+    ("happens", "words"),
+    [
+        ("dies", r"replica 0 died while it got its weights: .*\n.* from the last checkpoint"),
+        ("killed for memory", r"replica 0 died while it got its weights: .*low on memory"),
+        ("hangs", "no answer for 1 s"),
+        ("a worker dies", r"died during a weight sync: .*\n.* from the last checkpoint"),  # its server lives
+    ],
+)
+def test_a_weight_sync_does_not_wait_for_a_replica_that_dies(
+    replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch, happens: str, words: str
+) -> None:
+    pid = replica.pid()
+    if happens == "hangs":
+        monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
+    what: dict[str, Any] = {
+        "dies": lambda: os.kill(pid, signal.SIGKILL),
+        "killed for memory": lambda: replica.servers[0].be_killed_for_memory.remote(),
+        "hangs": lambda: os.kill(pid, signal.SIGSTOP),
+        "a worker dies": lambda: ray.kill(sender),
+    }
+    threading.Timer(0.5, what[happens]).start()
+    with pytest.raises(ReplicaDied, match=words):
         Outliving(Waiting(replicas=[replica])).update_weights(600)
 
 
@@ -239,13 +245,6 @@ def test_one_death_is_seen_while_others_block(replica: Replica, sender: Any) -> 
         Outliving(All(replicas=[replica, other])).update_weights(60)
     assert replica.pid()
     ray.kill(blocked)
-
-
-def test_nor_for_one_that_hangs(replica: Replica, sender: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "_HUNG_S", 1.0)
-    os.kill(replica.pid(), signal.SIGSTOP)
-    with pytest.raises(ReplicaDied, match="no answer for 1 s"):
-        Outliving(Waiting(replicas=[replica])).update_weights(600)
 
 
 def test_nobody_waits_for_what_a_dead_engine_was_told(replica: Replica, sender: Any) -> None:
@@ -556,15 +555,6 @@ def test_one_that_is_still_loading_is_waited_for_although_another_finds_no_devic
     threading.Timer(3.0, loading.release).start()
     assert world.spares.mend(7) == 2
     assert (world.ranks(), world.spares.missing) == ([2], 1)
-
-
-def test_one_that_is_missing_for_weeks_is_tried_again_and_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.0)
-    Replica.troubles.append("no devices")
-    world.spares._failures = 2000
-    world.kill(0)
-    assert world.spares.mend(7) == 1
-    world.mended(7, [1, 3])
 
 
 def test_of_two_that_span_nodes_none_holds_what_the_other_one_lacks(

@@ -1,7 +1,6 @@
 """What the preflight says of verl and vLLM is what they say of themselves."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -123,16 +122,3 @@ def test_every_recipe_has_a_dry_run(script, tmp_path):
     assert "\n# update: " in found.stdout
     assert "\n# KV cache: " in found.stdout
     assert list(tmp_path.iterdir()) == []
-    if "; a GPU has 80.0 GiB" not in found.stdout or script.stem == "run_tiny_cpu":
-        return  # the documents' figures are for GPUs of 80 GiB, and this machine has others
-    if script.stem == "run_qwen32b_dapo":
-        example = re.findall(r"^    (# [\w ]+: .*)$", (ROOT / "docs/preflight.md").read_text(), re.M)
-        shown = [line for line in example if not line.startswith(("# model:", "# warn:", "# ok:"))]
-        assert len(shown) > 5
-        assert set(shown) <= set(found.stdout.splitlines())
-    told = " ".join((ROOT / "docs/recipes.md").read_text().split())
-    for phase, (least, most) in (
-        ("update", re.search(r"is (\d+) to (\d+) GiB for an update on Megatron", told).groups()),
-        ("rollout", re.search(r"(\d+) to (\d+) GiB for rollout", told).groups()),
-    ):
-        assert int(least) <= round(float(re.search(rf"\n# {phase}: ([\d.]+) GiB", found.stdout)[1])) <= int(most)

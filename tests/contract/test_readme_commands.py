@@ -180,7 +180,6 @@ TREE = "actor_rollout_ref.rollout.custom.rhyme"
     [
         ("RHYME=histpospec", "RHYME=histpospec is unknown; use one of full histopipe histospec off sorted stream"),
         (f"RHYME=full {TREE}.max_staleness=-1", "max_staleness must be null, or at least 0"),
-        (f"RHYME=full +{TREE}.sorting.mode=partial", "sorting.mode has ended: set max_staleness"),
         ("RHYME=off MODE=separate_async", "our relay, which RHYME=off has not"),
         ("MODEL=nope", "MODEL=nope is neither qwen2, llama, smollm2 nor a model folder"),
         ("MODE=foo", "MODE=foo is unknown; use one of sync colocate_async separate_async"),

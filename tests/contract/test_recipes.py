@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import os
 import shlex
@@ -263,18 +262,6 @@ def test_dapo_penalises_overlong_responses(tokens, expected):
     assert result["reward_extra_info"]["acc"] is False  # what filter_groups reads
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_it_validates_on_the_papers_sets(recipe):
-    from examples.data.prepare import EVALUATION
-
-    files = composed(recipe, "off", "megatron").data.val_files
-    if recipe == "llama8b_logic":
-        assert files == str(ROOT / "data" / "kk-test.parquet")
-        return
-    sets = [name for name in EVALUATION if name != "gsm8k-test" or recipe == "qwen32b_ppo_math"]
-    assert list(files) == [str(ROOT / "data" / "eval" / f"{name}.parquet") for name in sets]
-
-
 def test_a_row_says_how_many_samples_validation_draws(tmp_path):
     """Of files of ``prepare eval``, through verl's data set and collation, as its validation reads it."""
     from types import SimpleNamespace
@@ -329,21 +316,14 @@ def test_every_key_we_set_is_one_that_verl_reads(file):
     assert [key for key, _ in leaves(tree) if key.startswith(IGNORED)] == []
 
 
-def test_what_verl_reads_is_still_what_the_recipes_build_on():
-    from verl.trainer.ppo.v1 import PPOTrainer
-
-    setup = inspect.getsource(PPOTrainer._setup)
-    assert "critic_cfg.engine.max_token_len_per_gpu = critic_cfg.ppo_infer_max_token_len_per_gpu" in setup
-    for update in (PPOTrainer._update_actor, PPOTrainer._update_critic):
-        assert "ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n" in inspect.getsource(update)
+MODES = [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))],
+    ("recipe", "mode", "rhyme"),
+    [(*mode, rhyme) for mode, rhyme in itertools.islice(zip(itertools.cycle(MODES), itertools.cycle(PRESETS)), 18)],
 )
-@pytest.mark.parametrize("rhyme", PRESETS)
-def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
+def test_every_recipe_in_every_mode_with_presets_in_turn(recipe, mode, rhyme, monkeypatch):
     """It composes, the preflight finds nothing that would stop it, and its sizes are those of the tables."""
     separate, ours = mode == "separate_async", rhyme in PIPELINES
     for name in ("DATA", "MODEL", "TINY_WORLD", "RUN_DIR"):
@@ -351,8 +331,6 @@ def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
     engine = ENGINES[(separate + list(PRESETS).index(rhyme)) % 2]
     # TP is 8 of a real model's heads
     sizes = {} if recipe == "tiny_cpu" else {"TP": "1", "SP": "1", "ROLLOUT_TP": "1"}
-    if recipe == "tiny_cpu" and rhyme == "off" and separate:
-        pytest.skip("stock verl has nothing that carries weights on a CPU")
     config = composed(recipe, rhyme, engine, mode, **sizes, **({"STALENESS": "2"} if ours else {}))
     assert [check for check in examine(config, dry_run=True).checks if check.status == "fail"] == []
     tree = config_tree.from_verl(config)
@@ -368,7 +346,7 @@ def test_every_preset_in_every_mode(recipe, rhyme, mode, monkeypatch):
         assert config.trainer.v1.separate_async.parameter_sync_step == (1 if ours else batch // mini)
 
 
-@pytest.mark.parametrize("rhyme", PRESETS)
+@pytest.mark.parametrize("rhyme", ["full", "off"])
 def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
     """With plain ``python -m verl.trainer.main_ppo``: the recipe's own YAML, or one of a user's that names another."""
     text = (CONFIGS / "qwen3_8b_grpo.yaml").read_text()
@@ -391,7 +369,6 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        *(({name: "x"}, f"{name} is gone: set STALENESS") for name in ("SORTED_MODE", "SORTED_COUPLED", "STREAM_MODE")),
         ({"STALENESS": "-1", "RHYME": "full"}, "STALENESS=-1 is below 0, which is on-policy"),
         ({"STALENESS": "1.5", "RHYME": "stream"}, "STALENESS=1.5 is no whole number"),
         ({"STALENESS": "1"}, "STALENESS=1 bounds the pipeline, which RHYME=histospec has not"),
@@ -540,12 +517,3 @@ def test_a_checkout_where_hydra_cannot_read_it(recipe, tmp_path):
     assert result.returncode == 2
     assert f"the checkout's folder={tmp_path}/a=b contains =, which hydra cannot read" in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_metrics_go_where_the_script_says():
-    """verl merges ``ray_init.runtime_env`` into its own, and its file logger reads the variable in a Ray worker."""
-    from verl.trainer import main_ppo
-    from verl.utils import tracking
-
-    assert 'ray_init_kwargs.get("runtime_env", {})' in inspect.getsource(main_ppo.run_ppo)
-    assert 'os.getenv("VERL_FILE_LOGGER_PATH"' in inspect.getsource(tracking.FileLogger)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -49,8 +48,6 @@ class Actor:
         self.loaded: dict[str, torch.Tensor] = {}
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
-        if method == "dtype":
-            return self.engine._dtype
         told = getattr(self.engine, method)(**kwargs)
         return {"node": self.node} if method == "prepare" else told
 
@@ -210,78 +207,16 @@ def test_a_relay_that_died_is_replaced(manager: RelayManager) -> None:
     manager.update_weights(8)
     manager.settle()
     assert served(manager) == [80.0] * 2
-    kill(manager._relays["near"])  # the actor's, which leaves what it held
-    manager._under_way[far] = manager._deliver(manager.replicas[0])
-    ray.wait([manager._under_way[far]], timeout=30)
-    assert manager.check() == 1
-    manager.settle()
-    late = Replica(3, "far")
-    manager.deliver([*manager.replicas, late])
-    assert late.serves() == 80.0
-    kill(manager._relays["near"])
-    shutil.rmtree(manager._folders["near"])
-    manager._under_way[far] = manager._deliver(manager.replicas[0])
-    ray.wait([manager._under_way[far]], timeout=30)
-    with pytest.raises(WeightsError, match=r"the actor's node lost its weights.*\n.*from the last checkpoint"):
-        manager.check()
-    manager.update_weights(9)
-    manager.settle()
-    assert served(manager) == [90.0] * 2
-
-
-def test_where_all_wait_a_relay_that_dies_or_was_not_told_is_no_end(
-    manager: RelayManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager.waits = True
-    spread, missed = manager._spread, []
-
-    def cut() -> None:  # as a link does just then
-        if missed:
-            spread()
-        missed.append(1)
-
-    monkeypatch.setattr(manager, "_spread", cut)
-    manager.update_weights(10)
-    assert served(manager) == [100.0] * 2
-    monkeypatch.undo()
-    deliver = manager._deliver
-
-    def dying(replica: Any, patient: bool = False) -> Any:
-        monkeypatch.undo()
-        ray.kill(manager._relays["far"])
-        return deliver(replica, patient)
-
-    monkeypatch.setattr(manager, "_deliver", dying)
-    manager.update_weights(11)
-    assert served(manager) == [110.0] * 2
-
-    def lost() -> None:  # the actor's, between what it announced and the first question
-        monkeypatch.undo()
-        ray.kill(manager._relays["near"])
-        spread()
-
-    monkeypatch.setattr(manager, "_spread", lost)
-    manager.update_weights(12)
-    assert served(manager) == [120.0] * 2
-    manager.waits = False
-    missed.clear()
-    monkeypatch.setattr(manager, "_spread", cut)
-    manager.update_weights(13)
-    for _ in range(100):
-        if not manager.check():
-            break
-        time.sleep(0.2)
-    assert served(manager) == [130.0] * 2
 
 
 def test_a_relay_that_hangs_is_replaced_in_time(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.waits = True
-    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 30.0)
-    monkeypatch.setattr(managers, "_LOOK_S", 2.0)
+    monkeypatch.setattr(managers, "_LINK_PATIENCE_S", 5.0)
+    monkeypatch.setattr(managers, "_LOOK_S", 0.5)
     os.kill(owner(manager._folders["far"]), signal.SIGSTOP)
     manager.deliver(manager.replicas)
-    manager.update_weights(14)
-    assert served(manager) == [140.0] * 2
+    manager.update_weights(9)
+    assert served(manager) == [90.0] * 2
 
 
 def owner(folder: str) -> int:
@@ -291,20 +226,12 @@ def owner(folder: str) -> int:
     return next(int(lock[4]) for lock in held if lock[5].endswith(f":{inode}"))
 
 
-def test_matrices_travel_as_engines_hold_them(manager: RelayManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "_dtype", "bfloat16")
-    manager.update_weights(15)
-    assert served(manager) == [150.0] * 2, "vectors are as they were"
-    told = ray.get([rank.execute_checkpoint_engine.remote("dtype") for rank in manager.actor_wg.ranks])
-    assert told == [torch.bfloat16]
-
-
 def test_one_that_comes_later_takes_the_newest_without_the_actor(manager: RelayManager) -> None:
     for rank in manager.actor_wg.ranks:
         ray.kill(rank)
     new = Replica(2, "far")
     manager.deliver([new])
-    assert new.serves() == 150.0
+    assert new.serves() == 90.0
 
 
 def test_other_engines_keep_verls_manager() -> None:

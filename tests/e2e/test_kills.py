@@ -101,6 +101,8 @@ def test_each_sample_is_trained_once_whatever_dies(tmp_path, bound, topology, ki
     assert process.returncode == 0
     assert min(kills.values()) > 0, kills
     print(f"killed: {kills}")
+    if "coordinator" in kinds:
+        assert "the coordinator died and is opened again" in (tmp_path / "train.log").read_text(errors="replace")
     check_each_sample_once(tmp_path, epochs)
     if topology == "separate_async" and bound:
         assert runs_while_the_actor_trains(tmp_path) > 0

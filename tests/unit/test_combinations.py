@@ -7,32 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from verl_rhyme import plugin
+from tests.unit.configs import ROOT, verl_config
 from verl_rhyme.checks import combinations
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, TOPOLOGIES, config_tree
-
-ROOT = Path(__file__).parents[2]
-
-
-def config(preset: str, *changes: str) -> Any:
-    """As much of verl's config as the table looks at, with a preset; ``off`` is none."""
-    plugin.register_interpolations()
-    tree = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
-            "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": None, "bypass_mode": False}},
-            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
-            "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
-        }
-    )
-    for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
-        tree.merge_with(OmegaConf.load(ROOT / "verl_rhyme" / "conf" / "rhyme" / f"{name}.yaml"))
-    for change in changes:
-        key, _, value = change.partition("=")
-        OmegaConf.update(tree, key, OmegaConf.create(f"value: {value}").value, force_add=True)
-    return tree
 
 
 def refused(tree: Any) -> list[combinations.Refusal]:
@@ -178,7 +156,7 @@ def test_each_option_of_each_row(
     row: combinations.Row, option: combinations.Option, case: tuple[str, list[str], list[str]]
 ) -> None:
     preset, changes, words = case
-    [told] = refused(config(preset, *changes))
+    [told] = refused(verl_config(preset, *changes))
     assert told.remedy == (option.remedy or row.remedy)
     assert told.detail.endswith(row.reason)
     for word in words:
@@ -186,15 +164,11 @@ def test_each_option_of_each_row(
     assert "\n" not in str(told)
 
 
-def test_the_table_is_small() -> None:
-    assert len(combinations.TABLE) <= 15
-
-
 @pytest.mark.parametrize("preset", PIPELINES)
 @pytest.mark.parametrize("mode", TOPOLOGIES)
 @pytest.mark.parametrize("stale", [0, 1, 2, 4])
 def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mode: str, stale: int) -> None:
-    assert refused(config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
+    assert refused(verl_config(preset, f"trainer.v1.trainer_mode={mode}", f"{K}={stale}")) == []
 
 
 @pytest.mark.parametrize(
@@ -243,40 +217,12 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
     ],
 )
 def test_what_goes_together(preset: str, changes: list[str]) -> None:
-    assert refused(config(preset, *changes)) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([f"{CONFIG_PATH}.scheduling.at_version=finish"], "needs replicas that take versions one by one"),
-        (
-            [SEPARATE, f"{BACKEND}=nccl", f"{CONFIG_PATH}.scheduling.at_version=finish"],
-            "needs replicas that take versions one by one",
-        ),
-        ([f"{K}=0", f"{CONFIG_PATH}.scheduling.at_version=continue"], "trains tokens of earlier policies"),
-        ([f"{K}=0", f"{CONFIG_PATH}.scheduling.take=loaded", f"{CONFIG_PATH}.scheduling.in_flight=2"], "take=loaded"),
-        ([f"{CONFIG_PATH}.scheduling.put_off=0.25"], "put_off"),
-    ],
-)
-def test_rules_that_contradict_each_other_are_told_once(changes: list[str], words: str) -> None:
-    [told] = refused(config("full", *changes))
-    assert words in str(told)
-    assert "\n" not in str(told)
-
-
-@pytest.mark.parametrize("estimator", combinations.ON_POLICY_ESTIMATORS)
-@pytest.mark.parametrize("preset", PIPELINES)
-def test_an_on_policy_estimator_bounds_the_dial(preset: str, estimator: str) -> None:
-    changes = [f"algorithm.adv_estimator={estimator}", f"{CONFIG_PATH}.scheduling.unit=group"]
-    [told] = refused(config(preset, *changes, f"{K}=2"))
-    assert f"adv_estimator={estimator} with {K}=2: " in str(told)
-    assert refused(config(preset, *changes, f"{K}=0")) == []
+    assert refused(verl_config(preset, *changes)) == []
 
 
 def test_a_loss_that_is_given_no_weights_of_its_own_is_refused() -> None:
     """verl's ``bypass_mode`` loss with ``loss_type=reinforce`` weighs by its own ``rollout_is`` only."""
-    [told] = refused(config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
+    [told] = refused(verl_config("full", f"{LOSS}=bypass_mode", f"{OWN}.loss_type=reinforce"))
     assert f"{LOSS}=bypass_mode with {K}=1: " in str(told)
 
 
@@ -314,7 +260,7 @@ def test_only_the_losses_named_here_have_no_ratio_to_the_policy_that_sampled() -
     ["pipeline-parallel-size", "pipeline_parallel", "pipe", "speculative-config", "speculative_config.method", "spec"],
 )
 def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> None:
-    tree = config("histospec")
+    tree = verl_config("histospec")
     tree.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {name: 2}}
     assert refused(tree)
 
@@ -330,7 +276,7 @@ def test_an_engine_option_is_found_however_its_name_is_written(name: str) -> Non
 )
 def test_groups_that_are_compared_are_not_torn_apart(changes: list[str], torn: bool) -> None:
     changes = [f"{CONFIG_PATH}.scheduling.{change}" if change.startswith("unit") else change for change in changes]
-    assert ["tear groups apart" in str(refusal) for refusal in refused(config("full", *changes))] == [True] * torn
+    assert ["tear groups apart" in str(refusal) for refusal in refused(verl_config("full", *changes))] == [True] * torn
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -25,7 +24,7 @@ from verl_rhyme.config import (
     options,
     presets,
 )
-from verl_rhyme.config.config_tree import GONE, parse
+from verl_rhyme.config.config_tree import parse
 from verl_rhyme.lengths.ranker import LOSSES
 from verl_rhyme.placement import POLICIES, PlacementPolicy
 
@@ -96,17 +95,6 @@ def test_errors_name_the_place_and_the_mend(path, value, words):
         parse(tree(path, value))
 
 
-def test_names_of_earlier_versions_are_refused_with_the_new_one():
-    known = {option.name for option in options()}
-    for old, remedy in GONE.items():
-        with pytest.raises(ConfigError, match=rf"{old} has ended: ") as caught:
-            parse(tree(old, None))
-        assert remedy in str(caught.value)
-        if named := re.match(r"set ([\w.]+)", remedy):
-            assert re.sub(r"\.options\..*", ".options", named[1]) in known
-    assert not known & set(GONE)
-
-
 def test_numbers_may_be_written_as_the_other_number():
     parsed = parse({"history": {"max_bytes": 1e9}, "max_staleness": 1, "scheduling": {"in_flight": 2}})
     assert [(value, type(value)) for value in (parsed.history.max_bytes, parsed.scheduling.in_flight)] == [
@@ -144,14 +132,6 @@ def test_generated_files_are_as_the_options_have_them(request):
         assert (request.config.rootpath / path).read_text() == text, f"{path}: run python -m verl_rhyme.config.generate"
     groups = {path.stem for path in (request.config.rootpath / "verl_rhyme/conf/rhyme").iterdir()}
     assert groups == set(PRESETS)
-
-
-def test_there_are_few_options_and_each_says_what_it_does():
-    listed = options()
-    assert len(listed) <= 45
-    assert sum(option.public for option in listed) <= 16
-    assert all(option.help.endswith(".") for option in listed)
-    assert [option.name for option in options("weights")] == ["weights.site_label", "weights.pack"]
 
 
 def test_the_command_lists_them():

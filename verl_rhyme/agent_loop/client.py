@@ -43,6 +43,8 @@ _NO_SERVERS = "No available servers in load balancer"
 _SERVER_WAIT_S = 1.0
 #: Seconds before an aborted request is sent again, as verl's client waits.
 _RESUME_S = 1.0
+#: A line of the log that ``benchmarks.faults`` counts.
+MOVED = "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)"
 
 
 class _Call:
@@ -103,10 +105,7 @@ class _Requests(LLMServerClient):
 
     async def _part_with(self, session: Session, request_id: str, kept: int, lost_s: float, why: str) -> None:
         """The replica of the session's request died: nobody is sent there any more."""
-        logger.warning(
-            "a replica died: %s goes on at another with %d tokens of its turn, without those of %.1f s (%s)",
-            *(session.name or request_id, kept, lost_s, why),
-        )
+        logger.warning(MOVED, session.name or request_id, kept, lost_s, why)
         await self._load_balancer.remove_servers.remote([session.call.server])
 
     async def _somewhere(self, session: Session, request_id: str, said: int, **kwargs: Any) -> TokenOutput:

@@ -99,8 +99,8 @@ def document() -> str:
         "`verl-rhyme options` lists them, `verl-rhyme options --json` as JSON. A preset sets some, a hydra override "
         "sets one:",
         f"```bash\npython -m verl.trainer.main_ppo +rhyme=full \\\n  {CONFIG_PATH}.max_staleness=2 ...\n```",
-        "An unknown option is refused with the nearest known one, a name of an earlier version with the new one. What "
-        "cannot go together is in [combinations.md](combinations.md).",
+        "An unknown option is refused with the nearest known one. What cannot go together is in "
+        "[combinations.md](combinations.md).",
         "## Presets",
         _table(("`+rhyme=`", "what it is", "sets"), [(f"`{name}`", WHAT[name], _set(name)) for name in PRESETS]),
         "A preset with a `max_staleness` runs the pipeline, in the trainer mode that you set: `sync` and "

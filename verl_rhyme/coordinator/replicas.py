@@ -25,6 +25,9 @@ from verl_rhyme.weights.manager import RelayManager
 
 logger = logging.getLogger(__name__)
 
+#: Lines of the log that ``benchmarks.faults`` counts.
+GONE, REPLACED = "replica %d (%s) is gone: %s", "replica %d takes the place of a dead one"
+
 #: Seconds that servers of engines that hang have to hand back what these have said.
 _LET_GO_S = 5.0
 #: Seconds that a server has to tell its capacity, and to go to rest once nothing runs there.
@@ -128,7 +131,7 @@ class Spares:
         manager = self._servers
         gone = dead(manager.rollout_replicas, self._hung_s) if waits else self._seen()
         for replica, why in gone.items():
-            logger.warning("replica %d (%s) is gone: %s", replica.replica_rank, replica._server_address, why)
+            logger.warning(GONE, replica.replica_rank, replica._server_address, why)
         if gone:
             if why := obstacle(self._weights.config, len(manager.rollout_replicas[0].workers)):
                 first = next(iter(gone))
@@ -283,7 +286,7 @@ class Spares:
             self._starts.remove(start)
             self._enter(new)
             self.missing, self._failures, self.started = self.missing - 1, 0, self.started + 1
-            logger.warning("replica %d takes the place of a dead one", new.replica_rank)
+            logger.warning(REPLACED, new.replica_rank)
         return failed
 
     def _put_off(self, error: Exception, alone: bool) -> None:

@@ -2,8 +2,13 @@
 
 An attention layer's cache holds every token, so that rejected ones are simply written over. A gated delta net, a Mamba
 or a short convolution holds one state for all tokens so far. vLLM keeps one for each draft token of a step, in the
-columns of the request's block table, and reads column ``accepted`` at the next step only where that step has drafts:
-``tests/contract/test_recurrent_states.py`` shows on vLLM's own metadata what it reads otherwise.
+columns of the request's block table, and reads column ``accepted`` at the next step only where that step has drafts.
+Otherwise (vLLM 0.24, ``GPUModelRunner._build_attention_metadata`` and ``_update_states``):
+
+- A gated delta net reads a stale state for a request without drafts.
+- Mamba-2 reads stale states in a step without any drafts.
+- Mamba-1, short convolution and linear attention never get the counts of accepted tokens.
+- A request left out of a step by the token budget loses its count.
 """
 
 from __future__ import annotations

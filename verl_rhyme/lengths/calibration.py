@@ -102,6 +102,6 @@ class Calibration:
             scores, locations, residuals = (
                 np.array(state[name], dtype=np.float64) for name in ("scores", "locations", "residuals")
             )
-            return cls(scores, locations, residuals, float(state.get("slope", 0.0)))  # older ones went on level
+            return cls(scores, locations, residuals, float(state["slope"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no calibration: {error}") from error

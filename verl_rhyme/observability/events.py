@@ -147,9 +147,7 @@ class EventLog:
         arms = [[first, name] for first, name in arms_of(before) if first < step]
         if not arms or arms[-1][1] != arm:
             arms.append([step, arm])
-        merged = {**before, **info, "arms": arms}
-        merged.pop("arm", None)
-        self._write(INFO_FILE, json.dumps(merged, indent=2).encode())
+        self._write(INFO_FILE, json.dumps({**before, **info, "arms": arms}, indent=2).encode())
 
     def _append(self, kind: str, step: int, epoch: int, columns: Mapping[str, Any], validation: bool = False) -> None:
         batch = _record_batch(_SCHEMAS[kind], {**columns, "step": step, "epoch": epoch})
@@ -207,10 +205,9 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
     try:
-        info = json.loads((Path(folder) / INFO_FILE).read_text())
+        return json.loads((Path(folder) / INFO_FILE).read_text())  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,10 +232,7 @@ def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:
     Args:
         info: Of :func:`read_info`.
     """
-    try:
-        return [(int(step), str(arm)) for step, arm in info["arms"]]
-    except (LookupError, TypeError, ValueError):  # an older log has the latest alone
-        return [(1, str(info["arm"]))] if "arm" in info else []
+    return [(step, arm) for step, arm in info.get("arms", [])]
 
 
 def to_numpy(table: pa.Table) -> dict[str, np.ndarray]:
@@ -326,7 +320,6 @@ def _live_files(folder: Path, kind: str) -> list[Path]:
 def _read(folder: Path, kind: str) -> pa.Table:
     schema = _SCHEMAS[kind]
     tables = [schema.empty_table()]
-    unknown: set[str] = set()
     for path in _live_files(folder, kind) if folder.is_dir() else ():
         try:
             # Read, not mapped: a file cut short while mapped would be a bus error. Full validation, because
@@ -334,13 +327,8 @@ def _read(folder: Path, kind: str) -> pa.Table:
             table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
             table.validate(full=True)
             tables.append(_conform(table, schema))
-            unknown |= set(table.schema.names) - set(schema.names)
         except (OSError, pa.ArrowException, ValueError) as error:
             warnings.warn(f"event log: {path} is unreadable and left out ({error})", stacklevel=3)
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        told = f"event log: {folder} is of another version; what this one does not know is left out: {names}"
-        warnings.warn(told, stacklevel=3)
     return pa.concat_tables(tables)
 
 

@@ -217,7 +217,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     """Run ``command`` to its end, see the module.
 
     Returns:
-        Its exit status; 127 where it can't be started.
+        Its exit status.
     """
     metrics_file.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -225,11 +225,7 @@ def run(command: Sequence[str], metrics_file: Path, log: Path, total_steps: int 
     follower = MetricsFollower(metrics_file)
     log_begin = log.stat().st_size if log.exists() else 0
     environment = {**os.environ, LOGGER_VARIABLE: str(metrics_file.resolve())}
-    try:
-        child = Supervised(command, log, environment)
-    except OSError as error:
-        console.print(f"cannot start {command[0]}: {error.strerror}", markup=False, highlight=False)
-        return 127
+    child = Supervised(command, log, environment)
     phases = Phases(log, log_begin)
     with child, Display(console, total_steps) as display:
         display.line(f"starting verl, Ray and vLLM (about a minute); log: {log}")

@@ -37,23 +37,16 @@ def report(
     """``verl-rhyme report``, whose arguments these are; its exit status."""
     console = Console()
     told: list[str] = []
-    failed = False
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             runs = [read(folder, arm, events)]
+            if other is not None:
+                runs.append(read(other))
+                told += _told_apart(runs)
         except (ReportError, OSError) as error:
             _tell([str(error)])
             return 1
-        if other is not None:
-            try:
-                runs.append(read(other))
-                told += _told_apart(runs)
-            except (ReportError, OSError) as error:  # the page of RUN is worth having all the same
-                failed = True
-                runs = runs[:1]
-                told.append(str(error))
-                runs[0].problems.append(f"it stands alone: {error}")
     told += [line for run in runs if (line := _no_step(run, step))]
     to = Path(out or runs[0].folder)
     try:
@@ -69,12 +62,12 @@ def report(
     except OSError as error:
         _tell([*told, f"cannot write to {to} ({error.strerror or error}): give --out a folder that can be written"])
         return 1
-    problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
+    problems = [problem for run in runs for problem in run.problems]
     _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
     show(summary, console)
     for path in paths:
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
-    return 1 if failed else 0
+    return 0
 
 
 def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -71,10 +71,7 @@ class Fleet:
 
         Raises:
             KeyError: No such replica.
-            ValueError: Capacity is not positive.
         """
-        if capacity <= 0:
-            raise ValueError(f"replica {replica} reports room for {capacity} KV tokens; expected more than 0")
         self.capacity[self.index[replica]] = capacity
         self._settle()
 

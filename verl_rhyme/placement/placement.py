@@ -74,11 +74,7 @@ class Placement:
         return True
 
     def report(self, replica: str, capacity: int) -> None:
-        """KV tokens a replica has room for. Ignored when it has left.
-
-        Raises:
-            ValueError: Not positive.
-        """
+        """KV tokens a replica has room for, at least 1. Ignored when it has left."""
         if replica in self.fleet:
             self.fleet.report(replica, capacity)
 

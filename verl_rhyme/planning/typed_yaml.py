@@ -11,7 +11,6 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
 from omegaconf import MISSING, BooleanNode, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
@@ -42,12 +41,11 @@ def plain(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     try:
         told = OmegaConf.load(path)
-        is_text = isinstance(yaml.safe_load(path.read_text()), str)  # OmegaConf takes it for the key of a mapping
     except Exception as error:  # the YAML parser's have no common name
         if isinstance(error, OSError) and error.strerror:  # else OmegaConf's: a single value
             raise ClusterError(f"{path} cannot be read: {error.strerror}") from error
         raise ClusterError(f"{path} is no YAML mapping: {' '.join(str(error).split())}") from error
-    if is_text or not OmegaConf.is_dict(told):
+    if not OmegaConf.is_dict(told):
         raise ClusterError(f"{path} is no YAML mapping of keys to values")
     for override in overrides:
         _override(told, override, path)

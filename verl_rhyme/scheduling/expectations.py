@@ -144,7 +144,7 @@ class Expectations:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave; what cannot be read is as if it had not been there."""
         self._try(lambda: self.predictor.load_state_dict(state), None)
-        self._try(lambda: self.prompts.load_state_dict(state.get("prompt_tokens", {})), None)  # older states have none
+        self._try(lambda: self.prompts.load_state_dict(state.get("prompt_tokens", {})), None)
 
     # ---- within ----
 

@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from verl_rhyme.config import CONFIG_PATH, PIPELINES, PRESETS, ConfigError, RhymeConfig, options, presets
 from verl_rhyme.config.checks import nearest
-from verl_rhyme.config.config_tree import ended, parse
+from verl_rhyme.config.config_tree import parse
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning.cost import ReplicaCost, TrainingCost
 from verl_rhyme.planning.profile import profile
@@ -95,15 +95,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _check_keys(own: Mapping[str, Any], path: Path) -> None:
-    """See that no key is one of earlier files, or unknown."""
-    if "rules" in own:
-        raise ClusterError(
-            f"{path}: rules has ended: set batch_prompts, preset, max_staleness, and scheduling.* as of docs/options.md"
-        )
+    """See that no key is unknown."""
     known = [*(of.name for of in fields(ClusterFile)), *_SECTIONS]
-    for key, value in own.items():
-        if remedy := ended(key) or ended(f"{key}.{next(iter(value), '')}" if isinstance(value, Mapping) else ""):
-            raise ClusterError(f"{path}: {key} has ended: {remedy}")
+    for key in own:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"

@@ -34,6 +34,8 @@ _NARROW = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 #: How often relays may die at one thing that they are asked for.
 _DEATHS = 3
 _DEFAULT = WeightsConfig()
+#: A line of the log that ``benchmarks.faults`` counts.
+GONE = "the relay of node %s is gone, another one takes its place: %s"
 
 logger = logging.getLogger(__name__)
 
@@ -377,7 +379,7 @@ class RelayManager(CheckpointEngineManager):
         for node, error in self._answers(asked, "has a relay that does not answer").items():
             if isinstance(error, ActorUnavailableError):  # the network between: it may come back
                 continue
-            logger.warning("the relay of node %s is gone, another one takes its place: %s", node, last_line(error))
+            logger.warning(GONE, node, last_line(error))
             ray.kill(self._relays.pop(node))
             died.add(node)
             self._nodes = {replica: nodes for replica, nodes in self._nodes.items() if node not in nodes}

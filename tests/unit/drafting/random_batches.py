@@ -112,6 +112,7 @@ def one_engine(rng):
     assert not len(drafter._shared)
     assert not drafter._histories
     assert not drafter._live.arrays.open.any()
+    assert np.isfinite(drafter._model.weights).all()
     threads.close()
 
 

@@ -7,14 +7,11 @@ import os
 import subprocess
 import sys
 
-import lmdb
-import msgpack
 import numpy as np
 import pytest
 
-from verl_rhyme.history import environment
 from verl_rhyme.history.record import PromptHistory, encoded_bytes
-from verl_rhyme.history.store import AppendStats, HistoryError, HistoryMismatch, HistoryReader, HistoryStore
+from verl_rhyme.history.store import AppendStats, HistoryMismatch, HistoryReader, HistoryStore
 from verl_rhyme.history.values import stored_bytes
 
 NAMESPACE = "tokenizer-a"
@@ -167,12 +164,6 @@ def test_another_vocabulary_is_refused(tmp_path, store, caplog):
     assert len(caplog.records) == 1
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as again:
         assert again.stats()["prompts"] == 1  # the refusal lost nothing
-
-
-def test_one_writer(tmp_path, store, monkeypatch):
-    monkeypatch.setattr("verl_rhyme.history.store._LOCK_TIMEOUT_S", 0.1)
-    with pytest.raises(HistoryError, match="another process writes"):
-        HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2)
 
 
 def test_bad_trajectories_are_dropped_and_the_rest_recorded(store, reader, caplog):
@@ -443,30 +434,6 @@ def test_a_missing_snapshot_is_a_warning(tmp_path, store, reader, caplog):
 def test_after_close_an_append_is_dropped_not_raised(store):
     store.close()
     assert store.append([trajectory(1, [5])], step=1).dropped == 1
-
-
-def test_values_carry_lmdbs_format(tmp_path, store):
-    """What the docstring of the environment says is in the file."""
-    store.append([trajectory(1, [5, 6])], step=1)
-    store.snapshot(tmp_path / "s")
-    with lmdb.open(str(tmp_path / "s"), max_dbs=3, readonly=True) as env, env.begin() as txn:
-        assert sorted(env.dbs(txn)) == [b"meta", b"prompts", b"seen"]
-        meta = msgpack.unpackb(txn.get(b"meta", db=env.open_db(b"meta", txn)))
-        assert meta == {"format": 4, "namespace": NAMESPACE}
-
-
-def test_a_history_of_other_keys_starts_empty(tmp_path, monkeypatch, caplog):
-    """Versions before keyed prompts by their token ids: this one would never look for any of them."""
-    with monkeypatch.context() as before:
-        before.setattr(environment, "FORMAT", 3)
-        with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
-            store.append([trajectory(1, [5])], step=1)
-            store.snapshot(tmp_path / "s")
-    with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 20, epochs=2) as store:
-        assert store.stats()["prompts"] == 0
-        assert "starts empty" in caplog.text
-        assert "its format is 3, this version reads 4" in caplog.text
-        assert not store.restore(tmp_path / "s")
 
 
 @pytest.mark.parametrize(("room", "depths"), [(1 << 26, {4}), (3 << 20, {2, 3})])

@@ -18,7 +18,7 @@ def directly(lengths, emitted):
     return sum(excess) / len(excess) if excess else emitted / 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_agrees_with_the_definition_on_every_row(data):
     """Rows filled, filled again, emptied and grown; asked in any order, some twice."""

@@ -81,7 +81,7 @@ def test_what_runs_is_one_of_those_that_were_longer():
     assert predictor.forecast(["p"] * 2, [0, 800]).p90.tolist() == [300, 1000]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 5000), max_size=8)), max_size=30),
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5000)), min_size=1, max_size=20),

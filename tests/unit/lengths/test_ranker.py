@@ -78,7 +78,7 @@ def test_long_prompts_are_cut_in_the_middle_and_unknown_ids_folded() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(2, 12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_losses_are_least_where_they_should_be(seed, count) -> None:
     lengths = torch.tensor(np.random.default_rng(seed).uniform(1, 500, count), dtype=torch.float32)
     shift, wrong = 3.0, torch.randn(count, generator=torch.Generator().manual_seed(seed))
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_says_why(trained, tmp_path) -> None:
 
 
 @given(st.integers(2, 60), st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_is_held_out_stays_so_when_others_come(count, seed) -> None:
     known = Pairs.of(([i, seed], [1]) for i in range(count + 40))
     before, after = known.take(range(count)).held_out(0.15), known.held_out(0.15)
@@ -205,7 +205,7 @@ def test_boosting_goes_on_beyond_the_prompts_it_saw() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(2, 60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_calibration_never_turns_the_order(seed, count) -> None:
     rng = np.random.default_rng(seed)
     scores = rng.standard_normal(count)
@@ -232,8 +232,6 @@ def test_a_torn_calibration_is_refused() -> None:
         Calibration.from_state({})
     with pytest.raises(ValueError, match="slope"):
         Calibration.from_state({**state, "slope": -1.0})
-    del state["slope"]  # of an earlier version
-    assert Calibration.from_state(state).location(np.array([99.0])) == state["locations"][-1]
 
 
 def test_pairs() -> None:

@@ -6,12 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from verl_rhyme.cli import app
@@ -19,28 +17,6 @@ from verl_rhyme.observability import metrics as m
 from verl_rhyme.observability import report, steps
 from verl_rhyme.observability.events import EventLog
 from verl_rhyme.observability.summary import ReportError, compare, read
-
-EPOCH_KEYS = {
-    "epoch",
-    "reward_mean",
-    "rollout_s",
-    "tokens",
-    "accept_length",
-    "accept_rate",
-    "accepted_share",
-    "entropy",
-    "history_hit_rate",
-    "useful_tokens_per_s",
-    "bubble_ratio",
-    "staleness_mean",
-    "staleness_max",
-    "discarded_tokens",
-    "reverified_tokens",
-    "headed_tokens",
-    "waiting_max",
-    "length_rank_correlation",
-    "migrated",
-}
 
 
 def stock(step: int, epoch: int, **changes: Any) -> dict[str, Any]:
@@ -123,7 +99,6 @@ def test_stock_run_is_reported_from_its_metrics_alone(off: Path) -> None:
     assert summary["arm"] == "off"
     assert summary["versions"]["numpy"] == np.__version__
     assert [row["epoch"] for row in summary["epochs"]] == [1, 2, 3, 4]
-    assert all(set(row) == EPOCH_KEYS for row in summary["epochs"])
     first = summary["epochs"][0]
     assert first == {
         "epoch": 1,
@@ -264,20 +239,9 @@ def main(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def cli() -> Cli:
-    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "verl_rhyme.cli", "report", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    return call
-
-
-def test_command_writes_and_names_its_files(on: Path, cli: Cli) -> None:
-    done = cli(on, "--arm", "mine")
+def test_command_writes_and_names_its_files(on: Path) -> None:
+    command = [sys.executable, "-m", "verl_rhyme.cli", "report", str(on), "--arm", "mine"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     named = [on / name for name in ("summary.json", "report.html")]
     assert done.stdout.splitlines()[-2:] == [str(path) for path in named]
@@ -287,14 +251,14 @@ def test_command_writes_and_names_its_files(on: Path, cli: Cli) -> None:
     assert "<h1>mine</h1>" in (on / "report.html").read_text()
 
 
-def test_command_compares(off: Path, on: Path, cli: Cli, tmp_path: Path) -> None:
-    done = cli(on, off, "--out", tmp_path / "both")
-    assert done.returncode == 0, done.stderr
+def test_command_compares(off: Path, on: Path, capfd, tmp_path: Path) -> None:
+    assert main([str(on), str(off), "--out", str(tmp_path / "both")]) == 0
+    shown = capfd.readouterr().out
     result = json.loads((tmp_path / "both" / "summary.json").read_text())
     assert list(result["arms"]) == ["off", "histospec"]
     assert result["rollout_speedup_warm"] == 2.0
-    assert "rollout speed 2.00x (2.00-2.00)" in " ".join(done.stdout.split())
-    assert [line.split()[:2] for line in done.stdout.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
+    assert "rollout speed 2.00x (2.00-2.00)" in " ".join(shown.split())
+    assert [line.split()[:2] for line in shown.splitlines() if line.split()[:1] == ["1"]] == [["1", "histospec"]]
     assert "<h1>histospec beside off</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
@@ -313,18 +277,14 @@ def test_the_logged_ratio_goes_before_the_event_logs(on: Path) -> None:
     assert read(on / "checkpoints").summary["epochs"][0]["bubble_ratio"] != 0.25, "the event log's"
 
 
-@pytest.mark.parametrize("name", ["off", "sorted-partial-rolling-loaded-longest (a folder [of] mine)"])
-def test_the_table_of_two_fits_into_80_columns(off: Path, on: Path, cli: Cli, tmp_path: Path, name: str) -> None:
-    done = cli(on, off, "--out", tmp_path, "--arm", name + "-on")
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("against")[0].splitlines()
-    assert "…" not in done.stdout
+def test_the_table_of_two_with_long_names_fits_into_80_columns(off: Path, on: Path, capfd, tmp_path: Path) -> None:
+    name = "sorted-partial-rolling-loaded-longest (a folder [of] mine)"
+    assert main([str(on), str(off), "--out", str(tmp_path), "--arm", name]) == 0
+    table = capfd.readouterr().out.partition("against")[0].splitlines()
+    assert f"A  {name}" in table
     assert max(map(len, table)) <= 80
-    assert name + "-on" in done.stdout
-    assert [line for line in table if line.startswith("A  ")] in ([], [f"A  {name}-on"])
-    warm = next(line for line in table if "1 000" in line or "2 000" in line).split()
-    assert "2.50" in warm
-    assert "60%" in warm
+    warm = next(line for line in table if "2 000" in line).split()
+    assert {"2.50", "60%"} <= set(warm)
 
 
 def told(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
@@ -350,15 +310,6 @@ def test_a_folder_of_several_runs_asks_which(capfd, on: Path, tmp_path: Path) ->
     assert not list((tmp_path / "runs").glob("summary.json"))
 
 
-def test_one_page_is_made_though_the_other_run_is_missing(on: Path, capfd, tmp_path: Path) -> None:
-    status, lines = told(capfd, on, tmp_path / "nowhere")
-    assert (status, len(lines)) == (1, 1)
-    assert "there is no folder" in lines[0]
-    page = (on / "report.html").read_text()
-    assert "<h1>histospec</h1>" in page
-    assert "it stands alone" in page
-
-
 def test_runs_of_one_name_are_told_apart_by_their_folders(on: Path, capfd, tmp_path: Path) -> None:
     shutil.copytree(on, tmp_path / "again")
     status, lines = told(capfd, on, tmp_path / "again")
@@ -377,20 +328,6 @@ def test_a_torn_file_costs_its_rows_alone(on: Path, capfd) -> None:
     assert (status, len(lines)) == (0, 1)
     assert f"{last} is unreadable" in lines[0]
     assert "Replicas over time" in (on / "report.html").read_text()
-
-
-@pytest.mark.parametrize("odd", [{m.EPOCH: "a"}, {m.EPOCH: float("nan")}, {m.EPOCH: None}, {m.EPOCH: float("inf")}])
-def test_a_metrics_line_without_its_epoch_is_left_out(off: Path, on: Path, capfd, odd) -> None:
-    write_metrics(off / "metrics.jsonl", [stock(step, 0, **(odd if step == 3 else {})) for step in range(1, 5)])
-    with (off / "metrics.jsonl").open("a") as file:
-        file.write('{"step": Infinity, "data": {}}\n')
-    status, lines = told(capfd, on, off)
-    assert status == 0
-    for number in (3, 5):
-        assert f"{off / 'metrics.jsonl'}, line {number} is no metrics line and is left out" in " ".join(lines)
-        assert f"line {number} is no metrics line" in (on / "report.html").read_text()
-    with pytest.warns(UserWarning, match="is left out"):
-        assert read(off).summary["epochs"][0]["rollout_s"] == 3 * 4.0
 
 
 def test_where_nothing_can_be_written_it_says_where_to(off: Path, capfd) -> None:
@@ -419,41 +356,11 @@ def test_a_run_without_events_has_all_but_its_lanes(off: Path, capfd) -> None:
     assert "Reward, speed and length" in page
 
 
-@pytest.mark.parametrize(
-    ("gone", "more", "why"),
-    [
-        ((), ("colour",), "what this one does not know is left out: colour"),
-        (("started_at",), (), "has times, so there are no lanes"),
-        (("response_tokens",), (), "has no lengths"),
-    ],
-)
-def test_a_log_of_another_version_gives_what_it_has(on: Path, capfd, gone, more, why) -> None:
-    for path in (on / "checkpoints" / "events").glob("requests-*"):
-        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all().drop_columns(list(gone))
-        for name in more:
-            table = table.append_column(name, pa.nulls(len(table), pa.int32()))
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-    status, lines = told(capfd, on)
-    assert (status, len(lines)) == (0, 1)
-    assert why in lines[0]
-    assert "Reward, speed and length" in (on / "report.html").read_text()
-
-
 def test_a_step_that_is_not_there_is_told(on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(on), "--step", "99", "--out", str(tmp_path)]) == 0
     assert "no rollout of step 99 was logged; there are those of" in " ".join(capsys.readouterr().err.split())
     assert main([str(on), "--out", str(tmp_path)]) == 0
     assert "was logged; there are" not in capsys.readouterr().err
-
-
-def test_the_log_is_read_once(on: Path, capfd, monkeypatch) -> None:
-    opened: list[Path] = []
-    read_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read_bytes(path))
-    assert told(capfd, on) == (0, [])
-    files = [path for path in opened if path.suffix == ".arrow"]
-    assert sorted(files) == sorted((on / "checkpoints" / "events").glob("*.arrow"))
 
 
 def test_the_trace_of_one_step(on: Path, capfd) -> None:

@@ -37,7 +37,6 @@ def problem(*pools, bound=1, work=WORK, links=None, **other):
 # ---- times ----
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 8), st.floats(0, 500))
 def test_rollout_is_no_slower_with_a_replica_more_and_no_faster_with_longer_training(count, bound, after):
     seconds = rollout([(FAST, np.array([count, count + 1.0]))], WORK, bound, after)
@@ -46,7 +45,6 @@ def test_rollout_is_no_slower_with_a_replica_more_and_no_faster_with_longer_trai
     assert (rollout([(FAST, np.array([count, count + 1.0]))], WORK, bound + 1, after) <= seconds + 1e-9).all()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_a_mixed_fleet_of_one_kind_is_that_kind(some, more):
     for bound in (0, 1):
@@ -71,7 +69,6 @@ def test_a_small_cache_makes_rollout_slower():
         assert rollout([(full, np.array([4]))], WORK, bound) > 1.2 * rollout([(FAST, np.array([4]))], WORK, bound)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8), st.floats(0, 1e3))
 def test_the_longest_response_has_the_time_until_it_is_due(bound, after):
     """Linear work once an update; its own steps and what comes after within k + 1 of them."""
@@ -80,7 +77,6 @@ def test_the_longest_response_has_the_time_until_it_is_due(bound, after):
     assert seconds == pytest.approx(linear + (FAST.step.base * 1000 + after) / (bound + 1), rel=1e-6)
 
 
-@settings(deadline=None)
 @given(st.floats(1.1, 8), st.floats(0.1, 5))
 def test_drafts_are_fewer_steps_with_more_work_in_each(pace, overhead):
     """A token's seconds beside 31 others: those of a step, over the tokens that it makes for a request."""
@@ -90,7 +86,6 @@ def test_drafts_are_fewer_steps_with_more_work_in_each(pace, overhead):
     assert plain.drafted(1.0, overhead) == plain
 
 
-@settings(deadline=None)
 @given(st.floats(1, 1e4), st.integers(1, 2000))
 def test_of_equal_lengths_what_is_left_is_even(tokens, rows):
     """At a random moment, of responses that are all as long, what is left lies evenly between nothing and all."""
@@ -146,7 +141,7 @@ def exhaustive(given, objective):
     return min(each.step if objective == "time" else each.cost for each in found)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(1, 5),
     st.integers(1, 5),

@@ -62,7 +62,7 @@ def decode(cost, prefill=0.0, count=200, slots=8, seed=0, drafts=True, pause=1.0
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.builds(
         StepCost,

@@ -108,7 +108,7 @@ def test_bounds_hold():
         elastic.observe(float("nan"), 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.floats(1, 1000), st.floats(0, 50), st.floats(1, 200), st.integers(1, 32))
 def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, trained, units):
     """In a world that does not change: as many units as are needed, and from then on none is moved."""
@@ -128,7 +128,7 @@ def test_it_comes_to_rest_and_no_unit_more_or_less_is_wanted(work, floor, traine
         assert seconds(end + 1) < trained + margin + 1e-6
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 10_000), st.integers(2, 20))
 def test_noise_of_a_few_percent_never_moves_units_to_and_fro(seed, units):
     """At balance: a unit more or less is 1 / units, and the noise is less than the half of what is between."""

@@ -5,7 +5,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, Stopping, World
 
@@ -13,7 +13,7 @@ from verl_rhyme.scheduling.rules import Rules
 
 UPDATES = 12
 
-checked = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+checked = settings(max_examples=200)
 seeds = st.integers(0, 10**6)
 units = st.sampled_from(["group", "trajectory"])
 batches = st.integers(1, 4)
@@ -259,7 +259,7 @@ def test_a_crash_of_separate_engines_resumes_from_the_checkpoint(rules, seed, cr
     world.check_all()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(colocated, seeds, st.sampled_from([0.0, 0.3]))
 def test_where_every_reward_fails_it_is_hopeless_before_long(rules, seed, losses):
     class Hopeless(Exception):

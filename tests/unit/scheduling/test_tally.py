@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
 
@@ -129,7 +129,7 @@ def checked(kind):
     return Checked
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]), st.booleans())
 def test_the_tally_is_what_the_whole_ledger_says(rules, seed, mishaps, losses, uneven):
     kind = World if rules.finishes else Separate

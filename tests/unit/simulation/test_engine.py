@@ -47,7 +47,7 @@ def every_step(requests: list[Request], cost: ReplicaCost) -> dict[object, float
     return done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), min_size=1, max_size=30),
     st.integers(1, 12),

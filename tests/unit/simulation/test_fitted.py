@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -204,67 +203,12 @@ def test_a_delayed_start_is_no_bubble(bound, refill):
         assert late.bubble == pytest.approx(soon.bubble)
 
 
-def test_logs_that_tell_nothing(run, tmp_path):
-    events = run / "checkpoints" / "events"
-    for folder, words in (
-        (tmp_path / "nowhere", "is no folder"),
-        (tmp_path, "no events of a run"),
-        (tmp_path, "or is stock verl, which logs none (a run with +rhyme=histospec and rhyme.drafting.enable=false"),
-    ):
-        status, _, error = told("profile", folder)
-        assert status == 1
-        assert words in error
-        assert len(error.splitlines()) == 1
-    requests = sorted(events.glob("requests-*.arrow"))
-    requests[-1].write_bytes(requests[-1].read_bytes()[:-100])  # torn
-    status, _, error = told("profile", run)
-    assert status == 0
-    assert f"{requests[-1].name} is unreadable and left out" in error
-    for path in requests:
-        path.write_bytes(b"")
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "no request can be read" in error
-    assert len(error.splitlines()) == 1
-
-
 def test_a_profile_goes_where_it_is_told_and_an_error_is_one_line(run, tmp_path):
     (tmp_path / "file").touch()
     status, _, error = told("profile", run, "--out", tmp_path / "file" / "x.yaml")
     assert status == 1
     assert len(error.splitlines()) == 1
     assert told("profile", run, "--out", tmp_path / "made" / "x.yaml")[0] == 0
-
-
-def test_the_default_stands_in_the_help():
-    assert "RUN/profile.yaml" in told("profile", "--help")[1]
-
-
-def test_a_log_that_is_too_short(run):
-    events = run / "checkpoints" / "events"
-    for path in sorted(events.glob("requests-*.arrow")):
-        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all().slice(0, 1)
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "8 requests that came to their end" in error
-    assert "at least 16" in error
-
-
-def test_a_log_of_another_version(run):
-    """Without the columns that tell when a request started, and without lengths."""
-    events = run / "checkpoints" / "events"
-    for path in sorted(events.glob("requests-*.arrow")):
-        table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
-        table = table.drop_columns(["started_at", "first_token_at", "response_tokens"])
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    status, _, error = told("profile", run)
-    assert status == 1
-    assert "no request tells when it started and ended: this log is another version's" in error
-    with pytest.raises(recorded.RunError, match="is of a trained response with a length"):
-        recorded.lengths(recorded.read(run))
 
 
 def test_acceptance_goes_by_a_prompts_visits_and_not_by_epochs(tmp_path):

@@ -39,7 +39,7 @@ def test_where_replicas_take_a_version_together_the_trainer_is_held_until_they_h
     assert simulated(replace(TRAINING, copy=0.5), relayed=False).steps == simulated(relayed=False).steps
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.integers(0, 99),
     st.integers(0, 3),

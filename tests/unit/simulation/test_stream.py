@@ -44,7 +44,7 @@ streamings = st.builds(Streaming, st.integers(1, 40), st.booleans())
 costs = st.builds(TrainingCost, *(st.floats(0, high) for high in (1e-3, 1.0, 3.0, 2.0, 1.0, 0.5, 0.5)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(workloads, st.integers(0, 3), streamings, costs, st.sampled_from(["continue", "finish"]))
 def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, streaming, training, at_version):
     rules = stream(staleness, at_version=at_version if staleness else None)
@@ -62,7 +62,7 @@ def test_every_token_is_trained_once_and_none_too_late(prompts, staleness, strea
         assert step.waited >= -1e-9
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(workloads, streamings, costs)
 def test_in_step_it_costs_no_more_than_its_parts(prompts, streaming, training):
     """Of the same rollouts: what is trained early is not trained later."""

@@ -1,10 +1,13 @@
 """Replicas that rest, where others are just being started."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from verl_rhyme.config import ConfigError, ElasticConfig
+from verl_rhyme.coordinator import replicas
+from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.trainer.reserve import Reserve
 
 
@@ -45,3 +48,10 @@ def test_the_last_rests_and_bounds_hold():
     assert reserve.act(-1, 3) == reserve.act(0, 3) == {"training/stream/replicas": 2}
     with pytest.raises(ConfigError, match=r"elastic.min_replicas=3: there are 2; lower it"):
         Reserve(None, ElasticConfig(3), servers, engine, spares, lambda: 8)
+
+
+def test_the_pause_between_two_tries_grows_to_its_bound():
+    spares = object.__new__(Spares)
+    spares.missing, spares._failures = 1, 2000  # weeks
+    spares._put_off(ValueError("no devices"), alone=False)
+    assert spares._retry_at <= time.monotonic() + replicas._LONGEST_PAUSE_S

@@ -50,20 +50,6 @@ def tokens(base, node):
     return None if history is None else history.response(0).tolist()
 
 
-@pytest.fixture
-def killed(tmp_path):
-    """Folders of both nodes, whose writers, of the run "first", were killed."""
-    folders = [node_history_dir(str(tmp_path), node) for node in NODES]
-    command = [sys.executable, "-c", textwrap.dedent(WRITE), "first", *folders]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "ready\n"
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    return tmp_path
-
-
 def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
     writers = [writer(tmp_path, node) for node in NODES]
     for token, opened in enumerate(writers):
@@ -74,15 +60,6 @@ def test_two_writers_below_one_base_leave_each_other_alone(tmp_path):
     assert record(writers[1], 7, step=2)["responses"] == 2
     writers[1].close()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("node", "run", "kept"), [("a" * 16, "first", [5, 6]), ("c" * 16, "second", None)])
-def test_what_dead_writers_left_is_deleted_but_a_run_takes_its_own_over(killed, node, run, kept):
-    opened = writer(killed, node, run)
-    opened.open()
-    assert [path.name for path in killed.iterdir()] == [node]
-    assert tokens(killed, node) == kept
-    opened.close()
 
 
 def test_who_records_comes_after_rays_other_processes(tmp_path):

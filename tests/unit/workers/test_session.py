@@ -79,7 +79,7 @@ def again(session, partial):
     return sample(partial, kept=kept, records=session.records if partial else [])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, BUDGET), max_size=6), st.integers(1, 2 * BUDGET))
 def test_a_resumed_response_keeps_its_budget_and_its_log_probs(stops, length):
     session, output, client = sample(partial=True), None, Client(stops, length=length)

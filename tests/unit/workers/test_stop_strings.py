@@ -117,7 +117,7 @@ def test_what_a_tool_said_after_a_stop_string_is_not_the_models():
     assert drafted.aborted == undrafted.aborted == ["r-0"], "the engine is still at it"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     text=st.text("ab<é", min_size=1, max_size=24),
     sizes=st.lists(st.integers(1, 9), max_size=12),
@@ -164,7 +164,7 @@ def test_without_stop_strings_a_step_is_one_output():
     assert len(front.outputs) == 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     text=st.text("ab<é", min_size=2, max_size=40),
     cuts=st.lists(st.integers(1, 20), min_size=1, max_size=3),

@@ -31,7 +31,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError
-from verl_rhyme.config.config_tree import ended
 
 _ABSENT = object()
 #: The file of verl's ``@hydra.main``, and what that names.
@@ -117,11 +116,8 @@ def _told(error: HydraException, hydra: Hydra, name: str, overrides: Sequence[st
     if not (key and wrong):
         return text
     place, ours, option = wrong[0].partition("=")[0].partition("rhyme.")
-    if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")}:
-        if remedy := ended(option):
-            return f"{wrong[0]}: {CONFIG_PATH}.{option} has ended: {remedy}"
-        if f"{place}rhyme" != CONFIG_PATH:
-            return f"{wrong[0]}: there is no such key; did you mean {CONFIG_PATH}.{option}?"
+    if ours and set(place.split(".")) <= {"", *CONFIG_PATH.split(".")} and f"{place}rhyme" != CONFIG_PATH:
+        return f"{wrong[0]}: there is no such key; did you mean {CONFIG_PATH}.{option}?"
     parent, _, leaf = str(key).rpartition(".")
     try:
         rest = [override for override in overrides if override not in wrong]

@@ -105,8 +105,6 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
-    if table["response_tokens"].null_count == table.num_rows:
-        run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
     run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
     run.predicted = table["predicted_tokens"].cast(pa.float64()).to_numpy()
     run.prompt = events.groups_of(table)
