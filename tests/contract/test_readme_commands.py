@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parents[2]
-SLOW = bool(os.environ.get("RHYME_SLOW"))
 
 #: Of README's recipes for GPUs only what SMOKE=1 cuts down runs here.
 COMMANDS = [

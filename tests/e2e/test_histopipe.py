@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
@@ -29,7 +29,7 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("mode", ["separate_async", pytest.param("sync", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["separate_async", pytest.param("sync", marks=ONLY_SLOW)])
 def test_samples_are_placed_and_moved(tmp_path, mode):
     eager = {"VERL_USE_EXTERNAL_MODULES": "eager_moves", "PYTHONPATH": os.pathsep.join([HERE, *PATHS])}
     apart = mode == "separate_async"

@@ -5,7 +5,9 @@ import os
 import subprocess
 
 import pytest
-from whole_run import ROOT, SLOW
+from whole_run import ROOT
+
+from tests.conftest import ONLY_SLOW
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
 
@@ -14,17 +16,17 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
     ("recipe", "variables", "metrics"),
     [
         ("qwen32b_dapo", {}, []),
-        pytest.param("llama8b_logic", {}, ["actor/kl_loss"], marks=SLOW),
-        pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
+        pytest.param("llama8b_logic", {}, ["actor/kl_loss"], marks=ONLY_SLOW),
+        pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=ONLY_SLOW),
         pytest.param(
             "qwen3_8b_grpo",
             {"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"},
             ["actor/kl_loss", "training/stream/parts"],
-            marks=SLOW,
+            marks=ONLY_SLOW,
         ),
-        pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
+        pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=ONLY_SLOW),
         *(
-            pytest.param(recipe, {"RHYME": preset}, ["training/sorted/order", *metrics], marks=SLOW)
+            pytest.param(recipe, {"RHYME": preset}, ["training/sorted/order", *metrics], marks=ONLY_SLOW)
             for recipe, preset, metrics in (
                 ("qwen32b_dapo", "full", []),
                 ("llama8b_logic", "full", ["actor/kl_loss"]),

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
@@ -24,7 +24,7 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("preset", "staleness", "engine"),
-    [("sorted", 0, "fsdp"), pytest.param("stream", 1, "megatron", marks=SLOW)],
+    [("sorted", 0, "fsdp"), pytest.param("stream", 1, "megatron", marks=ONLY_SLOW)],
 )
 def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
     run = {"epochs": EPOCHS, "RHYME": preset, "STALENESS": str(staleness), "REPLICAS": "2", "ENGINE": engine}
@@ -91,7 +91,7 @@ RANKER = "actor_rollout_ref.rollout.custom.rhyme.lengths.ranker"
 RANKED = ("trainer.save_freq=2", f"{RANKER}.kind=model", f"{RANKER}.refresh=16")
 
 
-@SLOW
+@ONLY_SLOW
 def test_a_ranker_tells_of_prompts_never_seen_over_a_kill(tmp_path):
     """Trained beside the run, used in its only epoch, and taken up again from the checkpoint."""
     run = {"epochs": 1, "PROMPTS": "48", "PEOPLE": "2 3 4 5", "RHYME": "stream", "REPLICAS": "2"}

@@ -6,8 +6,9 @@ import subprocess
 import numpy as np
 import pytest
 import whole_run
-from whole_run import MOSTLY, SLOW, finish, kill_all, steps_of, wait_for_step
+from whole_run import MOSTLY, finish, kill_all, steps_of, wait_for_step
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events, phases
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
@@ -33,7 +34,7 @@ def start(run_dir, *overrides, **settings):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([SLOW] if name != "fsdp" else [])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([ONLY_SLOW] if name != "fsdp" else [])])
         for name in ENGINES
     ],
 )
@@ -98,7 +99,7 @@ def test_trains_drafts_and_reports(trained):
     assert f"step {LAST_STEP}/{LAST_STEP}" in output
 
 
-@SLOW
+@ONLY_SLOW
 def test_a_stock_run_is_measured_from_outside(tmp_path):
     finish(start(tmp_path, epochs=2, RHYME="off"), tmp_path)
     assert not list(tmp_path.glob("checkpoints/events"))
@@ -186,7 +187,7 @@ def check_nothing_twice(run_dir, last_step):
         assert set(np.unique(prompts, return_counts=True)[1]) == {4}, "a prompt was trained twice in one epoch"
 
 
-@SLOW
+@ONLY_SLOW
 @pytest.mark.timeout(2400)
 def test_killed_at_five_random_moments(tmp_path):
     rng = np.random.default_rng(2026)
@@ -213,7 +214,7 @@ def test_separate_rollout_pool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides", [pytest.param((), marks=SLOW, id="fsdp"), pytest.param((MEGATRON,), id="megatron")]
+    "overrides", [pytest.param((), marks=ONLY_SLOW, id="fsdp"), pytest.param((MEGATRON,), id="megatron")]
 )
 def test_somebodys_own_trainer_and_worker(overrides, tmp_path):
     modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"

@@ -8,11 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 _FAILURE = re.compile(r"failed; its prompt is replaced|Traceback \(most recent call last\)")
-SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 #: Share of requests that must draft from their prompt's history. It is read beside the engine's steps: on a busy
 #: machine the shortest responses are over before theirs has come.
 MOSTLY = 0.9

@@ -1,11 +1,11 @@
 """The adaptive drafter: what it learns from, what it promises, and what it must survive."""
 
-import os
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from tests.conftest import examples
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
@@ -330,7 +330,7 @@ def hostile(rng, vocabulary):
 @pytest.mark.timeout(1200)
 def test_nothing_a_scheduler_does_breaks_it():
     """Row swaps, aborts, resumes, skipped steps, hostile histories: no error, no draft out of bounds."""
-    calls = 1_000_000 if os.environ.get("RHYME_SLOW") else 200_000
+    calls = examples(200_000, slow=1_000_000)
     rng = np.random.default_rng(5)
     vocabulary, rows = 12, 24
     config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
