@@ -11,7 +11,7 @@ from training_world import BATCH, MODES, simulate
 
 from tests.conftest import SLOW, examples
 
-SCHEDULES = examples(4, slow=1000)
+SCHEDULES = examples(2, slow=1000)
 KILLS = 5
 #: Seeds of schedules that once failed.
 FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding of the run before stayed in the queue

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from verl_rhyme.placement import POLICIES, Fleet, LeastLoaded, NoReplica, Placement, Request, StickyGroup
 from verl_rhyme.placement.fleet import REQUESTS, TOKENS
 
@@ -47,7 +48,7 @@ EVENTS = st.one_of(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, slow=300), deadline=None)
 @given(events=st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(policy, events):
     """Counts are those of what runs, a removed replica gets nothing, and all returns to nothing."""
@@ -102,7 +103,7 @@ def test_any_order_of_events(policy, events):
         assert len(placement.policy) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, slow=300), deadline=None)
 @given(
     replicas=st.integers(1, 7),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 6)), max_size=150),
@@ -125,7 +126,7 @@ def test_no_replica_is_given_more_requests_than_the_bound(replicas, events):
             placement.release(request.id, replica)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, slow=300), deadline=None)
 @given(replicas=st.integers(1, 7), tokens=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), max_size=100))
 def test_no_replica_is_given_more_tokens_than_the_bound_where_it_can_be_held(replicas, tokens):
     placement = fleet_of(replicas)
