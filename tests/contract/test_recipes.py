@@ -130,6 +130,7 @@ def written(recipe, engine, rhyme="histospec"):
     return values_of("base", f"backend/{engine}", f"{recipe}_engine/{engine}", recipe, *sizes)
 
 
+@pytest.mark.slow
 def test_what_our_yaml_says_is_what_verl_resolves(case):
     recipe, engine, config = case
     assert differing(config, written(recipe, engine)) == {}
@@ -148,6 +149,7 @@ def test_what_our_yaml_says_is_what_verl_resolves(case):
             assert (sharded.ulysses_sequence_parallel_size, sharded.param_offload) == (ulysses, True)
 
 
+@pytest.mark.slow
 def test_verl_turns_it_into_its_dataclasses(case):
     """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
     recipe, engine, config = case
@@ -340,6 +342,7 @@ def test_what_verl_reads_is_still_what_the_recipes_build_on():
         assert "ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n" in inspect.getsource(update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))],

@@ -54,6 +54,7 @@ def healthy() -> Any:
     return run_doctor()
 
 
+@pytest.mark.slow
 def test_doctor_passes_here(healthy: Any) -> None:
     report = json.loads(healthy.stdout)
     failed = [check for check in report["checks"] if check["status"] == "fail"]

@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import ONLY_SLOW
 
+pytestmark = pytest.mark.slow  # each runs the script
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = 'set -euo pipefail\nsource "{root}/requirements/bootstrap.sh"\necho "made $VIRTUAL_ENV"\n'
 

@@ -18,6 +18,8 @@ from verl_rhyme.history.record import Trajectory
 from verl_rhyme.history.room import place
 from verl_rhyme.history.store import HistoryReader, HistoryStore
 
+pytestmark = pytest.mark.slow  # processes that die, one for each damage
+
 NAMESPACE = "tokenizer-a"
 HEADER = """
 import os, sys, time

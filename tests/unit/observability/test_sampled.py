@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 from verl_rhyme.observability import metrics, observe, sampled, steps, summary
 from verl_rhyme.observability.sampled import Unknown
 
+pytestmark = pytest.mark.slow  # the observer is a process
+
 #: Requests of two servers: (server, start, seconds), in a rollout of at most 60 s.
 requests = st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.floats(1, 30)), min_size=1, max_size=40)
 

@@ -11,6 +11,8 @@ from training_world import BATCH, MODES, simulate
 
 from tests.conftest import SLOW, examples
 
+pytestmark = pytest.mark.slow  # short runs, with all that dies in them
+
 SCHEDULES = examples(2, slow=1000)
 KILLS = 5
 #: Seeds of schedules that once failed.
