@@ -15,7 +15,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history.copies import CopyReader
-from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.inspection import inspect
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.history.reader import HistoryReader
@@ -364,19 +363,6 @@ def test_an_update_may_take_longer_than_the_timeout_and_what_was_recorded_is_not
     assert (stats["prompts"], stats["responses"], stats["dropped"], service.restarts) == (8, 8, 0, 1)
     assert log.read_text().split() == ["01", "23", "45", "45", "67"]
     service.close()
-
-
-def test_a_second_run_in_one_folder_is_refused_and_deletes_nothing(one_node, tmp_path):
-    folder = tmp_path / "history"
-    first = started(folder)
-    first.append(named(4), step=1)
-    second = HistoryService(HistoryConfig(dir=str(folder), max_bytes=1 << 24), NAMESPACE)
-    with pytest.raises(HistoryError, match=r"another process writes .*history\.dir"):
-        second.ready()
-    second.close()
-    assert on_each_node(folder, prompt_key([2]))[one_node] == 1
-    assert first.append(named(4, epoch=1), step=2)["responses"] == 8
-    first.close()
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
