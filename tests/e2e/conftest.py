@@ -222,6 +222,26 @@ def stock(build_engine):
 
 
 @pytest.fixture(scope="session")
+def plain(build_engine):
+    """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
+    return build_engine(draws=True)
+
+
+@pytest.fixture(scope="session")
+def drafting(build_engine, write_history, tmp_path_factory):
+    """An engine that drafts nearly every guess, whether it pays or not: exactness for good drafts alone is none.
+
+    Each test writes the history that it needs to ``history_folder``. Tests that use the engine are of the group
+    "exactness": then there is one.
+    """
+    folder = tmp_path_factory.mktemp("history") / "node"
+    write_history(folder, [])
+    engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+    engine.history_folder = folder
+    return engine
+
+
+@pytest.fixture(scope="session")
 def write_history():
     """``write_history(folder, [(prompt, response), ...])`` replaces what a store holds (token ids)."""
     held = {}

@@ -17,7 +17,7 @@ from verl_rhyme.sampling.noise import key_of
 # The module imports vLLM's samplers.
 BatchNoise = pytest.importorskip("verl_rhyme.engine.drawer").BatchNoise
 
-pytestmark = pytest.mark.xdist_group("coupled")
+pytestmark = pytest.mark.xdist_group("exactness")
 
 SAMPLES = 3200
 
@@ -55,31 +55,11 @@ def drafts_of(engine):
     return np.array([totals["drafted"], totals["accepted"]])
 
 
-@pytest.fixture(scope="module")
-def drafting(build_engine, write_history, tmp_path_factory):
-    """A coupled engine that drafts nearly every guess, whether it pays or not."""
-    folder = tmp_path_factory.mktemp("history")
-    write_history(folder, [])
-    engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
-    engine.history_folder = folder
-    return engine
-
-
 @pytest.fixture(scope="module", params=["true", "adversarial"])
 def history(request, drafting, write_history, distribution_of):
     """Kind of the history that ``drafting`` has."""
     write_history(drafting.history_folder, history_of(request.param, distribution_of))
     return request.param
-
-
-@pytest.fixture(scope="module")
-def plain(build_engine):
-    """A coupled engine without drafts."""
-    return coupled(build_engine)
-
-
-def coupled(build_engine, **options):
-    return build_engine(draws=True, **options)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -184,7 +164,7 @@ def test_a_resumed_text_goes_on_as_it_would_have(plain):
 def test_scheduling_changes_nothing(plain, build_engine, options):
     prompt, keys = [*range(VOCABULARY)] * 6, keys_of("scheduling", 24)
     expected = [list(o.token_ids) for o in generate(plain, keys, prompt=prompt, length=40)]
-    engine = coupled(build_engine, **options)
+    engine = build_engine(draws=True, **options)
     preempted = watch_preemptions(engine)
     assert [list(o.token_ids) for o in generate(engine, keys, prompt=prompt, length=40)] == expected
     assert bool(preempted) == ("block_size" in options)
@@ -200,7 +180,7 @@ def watch_preemptions(engine):
 def test_coupling_over_changed_weights(plain, build_engine, newer_model, distribution_of, p_value):
     """Old noise under new weights: exactly the new distribution, and as much agreement as theory says."""
     folder, new_distribution = newer_model
-    newer = coupled(build_engine, model=folder)
+    newer = build_engine(draws=True, model=folder)
     keys = keys_of("weights")
     old, new = (sample(engine, keys) for engine in (plain, newer))
     assert p_value(new, new_distribution(PROMPT, LENGTH)) > 1e-4
