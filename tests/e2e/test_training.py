@@ -22,8 +22,8 @@ SMALL = (
 STEPS_AN_EPOCH = 2
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
-#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in other whole
-#: runs here, in test_smoke and in test_sorted as well.
+#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in another run
+#: here and in test_sorted as well.
 ENGINES = {"fsdp": ("qwen2", ()), "megatron": ("llama", (MEGATRON,)), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
 
 
@@ -44,7 +44,7 @@ def engine(request):
     return lambda run_dir, **env: start(run_dir, *overrides, MODEL=model, **env)
 
 
-EPOCHS = 3
+EPOCHS = 2
 LAST_STEP = EPOCHS * STEPS_AN_EPOCH
 
 
@@ -169,10 +169,10 @@ def test_resumes_where_it_was_killed(trained):
     run_dir, _ = trained
     history = steps_of(run_dir)
     # Step 3 and perhaps 4 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
-    assert [step for step, _ in history][-4:] == [3, 4, 5, 6]
+    assert [step for step, _ in history][-2:] == [3, 4]
     assert len(history) > LAST_STEP
-    assert history[-4][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
-    assert history[-4][1]["rollout/history/errors"] == 0
+    assert history[-2][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
+    assert history[-2][1]["rollout/history/errors"] == 0
     check_nothing_twice(run_dir, last_step=LAST_STEP)
 
 
@@ -206,6 +206,7 @@ def test_killed_at_five_random_moments(tmp_path):
     assert 0 <= metrics["critic/score/mean"] <= 1
 
 
+@ONLY_SLOW
 def test_separate_rollout_pool(tmp_path):
     finish(start(tmp_path, epochs=3, MODE="separate_async"), tmp_path)
     drafted = [metrics["rollout/spec/drafted_tokens"] for _, metrics in steps_of(tmp_path)]
