@@ -149,8 +149,7 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
         f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
         f"{agent}.default_agent_loop=unreliable",
     )
-    path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    quick = {"VERL_USE_EXTERNAL_MODULES": "quick_stops", "PYTHONPATH": path}
+    quick = whole_run.importing("quick_stops")
     whole_run.finish(start(tmp_path, *overrides, epochs=1, RHYME="sorted", **quick), tmp_path, timeout=400)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == STEPS_AN_EPOCH
