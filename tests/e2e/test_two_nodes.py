@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -29,7 +30,6 @@ from verl_rhyme.processes.stored_samples import SamplesGone, StoredSamples, Trai
 from verl_rhyme.trainer.draft_counts import DraftCounts
 from verl_rhyme.trainer.recorder import Recorder
 
-# Not among the whole runs: Ray records the address of a cluster made here, and a run that starts beside it would join.
 pytestmark = pytest.mark.xdist_group("two_nodes")
 
 NAMESPACE = "test-vocabulary"
@@ -41,14 +41,20 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
-    built = Cluster(initialize_head=True, connect=True, head_node_args={**options, "num_cpus": 3})
-    try:
-        tq.init()  # as verl's main process does
-        yield built, options
-    finally:
-        tq.close()
-        ray.shutdown()
-        built.shutdown()
+    with (
+        # Ray records the address of a cluster made here; in its usual folder, a run that starts beside it would join.
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        built = Cluster(initialize_head=True, connect=True, head_node_args={**options, "num_cpus": 3})
+        try:
+            tq.init()  # as verl's main process does
+            yield built, options
+        finally:
+            tq.close()
+            ray.shutdown()
+            built.shutdown()
 
 
 def trajectories(n, length=20, epoch=0):
