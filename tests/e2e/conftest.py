@@ -27,6 +27,11 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 NAMESPACE = "test-vocabulary"
 
 
+def pytest_collection_modifyitems(items):
+    """Training runs first: they take minutes, and what is short fills up the workers' time at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
     """Folder of a random Qwen2 over 12 tokens: far from uniform, and every token possible."""
