@@ -387,7 +387,7 @@ def test_a_fresh_clone_for_real(tmp_path: Path, extra: str, version: str) -> Non
     if extra == "gpu":
         contract = subprocess.run(
             ["bash", folder / "tests/run.sh", "tests/contract", "-q", "-n", "2"],
-            env={**os.environ, "RHYME_EXTRA": "gpu", "PYTHONPATH": ""},
+            env={**os.environ, "RHYME_EXTRA": "gpu", "RHYME_SLOW": "", "PYTHONPATH": ""},
             capture_output=True,
             text=True,
         )
