@@ -1,7 +1,10 @@
-"""Makes ``pytest.mark.xdist_group`` hold: xdist 3.8 writes a test's group into ``_nodeid``, which pytest 9.2 does not
-read any more, so that groups are ignored in silence (``tests/unit/test_groups.py``)."""
+"""What all tests share: ``RHYME_SLOW``, and ``pytest.mark.xdist_group`` that holds.
+
+A test module imports from here as ``from tests.conftest import examples``.
+"""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +14,21 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("ours", deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ours")
 
+#: ``RHYME_SLOW=1``: also what takes hours, or fails rarely. It runs weekly and before a release.
+SLOW = os.environ.get("RHYME_SLOW", "") not in ("", "0")
+#: Marks what runs then only.
+ONLY_SLOW = pytest.mark.skipif(not SLOW, reason="runs with RHYME_SLOW=1")
+
+
+def examples(usual: int, slow: int) -> int:
+    """How many examples, seeds, rounds or seconds: ``slow`` of them with ``RHYME_SLOW=1``."""
+    return slow if SLOW else usual
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    """xdist 3.8 writes a test's group into ``_nodeid``, which pytest 9.2 does not read any more: without this, groups
+    are ignored in silence (``tests/unit/test_groups.py``)."""
     for item in items:
         grouped = getattr(item, "_nodeid", item.nodeid)
         if grouped != item.nodeid:

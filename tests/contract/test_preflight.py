@@ -110,6 +110,7 @@ def test_a_reward_that_verl_cannot_load_is_found_before_the_run(tmp_path):
     assert [check.status for check in reward_function(config, load=True)] == ["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/run_*.sh")), ids=lambda script: script.stem)
 def test_every_recipe_has_a_dry_run(script, tmp_path):
     """The scripts themselves: one YAML document on standard output, the estimate in its comments, no GPU, no data."""

@@ -1,7 +1,7 @@
 """README's commands for the run scripts, one after another in one checkout, in the order in which they stand there.
 
 The scripts, their folders, verl's configuration and the reports are real. Training is a stand-in that leaves what a
-training leaves, unless RHYME_SLOW=1: then each really trains for an epoch or two.
+training leaves. With RHYME_SLOW=1 all commands run, once with the stand-in and once training for an epoch or two.
 """
 
 import json
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ONLY_SLOW
+
 ROOT = Path(__file__).parents[2]
-SLOW = bool(os.environ.get("RHYME_SLOW"))
+pytestmark = pytest.mark.slow  # each starts a script, which starts Pythons
 
 #: Of README's recipes for GPUs only what SMOKE=1 cuts down runs here.
 COMMANDS = [
@@ -57,28 +59,30 @@ def test_readme_has_the_commands():
     assert any("SMOKE=1" in command for command in COMMANDS)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A checkout whose ``runs/`` is empty, and whose ``python`` does not train."""
-    folder = tmp_path_factory.mktemp("checkout")
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose ``runs/`` is empty, and a ``python`` that does not train."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
     for name in ("recipes", "examples", "requirements", "verl_rhyme"):
         (folder / name).symlink_to(ROOT / name)
     programs = folder / "programs"
     programs.mkdir()
-    if not SLOW:
-        (programs / "python").write_text(PYTHON)
-        (programs / "python").chmod(0o755)
+    (programs / "python").write_text(PYTHON)
+    (programs / "python").chmod(0o755)
     return folder
 
 
-def start(checkout, command, **variables):
+def start(checkout, command, trains=False, **variables):
     environment = {**os.environ, "SKIP_BOOTSTRAP": "1", "SKIP_PREFLIGHT": "1", "PROMPTS": "16", **variables}
     for name in ("RHYME", "STALENESS", "MODE", "MODEL", "ENGINE", "RUN_DIR", "DRY_RUN", "COMPARE", "SMOKE"):
         environment.pop(name, None)
-    environment |= {"PATH": f"{checkout / 'programs'}:{environment['PATH']}", **variables}
-    if SLOW:
+    environment |= variables
+    if trains:
         environment["EPOCHS"] = "1"
         command = re.sub(r"EPOCHS=\d+", "EPOCHS=2", command)
+    else:
+        environment["PATH"] = f"{checkout / 'programs'}:{environment['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1200
     )
@@ -93,20 +97,20 @@ def tree(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.timeout(10_000 if SLOW else 600)
-@pytest.mark.xdist_group("readme")
-@pytest.mark.slow
-def test_they_work_one_after_another(checkout):
+@ONLY_SLOW
+@pytest.mark.timeout(10_000)
+@pytest.mark.parametrize("trains", [False, True])
+def test_they_work_one_after_another(checkout, trains):
     seen = {}
     for command in COMMANDS:
         before = tree(checkout / "runs") if "DRY_RUN" in command else None
-        result = start(checkout, command)
+        result = start(checkout, command, trains)
         assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         assert "already finished" not in result.stdout, command
         if before is not None:
             assert tree(checkout / "runs") == before
             continue
-        if not SLOW:
+        if not trains:
             found = trainings(result)
             assert len(found) == (2 if "COMPARE=1" in command else 1), command
             for folder, begin, _ in found:
@@ -123,25 +127,32 @@ def test_they_work_one_after_another(checkout):
             )
 
 
-@pytest.mark.skipif(SLOW, reason="begins where the stand-in ended")
-@pytest.mark.xdist_group("readme")
-@pytest.mark.slow
-def test_again_further_and_elsewhere(checkout):
-    first = next(command for command in COMMANDS if "run_tiny_cpu" in command)
-    folder = checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
-    if not folder.exists():
-        assert start(checkout, first).returncode == 0
-    (folder / "summary.json").unlink()
+FIRST = next(command for command in COMMANDS if "run_tiny_cpu" in command)
+
+
+@pytest.fixture
+def trained(checkout):
+    """The folder of the run of README's first command."""
+    assert start(checkout, FIRST).returncode == 0
+    return checkout / "runs" / "tiny_cpu" / "histospec-qwen2-fsdp-sync"
+
+
+def test_again_and_further(checkout, trained):
+    (trained / "summary.json").unlink()
     # The data's file, from which the steps are counted, is a stand-in, too.
-    again = start(checkout, f"{first} trainer.total_training_steps=20")
+    again = start(checkout, f"{FIRST} trainer.total_training_steps=20")
     assert again.returncode == 0
     assert "already finished: 20 of 20 steps" in again.stdout
     assert not trainings(again)
-    assert json.loads((folder / "summary.json").read_text())["arm"] == "histospec"
-    further = start(checkout, f"{first} trainer.total_training_steps=24")
-    assert trainings(further) == [[str(folder / "checkpoints"), 20, 24]]
+    assert json.loads((trained / "summary.json").read_text())["arm"] == "histospec"
+    further = start(checkout, f"{FIRST} trainer.total_training_steps=24")
+    assert trainings(further) == [[str(trained / "checkpoints"), 20, 24]]
     assert "resuming after step 20 of 24" in further.stdout
-    before = tree(folder)
+
+
+@ONLY_SLOW
+def test_another_run_is_refused_its_folder(checkout, trained):
+    before = tree(trained)
     for settings, told in (
         ({"RHYME": "off"}, "arm histospec there, off here"),
         ({"MODEL": "llama"}, "model models/qwen2 there, models/llama here"),
@@ -152,15 +163,14 @@ def test_again_further_and_elsewhere(checkout):
         ({"PROMPTS": "32"}, "puzzles 16 of 2 3 people there, 32 of 2 3 people here"),
     ):
         for dry_run in ("0", "1") if "ENGINE" in settings else ("0",):
-            refused = start(checkout, first, RUN_DIR=str(folder), DRY_RUN=dry_run, **settings)
+            refused = start(checkout, FIRST, RUN_DIR=str(trained), DRY_RUN=dry_run, **settings)
             assert refused.returncode == 1
             assert told in refused.stderr
             assert "set another folder (RUN_DIR=" in refused.stderr
             assert len(refused.stderr.splitlines()) == 1
-    assert tree(folder) == before
+    assert tree(trained) == before
 
 
-@pytest.mark.xdist_group("readme")
 def test_a_number_of_engines_has_a_folder_of_its_own(checkout):
     folders = set()
     for replicas in ("1", "2", "3"):

@@ -127,6 +127,7 @@ def written(recipe, engine, rhyme="histospec"):
     return values_of("base", f"backend/{engine}", f"{recipe}_engine/{engine}", recipe, *sizes)
 
 
+@pytest.mark.slow
 def test_what_our_yaml_says_is_what_verl_resolves(case):
     recipe, engine, config = case
     assert differing(config, written(recipe, engine)) == {}
@@ -145,6 +146,7 @@ def test_what_our_yaml_says_is_what_verl_resolves(case):
             assert (sharded.ulysses_sequence_parallel_size, sharded.param_offload) == (ulysses, True)
 
 
+@pytest.mark.slow
 def test_verl_turns_it_into_its_dataclasses(case):
     """verl's own validation and conversions, as the V1 trainer and its workers do them; an unknown key raises."""
     recipe, engine, config = case
@@ -319,6 +321,7 @@ def test_every_key_we_set_is_one_that_verl_reads(file):
 MODES = [("qwen3_8b_grpo", "colocate_async"), *itertools.product([*RECIPES, "tiny_cpu"], ("sync", "separate_async"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "mode", "rhyme"),
     [(*mode, rhyme) for mode, rhyme in itertools.islice(zip(itertools.cycle(MODES), itertools.cycle(PRESETS)), 18)],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.checks.seam_check import Seam, check
 from verl_rhyme.checks.seams import SEAMS
 from verl_rhyme.patches.conditions import vllm_runs_on_cpu
@@ -53,6 +54,7 @@ def healthy() -> Any:
     return run_doctor()
 
 
+@pytest.mark.slow
 def test_doctor_passes_here(healthy: Any) -> None:
     report = json.loads(healthy.stdout)
     failed = [check for check in report["checks"] if check["status"] == "fail"]
@@ -87,6 +89,7 @@ def test_doctor_names_nothing_else(broken: Any) -> None:
 
 
 @pytest.mark.slow
+@ONLY_SLOW
 def test_doctor_without_the_plugin() -> None:
     done = run_doctor(arguments=("doctor",), VERL_USE_EXTERNAL_PLUGINS="none", COLUMNS="200")
     assert done.returncode == 1

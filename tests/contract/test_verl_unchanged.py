@@ -1,6 +1,6 @@
 """verl's own CPU tests, which its wheel ships, give the same result with the plugin as without.
 
-In two parts: ten of them start a Ray cluster each and take nearly all of the time.
+In two parts: ten of them start a Ray cluster each, take nearly all of the time, and run with RHYME_SLOW=1.
 """
 
 import os
@@ -11,11 +11,13 @@ from importlib.metadata import distribution
 
 import pytest
 
+from tests.conftest import ONLY_SLOW
+
 VERL = distribution("verl")
 
 #: (they start Ray, their number, how many of them may fail or be skipped, if they do so without the plugin, too)
 PARTS = [
-    pytest.param(True, 10, 5, id="Ray", marks=pytest.mark.slow),  # minutes; time limits of their own
+    pytest.param(True, 10, 5, id="Ray", marks=[pytest.mark.slow, ONLY_SLOW]),  # minutes; time limits of their own
     pytest.param(False, 307, 2, id="no Ray", marks=pytest.mark.slow),
 ]
 

@@ -27,6 +27,11 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 NAMESPACE = "test-vocabulary"
 
 
+def pytest_collection_modifyitems(items):
+    """Training runs first: they take minutes, and what is short fills up the workers' time at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
     """Folder of a random Qwen2 over 12 tokens: far from uniform, and every token possible."""
@@ -219,6 +224,26 @@ store.close()
 def stock(build_engine):
     """vLLM as it comes; it keeps nothing from one test to the next."""
     return build_engine()
+
+
+@pytest.fixture(scope="session")
+def plain(build_engine):
+    """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
+    return build_engine(draws=True)
+
+
+@pytest.fixture(scope="session")
+def drafting(build_engine, write_history, tmp_path_factory):
+    """An engine that drafts nearly every guess, whether it pays or not: exactness for good drafts alone is none.
+
+    Each test writes the history that it needs to ``history_folder``. Tests that use the engine are of the group
+    "exactness": then there is one.
+    """
+    folder = tmp_path_factory.mktemp("history") / "node"
+    write_history(folder, [])
+    engine = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+    engine.history_folder = folder
+    return engine
 
 
 @pytest.fixture(scope="session")

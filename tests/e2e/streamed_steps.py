@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -55,44 +56,45 @@ def train(engine, steps, parts, loss, streamed, by_tokens=True, dynamic=False):
     return told
 
 
-def main(engine, model, port, parts, steps=10, tp=1, pp=1, options=None, dynamic=False, by_tokens=True, **changes):
-    """Print ``{"whole", "streamed", "apart", "moved"}``: what steps tell, how far the weights are from each other
-    afterwards, and how far from where they were.
+def main(engine, model, port, parts, cases, steps=10, tp=1, pp=1, options=None, dynamic=False):
+    """Print ``{"whole", "streamed", "apart", "moved"}`` of each case: what steps tell, how far the weights are from
+    each other afterwards, and how far from where they were.
 
     Args:
         engine: "megatron" or "fsdp2".
         model: A model folder.
         port: Of the rendezvous on this machine.
         parts: Rows of the mini-batch as they come.
+        cases: Changes of the actor's options; ``by_tokens``, if there, is what :class:`StreamedUpdate` is told.
         steps: Training steps.
         tp, pp: Parallel sizes; the other ranks are data parallel.
         options: Of Megatron's engine.
         dynamic: Micro-batches by tokens.
-        by_tokens: What :class:`StreamedUpdate` is told.
-        changes: Of the actor's options.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     import verl  # noqa: F401  (loads the plugins)
 
-    loss = ppo(**changes)
-    found = []
+    make = partial(build, engine, model, tp, pp, 3e-4, options)
+    told = [compare(make, steps, parts, dynamic, **case) for case in cases]
+    if None not in told:
+        print("RESULT" + json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(make, steps, parts, dynamic, by_tokens=True, **changes):
+    """What :func:`main` prints of a case, on the rank that has it; ``None`` on the others."""
+    loss, found = ppo(**changes), []
     for streamed in (False, True):
-        built = build(engine, model, tp, pp, 3e-4, options)
+        built = make()
         before = weights(built)
         told = train(built, steps, parts, loss, streamed, by_tokens, dynamic)
         found.append((told, before, weights(built)))
     (whole, before, after), (streamed, _, ours) = found
-    if built.is_mp_src_rank_with_outputs() and built.get_data_parallel_rank() == 0:
-        result = {
-            "whole": whole,
-            "streamed": streamed,
-            "apart": farthest(after, ours),
-            "moved": farthest(before, after),
-        }
-        print("RESULT" + json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    if not built.is_mp_src_rank_with_outputs() or built.get_data_parallel_rank() != 0:
+        return None
+    return {"whole": whole, "streamed": streamed, "apart": farthest(after, ours), "moved": farthest(before, after)}
 
 
 def weights(engine):

@@ -98,12 +98,15 @@ def test_a_head_that_fails_is_turned_off_and_generation_goes_on(engine, monkeypa
     assert head.steps == 0
 
 
-@pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="two processes; set RHYME_SLOW=1")
 def test_ranks_gather_the_rows_of_a_sharded_vocabulary(tmp_path):
     """Tensor parallel: the drafting rank has all rows, as the whole model has them."""
     import subprocess
     import sys
 
+    from tests.conftest import SLOW
+
+    if not SLOW:
+        pytest.skip("two processes: runs with RHYME_SLOW=1")
     ran = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert "rows agree" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
 

@@ -7,11 +7,12 @@ import pytest
 import whole_run
 from growing_loop import STAYED, tokens
 from test_stream import BATCH, SAMPLES, SMALL
-from whole_run import ROOT, SLOW
+from whole_run import ROOT
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
-pytestmark = [SLOW, pytest.mark.timeout(1500), pytest.mark.whole_run, pytest.mark.alone]
+pytestmark = [ONLY_SLOW, pytest.mark.timeout(1500), pytest.mark.whole_run, pytest.mark.alone]
 PROMPTS = 96
 RHYME = "actor_rollout_ref.rollout.custom.rhyme"
 #: Milliseconds that a decoding step takes at least, by replica; those that training a sample does.

@@ -32,23 +32,38 @@ DRAFTERS = {
     "paper": {"policy": "paper"},
     "head": {"head": "new"},  # it learns while it drafts
 }
+#: For tests of the sampler, which does not know who drafts.
+ADAPTIVE = pytest.mark.parametrize("engine", ["adaptive"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engine(request, build_engine, write_history, tmp_path_factory):
     before = draft_head.SHARE, head.APPRENTICESHIP
     draft_head.SHARE, head.APPRENTICESHIP = 1.0, 0  # the runs are short
-    folder = tmp_path_factory.mktemp("history") / "node"
-    write_history(folder, [])
-    # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
-    built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})
-    built.history_folder, built.drafter = folder, request.param
+    if request.param == "adaptive":
+        built = request.getfixturevalue("drafting")
+    else:
+        folder = tmp_path_factory.mktemp("history") / "node"
+        write_history(folder, [])
+        built = build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False, **DRAFTERS[request.param]})
+        built.history_folder = folder
+    built.drafter = request.param
     yield built
     draft_head.SHARE, head.APPRENTICESHIP = before
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["empty", "true", "adversarial"])  # each is written once
+#: The drafter decides what is drafted, the sampler what is drawn: settings with one drafter, drafters at one setting.
+#: Their product is in test_coupled and test_sampling_options: drafts change no token.
+CASES = [
+    (drafter, kind, setting)
+    for drafter in DRAFTERS
+    for kind in ("empty", "true", "adversarial")
+    for setting in SETTINGS
+    if setting == "T=1" or (drafter == "adaptive" and kind != "empty")
+]
+
+
+@pytest.mark.parametrize(("engine", "kind", "setting"), CASES, indirect=["engine"])
 def test_output_distribution_is_the_targets(engine, write_history, distribution_of, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, distribution_of))
     before = engine.collective_rpc("draft_totals")[0]
@@ -67,6 +82,7 @@ def test_output_distribution_is_the_targets(engine, write_history, distribution_
         assert after["head_guess_seconds"] > before["head_guess_seconds"], "it was asked"
 
 
+@ADAPTIVE
 @pytest.mark.parametrize("fault", ["accepts more", "uses the noise of another position"])
 def test_a_broken_sampler_is_noticed(engine, write_history, distribution_of, p_value, monkeypatch, fault):
     from verl_rhyme.engine import drawer, sampler
@@ -99,6 +115,7 @@ def _drafted(drafted):
     return ~np.isin(np.arange(last[-1] + 1), last)
 
 
+@ADAPTIVE
 def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
     """What benchmarks compare with, and the patches that it needs on a CPU."""
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -131,6 +148,7 @@ def test_greedy_output_is_the_undrafted_one(engine, write_history, stock):
     assert drafted == expected
 
 
+@ADAPTIVE
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_the_targets(engine, write_history, small_model, distribution_of, temperature):
     """What verl trains on as ``rollout_log_probs`` equals a recomputation by the actor's own code path."""

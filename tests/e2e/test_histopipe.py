@@ -1,20 +1,21 @@
-"""Placement by forecasts, as a user runs it: two replicas, samples placed, moved and trained once."""
+"""HistoPipe's preset, as a user runs it: two replicas, samples placed, moved and trained once.
+
+That samples move is in each day's run of all parts together (test_stream), too.
+"""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
-HERE = str(Path(__file__).parent)
-PATHS = [path for path in [os.environ.get("PYTHONPATH")] if path]
-OPTIONS = "+actor_rollout_ref.rollout.custom.rhyme.placement.options"
+pytestmark = [ONLY_SLOW, pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
+RHYME = "actor_rollout_ref.rollout.custom.rhyme"
+#: Of two groups, each on its replica, whatever gets longer than expected moves, not only the last of its group.
+MOVES = (f"+{RHYME}.placement.options.groups=2", f"+{RHYME}.placement.options.tail=1.0")
 PROMPTS, SAMPLES, BATCH, LIMIT, EPOCHS = 16, 4, 4, 384, 2
 SMALL = (
     f"data.train_batch_size={BATCH}",
@@ -23,18 +24,17 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.max_num_seqs=6",
-    f"{OPTIONS}.groups=2",
-    f"{OPTIONS}.tail=1.0",  # whatever gets longer than expected moves, not only the last of its group
     "trainer.save_freq=-1",
+    *MOVES,
 )
 
 
-@pytest.mark.parametrize("mode", ["separate_async", pytest.param("sync", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["separate_async", "sync"])
 def test_samples_are_placed_and_moved(tmp_path, mode):
-    eager = {"VERL_USE_EXTERNAL_MODULES": "eager_moves", "PYTHONPATH": os.pathsep.join([HERE, *PATHS])}
     apart = mode == "separate_async"
-    keep = ["actor_rollout_ref.rollout.custom.rhyme.scheduling.at_version=finish"] if apart else []
-    run = {"epochs": EPOCHS, "RHYME": "histopipe", "REPLICAS": "2", "MODE": mode, "STALENESS": str(int(apart)), **eager}
+    keep = [f"{RHYME}.scheduling.at_version=finish"] if apart else []
+    run = {"epochs": EPOCHS, "RHYME": "histopipe", "REPLICAS": "2", "MODE": mode, "STALENESS": str(int(apart))}
+    run |= whole_run.importing("eager_moves")
     whole_run.finish(whole_run.start(tmp_path, *SMALL, *keep, **run), tmp_path)
     staleness = int(apart)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -55,16 +55,27 @@ def test_samples_are_placed_and_moved(tmp_path, mode):
     assert np.nanmin(requests["predicted_tokens"][trained]) >= 0
     # A replica takes new weights when all is done that it began under the ones before.
     assert (requests["policy_version_start"] == requests["policy_version_end"]).all()
+    samples = attempts_of(requests)
+    assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"
+    # A weight sync cuts nothing short: what was elsewhere was moved.
+    assert 0 < check_moved(requests, samples) <= moved
+    for rows in samples:
+        assert requests["step"][rows[-1]] - 1 - requests["policy_version_start"][rows].min() <= staleness
+
+
+def attempts_of(requests):
+    """Rows of each sample that was trained, in the order in which they ran."""
     samples = {}
     for row in np.lexsort((requests["started_at"], requests["attempt"])):
-        if trained[row]:
+        if requests["trained"][row]:
             samples.setdefault((requests["uid"][row], requests["sample"][row]), []).append(row)
-    assert len(samples) == EPOCHS * PROMPTS * SAMPLES, "each sample is trained once"
-    been = [rows for rows in samples.values() if len(set(requests["replica"][rows])) > 1]
-    assert 0 < len(been) <= moved  # a weight sync cuts nothing short: what was elsewhere was moved
-    for rows in samples.values():
+    return list(samples.values())
+
+
+def check_moved(requests, samples):
+    """What goes on elsewhere, or under newer weights, keeps its budget. How many samples were on several replicas."""
+    for rows in samples:
         assert requests["response_tokens"][rows].sum() <= LIMIT
-        versions = requests["policy_version_end"][rows]
-        assert (np.diff(versions) >= 0).all()
+        assert (np.diff(requests["policy_version_end"][rows]) >= 0).all()
         assert (requests["stop_reason"][rows[:-1]] == "aborted").all()
-        assert requests["step"][rows[-1]] - 1 - requests["policy_version_start"][rows].min() <= staleness
+    return sum(len(set(requests["replica"][rows])) > 1 for rows in samples)

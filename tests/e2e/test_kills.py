@@ -1,6 +1,5 @@
 """Processes of a run are killed, again and again: each sample is trained once all the same."""
 
-import os
 import random
 import time
 
@@ -9,7 +8,8 @@ import psutil
 import pytest
 import whole_run
 from test_sorted import BATCH, PROMPTS, SAMPLES, requests_of, runs_while_the_actor_trains, start
-from whole_run import SLOW
+
+from tests.conftest import ONLY_SLOW, examples
 
 # Of the runs whose engines have processes of their own one at a time: two want 24 GiB.
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.whole_run, pytest.mark.xdist_group("sorted-separate")]
@@ -69,18 +69,17 @@ def check_each_sample_once(run_dir, epochs):
     ("bound", "topology", "kinds", "whole"),
     [
         pytest.param(2, "separate_async", ["coordinator", "agent loop worker"], 0, id="one-after-another"),
-        pytest.param(2, "separate_async", [*KINDS], 2, marks=SLOW, id="separate-partial"),
-        pytest.param(0, "separate_async", [*KINDS], 2, marks=SLOW, id="separate-on-policy"),
-        pytest.param(0, "sync", ["coordinator", "agent loop worker"], 3, marks=SLOW, id="colocated-on-policy"),
-        pytest.param(2, "sync", ["coordinator", "agent loop worker"], 3, marks=SLOW, id="colocated-partial"),
-        pytest.param(0, "sync", ["replica"], 3, marks=SLOW, id="colocated-replica"),
+        pytest.param(2, "separate_async", [*KINDS], 2, marks=ONLY_SLOW, id="separate-partial"),
+        pytest.param(0, "separate_async", [*KINDS], 2, marks=ONLY_SLOW, id="separate-on-policy"),
+        pytest.param(0, "sync", ["coordinator", "agent loop worker"], 3, marks=ONLY_SLOW, id="colocated-on-policy"),
+        pytest.param(2, "sync", ["coordinator", "agent loop worker"], 3, marks=ONLY_SLOW, id="colocated-partial"),
+        pytest.param(0, "sync", ["replica"], 3, marks=ONLY_SLOW, id="colocated-replica"),
     ],
 )
 def test_each_sample_is_trained_once_whatever_dies(tmp_path, bound, topology, kinds, whole):
     """``whole``: the run is killed as often as well, and, as after an end of its own with an error, started again."""
     rng = random.Random(f"{bound} {topology}")
-    slow = bool(os.environ.get("RHYME_SLOW"))
-    epochs = 4 if slow else 1
+    epochs = examples(1, slow=4)
     kills = dict.fromkeys(kinds, 0)
     for attempt in range(12):
         process = start(tmp_path, epochs=epochs, STALENESS=str(bound), MODE=topology)
@@ -89,7 +88,7 @@ def test_each_sample_is_trained_once_whatever_dies(tmp_path, bound, topology, ki
         except AssertionError:
             if process.poll() is None:
                 raise
-        kill_now_and_then(process, tmp_path, kinds, rng, kills, most=8 * (attempt + 1) if slow else 2)
+        kill_now_and_then(process, tmp_path, kinds, rng, kills, most=examples(2, slow=8 * (attempt + 1)))
         if whole and process.poll() is None:
             whole -= 1
             whole_run.kill_all(process)

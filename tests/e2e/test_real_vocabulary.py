@@ -124,7 +124,6 @@ def engine(world, build_engine, write_history, tmp_path_factory):
         max_num_seqs=32,
         num_gpu_blocks_override=512,
         enable_prefix_caching=True,
-        skip_tokenizer_init=False,
     )
     built.history_folder = folder
     return built
@@ -136,41 +135,17 @@ def drafts_of(engine):
     return np.array([totals["drafted"], totals["accepted"]])
 
 
-def sample(engine, prompt, keys=None, **params):
-    """int [SAMPLES, 2]; ``keys`` of noise, where the sampler is coupled."""
+def sample(engine, prompt, keys=None, samples=SAMPLES, **params):
+    """int [samples, 2]; ``keys`` of noise, where the sampler is coupled."""
     from vllm import SamplingParams
 
     settings = {"max_tokens": 3, "ignore_eos": True, "detokenize": False, **params}
     each = [
         SamplingParams(**(settings if keys is None else RequestMeta(noise=f"{key:016x}").put(settings)))
-        for key in keys or range(SAMPLES)
+        for key in keys or range(samples)
     ]
-    outputs = engine.generate([{"prompt_token_ids": prompt}] * SAMPLES, each, use_tqdm=False)
+    outputs = engine.generate([{"prompt_token_ids": prompt}] * samples, each, use_tqdm=False)
     return np.array([output.outputs[0].token_ids[:2] for output in outputs])
-
-
-def test_the_tail_has_its_share(world):
-    """Measured on what the model itself says."""
-    from examples.tiny_world.widen import masses
-
-    one, cooler = masses(world, prompts=4)
-    assert 0.05 < one < 0.3
-    assert cooler < one
-
-
-def test_silent_entries_stay_silent_in_every_state():
-    """Also in states that no text of this world leads to."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from examples.tiny_world.widen import cached
-
-    model = AutoModelForCausalLM.from_pretrained(cached("silent", 8192), dtype=torch.float64)
-    tokens = torch.randint(0, 8192, (16, 64), generator=torch.Generator().manual_seed(0))
-    tokens[:8] %= WORDS
-    with torch.no_grad():
-        chances = model(tokens).logits.softmax(-1)
-    assert chances[..., WORDS:].sum(-1).max() < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -180,7 +155,8 @@ def test_silent_entries_stay_silent_in_every_state():
 def test_output_distribution_is_the_targets(engine, prompt, distribution, write_history, p_value, kind, setting):
     write_history(engine.history_folder, history_of(kind, prompt, distribution))
     before = drafts_of(engine)
-    tokens = sample(engine, prompt, **SETTINGS[setting])
+    few = {"samples": SAMPLES // 2} if setting == "top-p" else {}  # which sorts the table for each token
+    tokens = sample(engine, prompt, **few, **SETTINGS[setting])
     drafted, accepted = drafts_of(engine) - before
     if kind == "true":
         assert 0 < accepted < drafted, "the test must see acceptances and rejections"
@@ -209,17 +185,6 @@ def test_greedy_output_is_the_undrafted_one(engine, world, prompts, build_engine
     drafted = [o.outputs[0].token_ids for o in engine.generate(requests, greedy, use_tqdm=False)]
     assert (drafts_of(engine) - before)[1] > 50
     assert drafted == stock
-
-
-def test_added_entries_decode_to_nothing(engine, prompt):
-    from vllm import SamplingParams
-
-    settings = SamplingParams(temperature=1.5, max_tokens=48, ignore_eos=True, seed=0)
-    [output] = engine.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
-    tokens, text = output.outputs[0].token_ids, output.outputs[0].text
-    words = [token for token in tokens if token < WORDS]
-    assert len(words) < len(tokens)
-    assert text.split() == engine.get_tokenizer().decode(words, skip_special_tokens=True).split()
 
 
 @pytest.mark.parametrize("kind", ["true", "adversarial"])

@@ -13,11 +13,9 @@ SAMPLES = 6400
 
 
 @pytest.fixture(scope="module")
-def engine(build_engine, write_history, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("history")
-    write_history(folder, [])
-    # Nearly every guess is drafted, whether it pays or not: exactness for good drafts alone is none.
-    return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+def engine(drafting, write_history):
+    write_history(drafting.history_folder, [])
+    return drafting
 
 
 def encoded(text):

@@ -59,17 +59,9 @@ def generate(engine, options, keys, length=LENGTH + 1, **common):
     return [output.outputs[0] for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def plain(build_engine):
-    """Our sampler without drafts; min-p and logit bias are there as in stock vLLM."""
-    return build_engine(draws=True)
-
-
-@pytest.fixture(scope="module")
-def drafting(build_engine, write_history, distribution_of, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("history")
-    write_history(folder, history_of("true", distribution_of))
-    return build_engine(folder, drafting={"floor": 1e-4, "weigh_cost": False})
+@pytest.fixture(scope="module", autouse=True)
+def history(drafting, write_history, distribution_of):
+    write_history(drafting.history_folder, history_of("true", distribution_of))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

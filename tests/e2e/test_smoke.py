@@ -5,33 +5,29 @@ import os
 import subprocess
 
 import pytest
-from whole_run import ROOT, SLOW
+from whole_run import ROOT
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_run]
+from tests.conftest import ONLY_SLOW
+
+pytestmark = [ONLY_SLOW, pytest.mark.timeout(900), pytest.mark.whole_run]
 
 
 @pytest.mark.parametrize(
     ("recipe", "variables", "metrics"),
     [
         ("qwen32b_dapo", {}, []),
-        pytest.param("llama8b_logic", {}, ["actor/kl_loss"], marks=SLOW),
-        pytest.param("qwen3_8b_grpo", {}, ["actor/kl_loss"], marks=SLOW),
-        pytest.param(
+        ("llama8b_logic", {}, ["actor/kl_loss"]),
+        ("qwen3_8b_grpo", {}, ["actor/kl_loss"]),
+        (
             "qwen3_8b_grpo",
             {"RHYME": "full", "STALENESS": "2", "MODE": "separate_async"},
             ["actor/kl_loss", "training/stream/parts"],
-            marks=SLOW,
         ),
-        pytest.param("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"], marks=SLOW),
-        *(
-            pytest.param(recipe, {"RHYME": preset}, ["training/sorted/order", *metrics], marks=SLOW)
-            for recipe, preset, metrics in (
-                ("qwen32b_dapo", "full", []),
-                ("llama8b_logic", "full", ["actor/kl_loss"]),
-                ("qwen3_8b_grpo", "sorted", ["actor/kl_loss"]),  # full: above
-                ("qwen32b_ppo_math", "full", ["critic/vf_loss", "critic/grad_norm"]),
-            )
-        ),
+        ("qwen32b_ppo_math", {}, ["critic/vf_loss", "critic/grad_norm"]),
+        ("qwen32b_dapo", {"RHYME": "full"}, ["training/sorted/order"]),
+        ("llama8b_logic", {"RHYME": "full"}, ["training/sorted/order", "actor/kl_loss"]),
+        ("qwen3_8b_grpo", {"RHYME": "sorted"}, ["training/sorted/order", "actor/kl_loss"]),  # full: above
+        ("qwen32b_ppo_math", {"RHYME": "full"}, ["training/sorted/order", "critic/vf_loss", "critic/grad_norm"]),
     ],
 )
 def test_two_steps(recipe, variables, metrics, tmp_path):

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 import whole_run
-from whole_run import ROOT, SLOW
+from whole_run import ROOT
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
@@ -148,8 +149,7 @@ def test_slow_tools_dead_workers_and_canned_answers(tmp_path):
         f"{agent}.agent_loop_config_path={ROOT / 'tests' / 'e2e' / 'unreliable_loop.yaml'}",
         f"{agent}.default_agent_loop=unreliable",
     )
-    path = f"{ROOT / 'tests' / 'e2e'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    quick = {"VERL_USE_EXTERNAL_MODULES": "quick_stops", "PYTHONPATH": path}
+    quick = whole_run.importing("quick_stops")
     whole_run.finish(start(tmp_path, *overrides, epochs=1, RHYME="sorted", **quick), tmp_path, timeout=400)
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
     assert len(steps) == STEPS_AN_EPOCH
@@ -182,7 +182,7 @@ def runs_while_the_actor_trains(run_dir):
     return sum(int(((began < end) & (ended > start) & train).sum()) for start, end in spans)
 
 
-@SLOW
+@ONLY_SLOW
 def test_two_ranks_and_two_replicas(tmp_path):
     overrides = (
         *("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.max_num_seqs=3"),
@@ -204,7 +204,7 @@ def test_two_ranks_and_two_replicas(tmp_path):
     assert sum(metrics["rollout/spec/reverified_tokens"] for _, metrics in steps) > 0
 
 
-@SLOW
+@ONLY_SLOW
 @pytest.mark.parametrize("staleness", ["0", "1"])
 def test_ppo_with_a_critic(tmp_path, staleness):
     """The recipe on Megatron, cut down: FSDP's critic needs flash-attn or trl."""
@@ -226,7 +226,7 @@ def test_ppo_with_a_critic(tmp_path, staleness):
         assert {"critic/vf_loss", "critic/grad_norm", "training/sorted/order"} <= metrics.keys()
 
 
-@SLOW
+@ONLY_SLOW
 def test_a_filtered_group_is_replaced(tmp_path):
     overrides = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
     whole_run.finish(start(tmp_path, *overrides, epochs=1), tmp_path)

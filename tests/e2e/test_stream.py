@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import whole_run
-from whole_run import SLOW
+from test_histopipe import MOVES, RHYME, attempts_of, check_moved
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run, pytest.mark.alone]
@@ -24,8 +25,9 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("preset", "staleness", "engine"),
-    [("sorted", 0, "fsdp"), pytest.param("stream", 1, "megatron", marks=SLOW)],
+    [("sorted", 0, "fsdp"), ("stream", 1, "megatron")],
 )
+@ONLY_SLOW
 def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
     run = {"epochs": EPOCHS, "RHYME": preset, "STALENESS": str(staleness), "REPLICAS": "2", "ENGINE": engine}
     run["MODE"] = "separate_async"
@@ -56,13 +58,14 @@ def test_batches_are_trained_in_parts(tmp_path, preset, staleness, engine):
 
 def test_all_parts_work_together(tmp_path):
     """Of each what it does is counted, in one run. Decoding takes its time: where the engines are ahead of the trainer,
-    batches are whole before it asks for them.
+    batches are whole before it asks for them. HistoPipe's placement is the one that moves samples: each moves once.
     """
     run = {"epochs": EPOCHS, "RHYME": "full", "STALENESS": "2", "MODE": "separate_async", "REPLICAS": "2"}
-    run |= whole_run.steady("100")
-    whole_run.finish(whole_run.start(tmp_path, *SMALL, **run), tmp_path)
+    run |= whole_run.steady("100", "eager_moves")
+    placed = (f"{RHYME}.placement.policy=histopipe", *MOVES)
+    whole_run.finish(whole_run.start(tmp_path, *SMALL, *placed, **run), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["arm"] == "full-k2"
+    assert summary["arm"] == "full-k2-histopipe-groups_2-tail_1"
     assert 1 <= summary["staleness_max"] <= 2
     assert 0.5 <= summary["staleness_mean"] <= 1.2, "about one version, with two batches in flight"
     steps = [metrics for _, metrics in whole_run.steps_of(tmp_path)]
@@ -85,13 +88,15 @@ def test_all_parts_work_together(tmp_path):
     assert {0, 1} <= {*late} <= {0, 1, 2}, "what runs at a new version goes on, and nothing is older"
     assert {*requests["replica"]} == {0, 1}
     assert np.nanmin(requests["predicted_tokens"][requests["trained"]]) >= 0, "lengths are predicted"
+    assert sum(epoch["migrated"] for epoch in summary["epochs"]) > 0
+    assert check_moved(requests, attempts_of(requests)) > 0, "samples go on at another replica"
 
 
-RANKER = "actor_rollout_ref.rollout.custom.rhyme.lengths.ranker"
+RANKER = f"{RHYME}.lengths.ranker"
 RANKED = ("trainer.save_freq=2", f"{RANKER}.kind=model", f"{RANKER}.refresh=16")
 
 
-@SLOW
+@ONLY_SLOW
 def test_a_ranker_tells_of_prompts_never_seen_over_a_kill(tmp_path):
     """Trained beside the run, used in its only epoch, and taken up again from the checkpoint."""
     run = {"epochs": 1, "PROMPTS": "48", "PEOPLE": "2 3 4 5", "RHYME": "stream", "REPLICAS": "2"}

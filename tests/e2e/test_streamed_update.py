@@ -8,37 +8,31 @@ pytestmark = pytest.mark.xdist_group("megatron_engine")
 
 #: Rows of a mini-batch of 8, of unequal lengths, as they come; two data parallel ranks share each part.
 UNEVEN = [[6, 1], [2, 4, 5, 0], [3, 7]]
+#: Each of two ranks, and with the loss of :data:`LOSSES` that is divided by tokens.
 ENGINES = {
-    "fsdp": {"engine": "fsdp2"},
-    "fsdp-dp2": {"engine": "fsdp2", "world": 2},
-    "megatron": {"engine": "megatron"},
-    "megatron-dp2": {"engine": "megatron", "world": 2},
+    "fsdp-dp2": {"engine": "fsdp2", "dynamic": True},
     # reduced bucket by bucket, beside the backward pass
-    "megatron-overlap": {
+    "megatron-dp2": {
         "engine": "megatron",
-        "world": 2,
         "options": {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 2000}},
+        "dynamic": True,
     },
-    "megatron-interleaved": {
-        "engine": "megatron",
-        "world": 2,
-        "pp": 2,
-        "options": {"virtual_pipeline_model_parallel_size": 2},
-    },
-    "megatron-tp2": {"engine": "megatron", "world": 2, "tp": 2},
-    "megatron-pp2": {"engine": "megatron", "world": 2, "pp": 2},
+    "megatron-pp2": {"engine": "megatron", "pp": 2, "options": {"virtual_pipeline_model_parallel_size": 2}},
+    "megatron-tp2": {"engine": "megatron", "tp": 2},
 }
+TOKENS = {"loss_agg_mode": "token-mean"}
 #: Losses that are divided by tokens and by samples, with and without all their terms.
 LOSSES = {
-    "tokens": {"loss_agg_mode": "token-mean"},
+    "tokens": TOKENS,
     "sequences": {"loss_agg_mode": "seq-mean-token-mean", "by_tokens": False},
     "all terms": {"loss_agg_mode": "token-mean", "use_kl_loss": True, "entropy_coeff": 0.01},
     "gspo": {"loss_agg_mode": "seq-mean-token-sum", "by_tokens": False, "use_kl_loss": True},
 }
+WRONG_SCALE = {**TOKENS, "by_tokens": False}
 
 
-def steps(world=1, **settings):
-    return run(world, "streamed_steps", model=str(MODELS / "qwen2"), parts=UNEVEN, **settings)
+def steps(cases, world=1, **settings):
+    return run(world, "streamed_steps", model=str(MODELS / "qwen2"), parts=UNEVEN, cases=cases, **settings)
 
 
 def assert_same(told):
@@ -53,14 +47,21 @@ def assert_same(told):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ten_updates_in_parts_are_those_of_the_whole(engine):
-    assert_same(steps(**ENGINES[engine], dynamic=engine.endswith("dp2")))
+    [told] = steps([TOKENS], world=2, **ENGINES[engine])
+    assert_same(told)
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    """What one process tells of each loss, and of a wrong scale."""
+    return steps([*LOSSES.values(), WRONG_SCALE], engine="fsdp2")
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whatever_the_loss_is_divided_by(loss):
-    assert_same(steps(engine="fsdp2", **LOSSES[loss]))
+def test_whatever_the_loss_is_divided_by(fsdp, loss):
+    assert_same(fsdp[list(LOSSES).index(loss)])
 
 
-def test_a_wrong_scale_is_noticed():
+def test_a_wrong_scale_is_noticed(fsdp):
     with pytest.raises(AssertionError):
-        assert_same(steps(engine="fsdp2", loss_agg_mode="token-mean", by_tokens=False))
+        assert_same(fsdp[-1])

@@ -6,8 +6,9 @@ import subprocess
 import numpy as np
 import pytest
 import whole_run
-from whole_run import MOSTLY, SLOW, finish, kill_all, steps_of, wait_for_step
+from whole_run import MOSTLY, finish, kill_all, steps_of, wait_for_step
 
+from tests.conftest import ONLY_SLOW
 from verl_rhyme.observability import events, phases
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_run]
@@ -21,8 +22,8 @@ SMALL = (
 STEPS_AN_EPOCH = 2
 MEGATRON = "model_engine=megatron"
 TP2 = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
-#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in other whole
-#: runs here, in test_smoke and in test_sorted as well.
+#: Model, and overrides. The last has two ranks, a rollout replica on each, and takes 13 GB. Megatron is in another run
+#: here and in test_sorted as well.
 ENGINES = {"fsdp": ("qwen2", ()), "megatron": ("llama", (MEGATRON,)), "megatron-tp2": ("llama", (MEGATRON, *TP2))}
 
 
@@ -33,7 +34,7 @@ def start(run_dir, *overrides, **settings):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([SLOW] if name != "fsdp" else [])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([ONLY_SLOW] if name != "fsdp" else [])])
         for name in ENGINES
     ],
 )
@@ -43,7 +44,7 @@ def engine(request):
     return lambda run_dir, **env: start(run_dir, *overrides, MODEL=model, **env)
 
 
-EPOCHS = 3
+EPOCHS = 2
 LAST_STEP = EPOCHS * STEPS_AN_EPOCH
 
 
@@ -149,10 +150,10 @@ def test_resumes_where_it_was_killed(trained):
     run_dir, _ = trained
     history = steps_of(run_dir)
     # Step 3 and perhaps 4 ran twice, from the same weights; what the killed run did of them is part of no checkpoint.
-    assert [step for step, _ in history][-4:] == [3, 4, 5, 6]
+    assert [step for step, _ in history][-2:] == [3, 4]
     assert len(history) > LAST_STEP
-    assert history[-4][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
-    assert history[-4][1]["rollout/history/errors"] == 0
+    assert history[-2][1]["rollout/history/hit_rate"] >= MOSTLY, "the history was not restored"
+    assert history[-2][1]["rollout/history/errors"] == 0
     check_nothing_twice(run_dir, last_step=LAST_STEP)
 
 
@@ -167,7 +168,7 @@ def check_nothing_twice(run_dir, last_step):
         assert set(np.unique(prompts, return_counts=True)[1]) == {4}, "a prompt was trained twice in one epoch"
 
 
-@SLOW
+@ONLY_SLOW
 @pytest.mark.timeout(2400)
 def test_killed_at_five_random_moments(tmp_path):
     rng = np.random.default_rng(2026)
@@ -186,6 +187,7 @@ def test_killed_at_five_random_moments(tmp_path):
     assert 0 <= metrics["critic/score/mean"] <= 1
 
 
+@ONLY_SLOW
 def test_separate_rollout_pool(tmp_path):
     finish(start(tmp_path, epochs=3, MODE="separate_async"), tmp_path)
     drafted = [metrics["rollout/spec/drafted_tokens"] for _, metrics in steps_of(tmp_path)]
@@ -194,7 +196,7 @@ def test_separate_rollout_pool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides", [pytest.param((), marks=SLOW, id="fsdp"), pytest.param((MEGATRON,), id="megatron")]
+    "overrides", [pytest.param((), marks=ONLY_SLOW, id="fsdp"), pytest.param((MEGATRON,), id="megatron")]
 )
 def test_somebodys_own_trainer_and_worker(overrides, tmp_path):
     modules = "verl_rhyme.plugin,examples.own_trainer.my_trainer"

@@ -8,24 +8,22 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 _FAILURE = re.compile(r"failed; its prompt is replaced|Traceback \(most recent call last\)")
-SLOW = pytest.mark.skipif(not os.environ.get("RHYME_SLOW"), reason="minutes of starts; set RHYME_SLOW=1")
 #: Share of requests that must draft from their prompt's history. It is read beside the engine's steps: on a busy
 #: machine the shortest responses are over before theirs has come.
 MOSTLY = 0.9
 
 
-def steady(step_ms, **more):
-    """Environment of a run whose decoding steps take so many milliseconds at least (benchmarks/steady_step)."""
-    folders = [
-        str(ROOT / "tests" / "e2e"),
-        str(ROOT / "benchmarks" / "steady_step"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return {"STEADY_STEP_MS": step_ms, "PYTHONPATH": os.pathsep.join(folders), **more}
+def importing(modules, *folders):
+    """Environment of a run that imports modules of this folder in each of its processes."""
+    path = [str(ROOT / "tests" / "e2e"), *map(str, folders), os.environ.get("PYTHONPATH")]
+    return {"VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def steady(step_ms, modules="", **more):
+    """The same of a run whose decoding steps take so many milliseconds at least (benchmarks/steady_step)."""
+    return importing(modules, ROOT / "benchmarks" / "steady_step") | {"STEADY_STEP_MS": step_ms, **more}
 
 
 def start(run_dir, *overrides, epochs, **env):

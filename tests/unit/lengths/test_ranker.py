@@ -15,6 +15,8 @@ from verl_rhyme.lengths.boosting import Boosting
 from verl_rhyme.lengths.calibration import Calibration
 from verl_rhyme.lengths.pairs import Pairs, identity, joined
 
+pytestmark = pytest.mark.slow  # they train
+
 VOCABULARY = 24
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -22,7 +22,10 @@ from verl_rhyme.observability.errors import SHOWN_LINES, last_error
 from verl_rhyme.observability.progress import MetricsFollower, step_line
 from verl_rhyme.observability.supervise import session_processes
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+    pytest.mark.slow,  # most start the command
+]
 
 FULL = {
     m.EPOCH: 2,

@@ -9,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, Stopping, World
 
+from tests.conftest import examples
 from verl_rhyme.scheduling.rules import Rules
 
 UPDATES = 12
 
-checked = settings(max_examples=200)
+checked = settings(max_examples=examples(100, slow=200))
 seeds = st.integers(0, 10**6)
 units = st.sampled_from(["group", "trajectory"])
 batches = st.integers(1, 4)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import SAMPLES, Separate, World
 
+from tests.conftest import examples
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.scheduler import Scheduler
 
@@ -146,7 +147,7 @@ def mortal(kind):
     return Mortal
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, slow=300))
 @given(rules_of, st.integers(0, 10**6), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.1]))
 def test_what_was_saved_and_what_was_left_since_make_the_scheduler_that_died(rules, seed, mishaps, losses):
     kind = World if rules.finishes else Separate

@@ -4,14 +4,16 @@ Coordinator, crew, driver, agent loop workers, sessions and client are the real 
 schedule is a short run of its own, of rules, data and deaths that its seed says; a failure names the seed.
 """
 
-import os
 import zlib
 
 import pytest
 from training_world import MODES, simulate
 
-SLOW = os.environ.get("RHYME_SLOW") == "1"
-SCHEDULES = 1000 if SLOW else 4
+from tests.conftest import SLOW, examples
+
+pytestmark = pytest.mark.slow  # short runs, with all that dies in them
+
+SCHEDULES = examples(2, slow=1000)
 KILLS = 5
 #: Seeds of schedules that once failed.
 FOUND = {"full 1 separate": [240]}  # a coordinator died as it opened: padding of the run before stayed in the queue

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.xdist_group("draw kernel")  # of one probe
+pytestmark = [pytest.mark.xdist_group("draw kernel"), pytest.mark.slow]  # one probe, which compiles
 PROBE = Path(__file__).parent / "draw_kernel_probe.py"
 
 

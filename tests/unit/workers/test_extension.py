@@ -4,7 +4,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_worker_that_cannot_load_its_weights_ends_and_says_why():
     """verl's sender would wait for its word without end; vLLM goes on after an error in a worker."""
     script = """

@@ -1,6 +1,5 @@
 """Any batch a scheduler may make: no error, and no draft beyond a bound. The real engine is in tests/e2e."""
 
-import os
 import time
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import examples
 from verl_rhyme.drafting.bounds import logits_budget
 from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.copies import Copies
@@ -46,7 +46,7 @@ def proposer_for(folder, **drafting):
 @pytest.mark.parametrize("policy", ["adaptive", "paper"])
 @pytest.mark.timeout(1800)
 def test_whatever_the_scheduler_does(tmp_path, policy):
-    calls = 1_000_000 if os.environ.get("RHYME_SLOW") else 4_000
+    calls = examples(4_000, slow=1_000_000)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, rng.integers(2, 30)).tolist() for _ in range(8)]
     with HistoryStore(tmp_path / "h", NAMESPACE, max_bytes=1 << 22, epochs=2) as store:

@@ -20,6 +20,8 @@ from verl_rhyme.observability import metrics as names
 from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.trainer import ranking
 
+pytestmark = pytest.mark.slow  # they train
+
 KNOWN = world(96)
 PROMPTS = {f"{i:032x}": prompt.tolist() for i, prompt in enumerate(KNOWN.prompts)}
 LENGTHS = {key: lengths.tolist() for key, lengths in zip(PROMPTS, KNOWN.lengths, strict=True)}

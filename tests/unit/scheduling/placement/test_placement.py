@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from verl_rhyme.placement import POLICIES, Fleet, NoReplica, Placement, Request
 
 
@@ -35,7 +36,7 @@ EVENTS = st.one_of(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=300)
+@settings(max_examples=examples(100, slow=300))
 @given(events=st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(policy, events):
     """Counts are those of what runs, a removed replica gets nothing, and all returns to nothing."""

@@ -257,6 +257,7 @@ def test_options_that_cannot_be_are_refused(policy, options):
         Placement(policy, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_step_of_a_hundred_thousand_prompts_on_a_thousand_replicas(policy):
     """Seconds are generous: what is looked for is a cost that grows with prompts times replicas."""
