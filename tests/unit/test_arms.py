@@ -32,8 +32,8 @@ def test_a_preset_is_called_after_itself(preset):
         ("histospec", {"drafting__policy": "paper"}, "histospec-paper", "histospec"),
         (
             "histospec",
-            {"placement__policy": "sticky_group", "placement__options": {"factor": 1.5}},
-            *["histospec-sticky_group-factor_1.5"] * 2,
+            {"placement__policy": "histopipe", "placement__options": {"groups": 2}},
+            *["histospec-histopipe-groups_2"] * 2,
         ),
         ("sorted", {"sampling__coupled": False}, "sorted-no_coupled", "sorted"),
         # neither where files are nor how long to wait

@@ -57,7 +57,6 @@ def test_no_tree_and_enable_false_are_stock_verl():
         ("drafting.enable", 1, "must be bool"),
         ("drafting", 3, "must be a mapping"),
         ("drafting.policy", "papr", "adaptive or paper, not 'papr'; did you mean paper"),
-        ("drafting.options.match_min", 2, "match_min has ended: drop it"),
         ("history.max_bytes", 10, "1 MiB"),
         ("history.epochs", 0, "at least 1"),
         ("max_staleness", -1, "null, or at least 0"),

@@ -1,11 +1,10 @@
-"""What YAML may interpolate, from the presets through hydra, and where a run's own record of its config is read."""
+"""What YAML may interpolate, from the presets through hydra."""
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_rhyme.checks.preflight.compose import compose
 from verl_rhyme.config import CONFIG_PATH
-from verl_rhyme.observability import observe
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
@@ -36,13 +35,3 @@ def test_a_quotient_is_a_whole_number(override, told):
 def test_a_run_is_called_after_its_preset(staleness, told):
     named = "trainer.experiment_name=${rhyme.preset:}"
     assert compose(["+rhyme=full", f"{CONFIG_PATH}.max_staleness={staleness}", named]).trainer.experiment_name == told
-
-
-def test_the_observer_reads_what_hydra_wrote_down(tmp_path):
-    """In a process of its own, where neither hydra nor verl has registered anything."""
-    (tmp_path / "config.yaml").write_text(
-        "trainer: {v1: {trainer_mode: separate_async}}\nbackend: ${rhyme.if_separate:relay,naive}\n"
-    )
-    (tmp_path / "overrides.yaml").write_text("[]\n")
-    OmegaConf.clear_resolver("rhyme.if_separate")
-    assert observe._read_config(tmp_path / "config.yaml", 0.0).backend == "relay"

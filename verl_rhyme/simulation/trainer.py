@@ -1,6 +1,6 @@
 """The trainer of a simulation: how long it is busy with parts of the next update batch, and with the rest of it.
 
-In the order of ``trainer/driver.py`` and ``trainer/streaming.py``: while it waits for a batch it takes all that is
+In the order of ``trainer/driver.py`` and ``trainer/stages.py``: while it waits for a batch it takes all that is
 finished of it, if that is enough for a part, and asks again when it is through; when the batch is whole it trains what
 was in no part, and takes the optimizer's step.
 """
