@@ -3,21 +3,26 @@
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.configs import composed, verl_config
 from verl_rhyme.checks import queue_room
-from verl_rhyme.config import CONFIG_PATH, config_tree
+from verl_rhyme.checks.preflight.compose import compose
+from verl_rhyme.config import CONFIG_PATH, config_tree, presets
 
 VERL = 100_000  # its default
-SEPARATE = "trainer.v1.trainer_mode=separate_async"
 
 
-def refused(preset, prompts, samples, *changes, limit=VERL):
-    sizes = f"data.train_batch_size={prompts}", f"actor_rollout_ref.rollout.n={samples}"
-    room = (
-        "transfer_queue.backend.storage_backend=SimpleStorage",
-        f"{queue_room.SIZE}={'null' if limit is None else limit}",
+def refused(preset, prompts, samples, *, limit=VERL, **changes):
+    """Without hydra, which takes a second."""
+    found = OmegaConf.create(
+        {
+            "data": {"train_batch_size": prompts},
+            "actor_rollout_ref": {"rollout": {"n": samples}},
+            "algorithm": {"adv_estimator": "grpo"},
+            "trainer": {"v1": {"trainer_mode": "separate_async"}},
+            "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
+        }
     )
-    found = verl_config(preset, SEPARATE, *sizes, *room, *(f"{CONFIG_PATH}.{change}" for change in changes))
+    OmegaConf.update(found, CONFIG_PATH, presets.tree(preset, changes), force_add=True)
+    OmegaConf.update(found, queue_room.SIZE, limit, force_add=True)
     return next(queue_room.refusals(found, config_tree.from_verl(found)), None)
 
 
@@ -49,12 +54,12 @@ def test_a_limit_below_what_a_run_needs_is_refused_with_the_number(preset, promp
 
 def test_more_in_flight_than_the_queue_holds_is_refused():
     assert refused("full", 512, 16) is None
-    found = refused("sorted", 512, 16, "max_staleness=1", "scheduling.in_flight=100.0")
+    found = refused("sorted", 512, 16, **{"max_staleness": 1, "scheduling.in_flight": 100.0})
     assert f"{queue_room.SIZE}=100000 is less than the 967015 entries" in found.detail
     assert f"100 update batches in flight ({CONFIG_PATH}.scheduling.in_flight=100)" in found.detail
     assert "lower scheduling.in_flight" in found.remedy
 
 
 def test_our_presets_set_no_limit_and_verl_takes_that():
-    assert OmegaConf.select(composed("+rhyme=full"), queue_room.SIZE) is None
-    assert OmegaConf.select(composed("+rhyme=histospec"), queue_room.SIZE) == VERL
+    assert OmegaConf.select(compose(["+rhyme=full"]), queue_room.SIZE) is None
+    assert OmegaConf.select(compose(["+rhyme=histospec"]), queue_room.SIZE) == VERL
