@@ -256,7 +256,7 @@ def test_sessions_of_concurrent_tasks_are_their_own():
     async def one(number):
         sessions.enter(sample(partial=False, assignment=Assignment(priority=number)))
         await asyncio.sleep(random.random() / 100)
-        return sessions.current().priority
+        return sessions.current().assignment.priority
 
     async def run():
         return await asyncio.gather(*(one(number) for number in range(20)))
