@@ -75,7 +75,7 @@ def test_an_option_in_a_wrong_place(tmp_path):
 
     tree = config(tmp_path, custom={})
     tree.rhyme = {"enable": False}
-    with pytest.raises(SystemExit, match=r"did you mean actor_rollout_ref\.rollout\.custom\.rhyme\.enable\?"):
+    with pytest.raises(SystemExit, match=r"did you mean actor_rollout_ref\.rollout\.custom\.rhyme\?"):
         validate_config(tree, use_reference_policy=False, use_critic=False)
 
 

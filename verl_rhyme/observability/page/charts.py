@@ -152,7 +152,7 @@ def lengths(run: Run, index: int) -> str | None:
         axes.fill_between(middle, least, most, color=colour, alpha=0.18, linewidth=0)
         axes.plot(middle, median, color=colour, linewidth=1.8)
     axes.plot([low, high], [low, high], **_IDEAL)
-    return _svg(axes, "predicted against real response lengths")
+    return _svg(axes, f"predicted against real response lengths of {run.name}")
 
 
 def at_matched_lengths(
