@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numba import njit
@@ -148,8 +149,8 @@ class _Released(PaperDrafter):
 
 def released() -> Rhyme:
     """HistoSpec as its authors' code has it: matches of 7 to 4 tokens, most votes, no reward, the last epoch only."""
-    config = DraftingConfig(policy="paper", options={"match_min": 4, "match_max": 7, "reward_weight": 0.0})
-    return Rhyme(config, epochs=1, make=lambda config, lookup, *_: _Released(config, lookup))
+    make = partial(_Released, match=(4, 7), reward_weight=0.0)
+    return Rhyme(DraftingConfig(policy="paper"), epochs=1, make=lambda config, lookup, *_: make(config, lookup))
 
 
 class Hindsight(NoDrafts):

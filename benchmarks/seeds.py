@@ -16,21 +16,32 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.machine import commit, describe
-from verl_rhyme.observability import plot
 from verl_rhyme.observability.report import SUMMARY_FILE
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ROOT = Path(__file__).parents[1]
 OFF, ON = "off", "histospec"
+#: Of an epoch of a summary, what is drawn.
+PANELS = {
+    "reward_mean": "mean reward",
+    "rollout_s": "rollout seconds per epoch",
+    "useful_tokens_per_s": "trained tokens per second of rollout",
+    "accept_length": "acceptance length",
+    "accept_rate": "drafts accepted",
+    "history_hit_rate": "prompts with history",
+}
 
 
 def run(arm: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
@@ -74,6 +85,23 @@ def by_epoch(off: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> lis
     return rows
 
 
+def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
+    """Figures by epoch: the mean over seeds of each arm, and a band from the least to the greatest."""
+    figure = Figure(figsize=(15, 6.4), dpi=130, layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items(), strict=True):
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for (arm, summaries), colour in zip(found.items(), ("#7f7f7f", "#0072b2"), strict=True):
+            rows = _epochs(summaries)
+            values = np.array([[row[key] for row in each] for each in rows], dtype=float)
+            epochs = [each[0]["epoch"] for each in rows]
+            axes.plot(epochs, values.mean(axis=1), "o-", label=arm, color=colour, markersize=4)
+            axes.fill_between(epochs, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.15, linewidth=0)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
 @app.command()
 def main(
     runs: Annotated[Path, typer.Argument(help="folder of the runs, about 130 MB each")],
@@ -99,7 +127,7 @@ def main(
     for row in rows if as_json else rows[len(seeds) * 2 :]:
         print(json.dumps(row) if as_json else row, flush=True)
     if picture is not None:
-        plot.draw([*found[OFF], *found[ON]], picture)
+        draw(found, picture)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@
 #   CKPT=$RUN_DIR/checkpoints    checkpoints, history snapshots, event log; a second start resumes from here, unless
 #                                run.json in it says that they are another run's
 #   LOGGER=console,file          verl's loggers: also wandb, tensorboard, mlflow, swanlab ...
-#   OBSERVE=1                    measure the bubble ratio from outside the run, too, whatever the preset (docs/metrics.md)
 #   SEED=1                       order of the data and sampling
 #   DRY_RUN=1                    print the resolved config and the memory estimate, and stop; status 1 if the config
 #                                cannot work, whatever the machine
@@ -51,8 +50,7 @@ source "$ROOT/recipes/settings.sh"
 NAME=$RECIPE
 ENGINE=${ENGINE:-megatron}
 DRY_RUN=${DRY_RUN:-0} SMOKE=${SMOKE:-0} SKIP_PREFLIGHT=${SKIP_PREFLIGHT:-0} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
-OBSERVE=${OBSERVE:-1}
-for _switch in DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP OBSERVE; do one_of "$_switch" 0 1; done
+for _switch in DRY_RUN SMOKE SKIP_PREFLIGHT SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 one_of MODE sync colocate_async separate_async
 one_of ENGINE megatron fsdp
@@ -113,11 +111,10 @@ _in_folder() { # sets FOLDER_ARGS: what is in RUN_DIR, which Python names unless
   RUN_DIR=${RUN_DIR:-$_runs/$(verl-rhyme run-name -- "${_args[@]}" "$@")}
   CKPT=$(_absolute "${CKPT:-$RUN_DIR/checkpoints}")
   _check_paths CKPT
-  observable "$RUN_DIR"
   FOLDER_ARGS=(
     "trainer.default_local_dir=$CKPT" "hydra.run.dir=$RUN_DIR/hydra"
     # verl logs from a Ray worker, perhaps on another node: it does not see this shell's environment
-    "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl" "${OBSERVE_ARGS[@]}"
+    "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl"
   )
   [ "$SMOKE" = 0 ] || FOLDER_ARGS+=(
     "actor_rollout_ref.model.path=$RUN_DIR/model"
@@ -165,7 +162,7 @@ launch() { # launch [hydra overrides]
     *) return "$status" ;;
   esac
   mkdir -p "$RUN_DIR"
-  observed "$RUN_DIR" _train "${args[@]}"
+  _train "${args[@]}"
   echo "$RECIPE: done. In $RUN_DIR/metrics.jsonl read timing_s/gen and timing_s/step, perf/throughput," \
     "response_length/mean, critic/score/mean, rollout/spec_accept_rate, rollout/spec_accept_length," \
     "rollout/history/hit_rate; or: verl-rhyme report $RUN_DIR"

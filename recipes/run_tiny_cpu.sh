@@ -8,12 +8,12 @@
 #   COMPARE=1               off and histospec with one seed, then the comparison
 #   DRY_RUN=1               print the resolved config and an estimate of its memory, and stop; status 1 if it cannot work
 #   MODEL=qwen2|llama|smollm2|DIR   EPOCHS=5   PROMPTS=64   SEED=1   (smollm2, a pretrained one: 3 epochs of 12 prompts)
+#   WEIGHT_BUCKET_MB=64     of MODEL=DIR: megabytes that hold its largest tensor
 #   PEOPLE="2 3"            in the puzzles
 #   SHOTS=2                 few-shot examples in a prompt of MODEL=smollm2 (examples/smollm2)
 #   FROZEN=1                the policy is not trained; updates are not streamed (verl's critic_warmup)
 #   ENGINE=fsdp|megatron    MODE=sync|colocate_async|separate_async   (of RHYME=stream the last)
 #   REPLICAS=1              engines
-#   OBSERVE=1               measure the bubble ratio from outside the run, too, whatever the preset (docs/metrics.md); 0 not
 #   SKIP_BOOTSTRAP=1        use the Python environment that is active
 #   RUN_DIR=runs/tiny_cpu/NAME   NAME is what `verl-rhyme run-name` makes of the config: histospec-qwen2-fsdp-sync,
 #                           full-k2-qwen2-fsdp-separate_async-2_replicas
@@ -23,7 +23,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} OBSERVE=${OBSERVE:-1} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
+COMPARE=${COMPARE:-0} DRY_RUN=${DRY_RUN:-0} SKIP_BOOTSTRAP=${SKIP_BOOTSTRAP:-0}
 ENGINE=${ENGINE:-fsdp}
 MODEL=${MODEL:-qwen2} FROZEN=${FROZEN:-0}
 WORLD=tiny_world BATCH=16
@@ -42,7 +42,7 @@ done
 # shellcheck source=recipes/settings.sh
 source "$ROOT/recipes/settings.sh"
 NAME=run_tiny_cpu
-for _switch in COMPARE DRY_RUN FROZEN OBSERVE SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
+for _switch in COMPARE DRY_RUN FROZEN SKIP_BOOTSTRAP; do one_of "$_switch" 0 1; done
 check_preset
 [ "$COMPARE" = 0 ] || [ "$RHYME" = histospec ] || refuse "COMPARE=1 compares off and histospec; drop RHYME=$RHYME"
 # a mode of one's own is registered by a module of VERL_USE_EXTERNAL_MODULES
@@ -79,8 +79,6 @@ export MODEL
 export VERL_LOGGING_LEVEL=${VERL_LOGGING_LEVEL:-INFO}
 # shellcheck source=recipes/cpu.sh
 source "$ROOT/recipes/cpu.sh"
-WEIGHT_BUCKET_MB=${WEIGHT_BUCKET_MB:-$(python -m verl_rhyme.checks.weight_bucket "$MODEL")}
-export WEIGHT_BUCKET_MB
 
 engines=trainer.n_gpus_per_node notes=()
 [ "$MODE" != separate_async ] || engines=actor_rollout_ref.rollout.n_gpus_per_node # logical, beside the one that trains
@@ -106,8 +104,7 @@ fi
 run() { # run DIRECTORY [overrides]
   export RUN_DIR=$1 DATA=$1/data
   shift
-  observable "$RUN_DIR"
-  local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "${OBSERVE_ARGS[@]}" "$@")
+  local args=("${arguments[@]}" "hydra.run.dir=$RUN_DIR/hydra" "$@")
   # a run's metrics have one number of request slots
   local notes=(--note "$about" --note "replicas=$REPLICAS")
   if [ "$DRY_RUN" = 1 ]; then
@@ -120,14 +117,13 @@ run() { # run DIRECTORY [overrides]
     0)
       [ -e "$DATA/train.parquet" ] || python -m "examples.$WORLD.data" --out "$DATA" "${tasks[@]}"
       export VERL_FILE_LOGGER_PATH="$RUN_DIR/metrics.jsonl"
-      observed "$RUN_DIR" \
-        python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
+      python -m verl_rhyme.observability.progress --metrics "$VERL_FILE_LOGGER_PATH" --log "$RUN_DIR/train.log" \
         --total-steps $((EPOCHS * (PROMPTS / BATCH))) -- python -m verl.trainer.main_ppo "${args[@]}"
       ;;
     3) ;; # already finished: its summary is shown
     *) return "$status" ;;
   esac
-  python -m verl_rhyme.observability.report "$RUN_DIR"
+  verl-rhyme report "$RUN_DIR"
 }
 
 if [ -z "$RUN_DIR" ]; then
@@ -140,7 +136,7 @@ if [ "$COMPARE" = 1 ]; then
   run "$TOP/off" rhyme=off "$@"
   run "$TOP/histospec" "$@"
   [ "$DRY_RUN" = 1 ] ||
-    python -m verl_rhyme.observability.report "$TOP/histospec" "$TOP/off" --out "$TOP"
+    verl-rhyme report "$TOP/histospec" "$TOP/off" --out "$TOP"
 else
   run "$RUN_DIR" "$@"
 fi

@@ -48,28 +48,3 @@ check_preset() { # RHYME, STALENESS, MODE; hydra's overrides for them: PRESET_AR
   number STALENESS 0 "which is on-policy"
   PRESET_ARGS+=("actor_rollout_ref.rollout.custom.rhyme.max_staleness=$((10#$STALENESS))")
 }
-
-observable() { # observable RUN_DIR: with OBSERVE=1 hydra's overrides OBSERVE_ARGS: verl names its servers, vLLM counts
-  local tree=actor_rollout_ref.rollout
-  OBSERVE_ARGS=()
-  # shellcheck disable=SC2034  # the scripts read it
-  [ "$OBSERVE" = 0 ] || OBSERVE_ARGS=(
-    "$tree.disable_log_stats=false" "$tree.prometheus.enable=true" "$tree.prometheus.file=$1/servers.yml"
-  )
-}
-
-observed() { # observed RUN_DIR COMMAND...: the command's status; meanwhile its bubble ratio goes to sampled.jsonl
-  local folder=$1 observer='' status=0 me=$BASHPID # a run that ends at once may be gone before the observer looks
-  shift
-  if [ "$OBSERVE" = 1 ]; then
-    mkdir -p "$folder"
-    python -m verl_rhyme.observability.observe "$folder" --parent "$me" &
-    observer=$!
-  fi
-  "$@" || status=$?
-  if [ -n "$observer" ]; then
-    kill "$observer" 2>/dev/null || true
-    wait "$observer" || true
-  fi
-  return "$status"
-}

@@ -24,7 +24,6 @@ from verl_rhyme.commands.simulate import profile, simulate
 
 if TYPE_CHECKING:
     from verl_rhyme.checks.doctor import Check
-    from verl_rhyme.history.inspection import Inspection
 
 app = typer.Typer(help="Faster RL of language models on verl.", no_args_is_help=True, add_completion=False)
 for _command in (simulate, profile, plan):
@@ -64,7 +63,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     history_dir: Annotated[str | None, typer.Option(help="The folder you set as history.dir.")] = None,
 ) -> None:
-    """Check versions, plugin, every seam and patch, platform, disk and memory; exit 1 if anything fails."""
+    """Check versions, plugin, every seam and patch, platform, disk and shared memory; exit 1 if anything fails."""
     # vLLM, verl and torch talk a lot while they are imported; what matters of it is in the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not as_json:
@@ -300,20 +299,26 @@ def options(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON l
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(help="Run folder, of training or of verl-rhyme simulate --out.")],
+    run: Annotated[str, typer.Argument(help="Run folder of a training run.")],
     other: Annotated[str | None, typer.Argument(help="Run folder to hold it against, such as the stock run.")] = None,
     out: Annotated[str | None, typer.Option(help="Where the files go; default: the run folder.")] = None,
+    events: Annotated[str | None, typer.Option(help="Event log of RUN, where it is not below the run folder.")] = None,
     arm: Annotated[str | None, typer.Option(help="Name of RUN; default: what its log says.")] = None,
-    step: Annotated[int | None, typer.Option(help="Whose rollout the page shows request by request.")] = None,
-    perfetto: Annotated[bool, typer.Option("--perfetto", help="Write trace.json, too; Perfetto opens it.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Whose rollout the page shows request by request, and the trace alone.")
+    ] = None,
+    perfetto: Annotated[
+        bool,
+        typer.Option(
+            "--perfetto",
+            help="Write trace.json, too; Perfetto opens it. 370 bytes a request: give --step in a long run.",
+        ),
+    ] = False,
 ) -> None:
-    """Table, summary.json, report.html and picture of a run, or of two side by side."""
+    """Table, summary.json and report.html of a run, or of two side by side."""
     from verl_rhyme.observability import report as reports
 
-    given = {"--out": out, "--arm": arm, "--step": step}
-    options = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
-    folders = [run, *([other] if other is not None else [])]
-    raise typer.Exit(reports.main([*folders, *options, *(["--perfetto"] if perfetto else [])]))
+    raise typer.Exit(reports.report(run, other, out, events, arm, step, perfetto))
 
 
 @app.command()
@@ -321,36 +326,25 @@ def history(
     path: Annotated[Path, typer.Argument(help="A history folder, or a checkpoint's global_step_N.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a store.")] = False,
 ) -> None:
-    """What a history holds: sizes, prompts, visits, rewards, and how much of it rhymes."""
+    """What a history holds: prompts, responses, tokens, bytes, vocabulary."""
     from verl_rhyme.history import inspection
     from verl_rhyme.history.environment import Damaged
 
     try:
         for folder in inspection.find(path):
             found = inspection.inspect(folder)
-            print(json.dumps(asdict(found)) if as_json else _told(found))
+            if as_json:
+                print(json.dumps(asdict(found)))
+                continue
+            print(
+                f"{found.folder}\n  {found.prompts} prompts, {found.responses} responses, {found.tokens} tokens, "
+                f"{found.bytes / 1e6:.1f} MB, vocabulary {found.namespace}"
+                + (f", {found.corrupt} prompts damaged" if found.corrupt else "")
+            )
     except (OSError, ValueError, Damaged) as error:
         where = "" if str(path) in str(error) else f"{path}: "
         print(f"verl-rhyme history: {where}{error}", file=sys.stderr)
         raise typer.Exit(1) from error
-
-
-def _told(found: Inspection) -> str:
-    lines = [
-        found.folder,
-        f"  {found.prompts} prompts, {found.responses} responses, {found.tokens} tokens, {found.bytes / 1e6:.1f} MB, "
-        f"vocabulary {found.namespace}" + (f", {found.corrupt} prompts damaged" if found.corrupt else ""),
-    ]
-    for before, row in found.visits.items():
-        visit = (
-            f"{before} visits before" if before > 1 else "the visit before" if before else "each prompt's latest visit"
-        )
-        mean = row["reward_mean"]
-        reward = "unknown" if mean is None else f"{mean:.3f}"
-        lines.append(f"  {visit}: {row['responses']} responses, {row['tokens']} tokens, mean reward {reward}")
-    if found.reusable is not None:
-        lines.append(f"  {found.reusable:.0%} of the latest visits' tokens followed the same 4 tokens in an older one")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ REGISTRATIONS: tuple[tuple[str, str], ...] = (
     ("verl.trainer.ppo.v1", "verl_rhyme.trainer.registry:register"),
 )
 
-#: Functions of :mod:`.config.interpolations`: ``${rhyme.NAME:...}`` in YAML.
+#: Functions of :mod:`.checks.interpolations`: ``${rhyme.NAME:...}`` in YAML.
 INTERPOLATIONS = ("if_separate", "preset", "quotient", "rollout_is")
 #: What could not be done in this process, one line each.
 FAILURES: list[str] = []
@@ -60,7 +60,7 @@ def register_interpolations() -> None:
 
     def resolver(name: str) -> Callable[..., Any]:
         def resolve(*arguments: Any, _root_: Any) -> Any:
-            module = importlib.import_module("verl_rhyme.config.interpolations")
+            module = importlib.import_module("verl_rhyme.checks.interpolations")
             return getattr(module, name)(*arguments, root=_root_)
 
         return resolve

@@ -33,7 +33,7 @@ def measure(rows: int, vocabulary: int, rounds: int) -> None:
     ones = torch.ones(rows, device=at)
 
     def ours() -> object:
-        tokens, _, logprobs = draw_kernel.draw(logits, keys, keys, ones)
+        tokens, logprobs = draw_kernel.draw(logits, keys, keys, ones)
         return logprobs, draw_kernel.ranks(logits, tokens)
 
     arms: dict[str, Callable[[], object]] = {"ours": ours, "torch": lambda: by_torch(logits)}

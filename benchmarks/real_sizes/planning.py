@@ -110,9 +110,7 @@ class Engine:
             num_prompt_tokens=np.full(rows, PROMPT, np.int32),
         )
         self._requests: dict[str, Any] = {}
-        self.proposer._runner = SimpleNamespace(
-            input_batch=self._batch, requests=self._requests, rejection_sampler=SimpleNamespace(one_pass=True)
-        )
+        self.proposer._runner = SimpleNamespace(input_batch=self._batch, requests=self._requests)
         self.proposer._start()
         gc.collect()  # as vLLM's workers do when they have started; it need not be here
         gc.freeze()

@@ -25,7 +25,7 @@ from verl_rhyme.agent_loop import stored_attempts
 from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.config import LENGTH_PLACEMENTS
+from verl_rhyme.config import PLACEMENTS
 from verl_rhyme.coordinator import coordinator, crew
 from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.observability.request_record import RequestRecord
@@ -158,12 +158,9 @@ class Worker:
                 "key": world.key(uid),
                 "sample": number,
                 "attempt": request,
-                "group": world.samples,
                 "prompt_tokens": PROMPT_TOKENS + int(emitted),
-                "before": int(emitted),
-                "assignment": replace(start.assignment, replica=self._planned[start.name]),
             }
-            asked = {name: value for name, value in known.items() if value not in (None, "")}
+            asked = {"assignment": replace(start.assignment, replica=self._planned[start.name])}
             queued = clock.time()
             at, replica = await world.router.acquire_server.remote(start.name, **{FIELD: asked})
             self._at[start.name], began, had = at, clock.time(), emitted
@@ -205,7 +202,7 @@ class World:
     """A run under one policy.
 
     Args:
-        policy: Of placement.
+        policy: Of placement; ``least_loaded``: the router decides.
         options: Of the policy.
         replicas: How many.
         cost: Of each.
@@ -236,13 +233,7 @@ class World:
         self._order = self._prompts()
         self._of: dict[str, tuple[int, int]] = {}  # epoch and prompt of those that are here
         self._keys: dict[str, str] = {}
-        planned = policy in LENGTH_PLACEMENTS
-        self.router = Actor(
-            lambda: PlacementRouter(
-                self.replicas,
-                {"policy": "least_loaded" if planned else policy, "options": {} if planned else options},
-            )
-        )
+        self.router = Actor(lambda: PlacementRouter(self.replicas))
         self.takes: list[float] = []  # seconds of processor time from the last report to the batch
 
     def _prompts(self) -> Iterator[tuple[int, int]]:
@@ -296,7 +287,7 @@ class World:
 
     async def _train(self, steps: int) -> None:
         told, count = self.coordinator, len(self.replicas)
-        planned = self.policy in LENGTH_PLACEMENTS
+        planned = self.policy in PLACEMENTS
         rules = Rules(self.batch, self.batch * self.samples, max_staleness=0)
         slots = count * self.cost.slots
         finite = math.isfinite(self.cost.room)

@@ -124,14 +124,13 @@ def arms(task: Task, quick: bool, seed: int) -> dict[str, Arm]:
 def forecasts(test: Pairs, expected: Floats | None) -> dict[str, float]:
     """Of the predictor, group by group, told what a ranker expects or not: :meth:`Quality.take` of all."""
     predictor, quality = LengthPredictor(length_pairs.LIMIT), Quality()
-    for prompt, lengths in enumerate(test.lengths):
+    for number, lengths in enumerate(test.lengths):
+        prompt, tokens = str(number), [int(each) for each in lengths]
         if expected is not None:
-            predictor.rank(prompt, float(expected[prompt]))
-        for tokens in lengths:
-            predictor.ended(prompt, int(tokens))
-        learnt = predictor.close(prompt)
-        assert learnt is not None
-        quality.add(learnt)
+            predictor.rank(prompt, float(expected[number]))
+        told = float(predictor.forecast([prompt]).expected[0])
+        quality.add(told, tokens, predictor.knows(prompt), predictor.ranked(prompt))
+        predictor.learn(prompt, tokens)
     return {name: round(value, 3) for name, value in quality.take().items()}
 
 

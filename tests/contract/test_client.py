@@ -24,7 +24,7 @@ from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.placement.assignment import Assignment
 from verl_rhyme.processes.request import FIELD, RequestMeta
-from verl_rhyme.router.router import router
+from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -33,14 +33,13 @@ ACTORS = pytest.mark.slow  # each of their processes takes seconds to start
 
 N = 4
 PROMPT = [3, 1, 4, 1, 5]
-PLACED = router(policy="sticky_group")
 
 
-class Watched(PLACED):  # type: ignore[misc, valid-type]
+class Watched(PlacementRouter):
     """Remembers what it was told."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, servers: dict[str, Any]) -> None:
+        super().__init__(servers)
         self.told: list[dict[str, Any]] = []
 
     def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
@@ -97,10 +96,7 @@ def servers(cluster: None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def balancer(servers: list[Any]) -> Any:
-    named = {f"s{i}": server for i, server in enumerate(servers)}
-    balancer = _create_global_sticky_inflight(named, load_balancer_cls=Watched)
-    ray.get(balancer.expect.remote(64))  # with nothing else to come a group would be spread
-    return balancer
+    return ray.remote(Watched).remote({f"s{i}": server for i, server in enumerate(servers)})
 
 
 def asked_of(servers: list[Any]) -> list[list[dict[str, Any]]]:
@@ -118,7 +114,8 @@ class Worker:
         return await asyncio.gather(*(self.sample(number) for number in range(N)))
 
     async def sample(self, number: int) -> Any:
-        enter(Session(sample=number, group=N, noise=f"{number:x}", assignment=Assignment(expected_tokens=6)))
+        assignment = Assignment(replica="s1", expected_tokens=6)
+        enter(Session(sample=number, noise=f"{number:x}", assignment=assignment))
         output = await self.client.generate(f"r{number}", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
         return output.extra_fields[FIELD], current().records, type(self.client).__name__
 
@@ -133,16 +130,14 @@ def test_server_and_router_are_told_what_each_needs(servers: list[Any], balancer
         assert name == "RhymeLLMServerClient"
         record = {"prompt_key": key, "sample": number, "attempt": 0, "response_tokens": 2, "reason": ""}
         assert records == kept == [record]
-    placement = {"key": key, "attempt": 0, "group": N, "prompt_tokens": len(PROMPT), "response_tokens": 6}
-    told = sorted(ray.get(balancer.take_told.remote()), key=lambda extra: extra[FIELD]["sample"])
-    assert told == [{FIELD: {**placement, "sample": number}} for number in range(N)]
+    assignment = Assignment(replica="s1", expected_tokens=6)
+    assert ray.get(balancer.take_told.remote()) == [{FIELD: {"assignment": assignment}}] * N
     here, there = asked_of(servers)
-    assert sorted(map(len, (here, there))) == [0, N], "siblings meet"
+    assert (len(here), len(there)) == (0, N)
     metas = sorted((RequestMeta(**asked[FIELD]) for asked in here + there), key=lambda meta: meta.sample)
     assert [meta.noise for meta in metas] == [f"{number:x}" for number in range(N)]
     assert all(meta.queued_at > 0 and meta.previous == b"" for meta in metas)
     assert all(asked["sampling_params"].keys() <= {"temperature", "max_tokens"} for asked in here + there)
-    assert ray.get(balancer.get_status.remote())["without_key"] == 0
 
 
 class Loop:
@@ -188,7 +183,6 @@ async def test_in_verls_own_modes_each_request_has_its_samples_number(
     assert worker.stored == {n: [{**told, "sample": n, "attempt": turn} for turn in range(2)] for n in samples}
     metas = [RequestMeta(**asked[FIELD]) for asked in [each for asked in asked_of(servers) for each in asked]]
     assert sorted((meta.sample, meta.attempt) for meta in metas) == [(n, turn) for n in samples for turn in range(2)]
-    assert {meta.group for meta in metas} == {len(samples)}
     assert worker.llm_client._strangers == {}
 
 
@@ -212,13 +206,13 @@ def test_what_verls_client_is_ours_is_too(theirs: type, interruptible: bool) -> 
 @ACTORS
 async def test_verls_loop_stands_above_the_attempts(cluster: None) -> None:
     stopping = ray.remote(num_cpus=0)(Server).remote(2)
-    alone = _create_global_sticky_inflight({"s": stopping}, load_balancer_cls=Watched)
+    alone = ray.remote(Watched).remote({"s": stopping})
     client = rhymed(FullyAsyncLLMServerClient(config(), load_balancer_handle=alone))
     output = await client.generate("r", prompt_ids=PROMPT, sampling_params={})
     assert output.token_ids == [7, 8] * 3
     assert [record["attempt"] for record in output.extra_fields[FIELD]] == [0, 1, 2]
     asked = ray.get(stopping.take_asked.remote())
-    assert [kwargs[FIELD]["prompt_tokens"] for kwargs in asked] == [5, 7, 9]
+    assert [len(kwargs["prompt_ids"]) for kwargs in asked] == [5, 7, 9]
     assert len({kwargs[FIELD]["key"] for kwargs in asked}) == 1
 
 
@@ -277,7 +271,7 @@ async def balanced(verls: Any, **servers: Any) -> dict[str, Any]:
 
 
 async def sample(client: Any, number: int) -> list[Any]:
-    enter(Session(sample=number, group=N))
+    enter(Session(sample=number))
     name = f"{id(client)} {number}"  # verl's balancer remembers where a name was served
     output = await client.generate(name, prompt_ids=PROMPT, sampling_params={})
     return output.extra_fields[FIELD]
@@ -308,7 +302,7 @@ async def test_each_has_a_name_of_its_own_where_verl_gives_all_the_same(servers:
     assert LLMServerClient._vllm_request_id(client, "det-0") == "det-0"
 
     async def ask(number: int) -> None:
-        enter(Session(sample=number, group=N))
+        enter(Session(sample=number))
         await client.generate("det-0", prompt_ids=PROMPT, sampling_params={})
 
     await asyncio.gather(*(asyncio.create_task(ask(number)) for number in range(N)))
@@ -367,10 +361,10 @@ class Cut(Server):
 async def test_a_response_goes_on_at_another_replica(cluster: None, servers: list[Any], there: str) -> None:
     """With what it has: tokens, log-probs, versions and the rest of its budget. One that is gone is as good as none."""
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
-    balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
+    balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     await balancer.add_servers.remote({"well": servers[0]})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
-    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0, group=1)
+    session = Session(True, Assignment(replica="cut", priority=1, expected_tokens=5), "u_0", sample=0)
     asked_of(servers)  # what other tests left
 
     async def generated() -> Any:
@@ -408,7 +402,7 @@ async def test_a_response_goes_on_at_another_replica(cluster: None, servers: lis
 @ACTORS
 async def test_an_abort_that_nobody_asked_for_ends_the_attempt(cluster: None) -> None:
     cut = ray.remote(num_cpus=0)(Cut).remote(0)
-    balancer = _create_global_sticky_inflight({"cut": cut}, load_balancer_cls=PLACED)
+    balancer = ray.remote(PlacementRouter).remote({"cut": cut})
     client = rhymed(LLMServerClient(config(), load_balancer_handle=balancer), interruptible=True)
     session = Session(True, Assignment(replica="cut", priority=1), "u_0")
 

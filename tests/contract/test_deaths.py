@@ -18,14 +18,14 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayError
 from ray.util import placement_group_table
 from verl.single_controller.ray.base import RayResourcePool
-from verl.workers.rollout.router import GlobalRequestLoadBalancer, _create_global_sticky_inflight
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from verl_rhyme.coordinator import replica_start, replicas
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.replica import RhymeReplica
 from verl_rhyme.processes import deaths
 from verl_rhyme.processes.deaths import Outliving, ReplicaDied, dead, is_death
-from verl_rhyme.router.router import router
+from verl_rhyme.router.router import PlacementRouter
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
 
@@ -266,8 +266,11 @@ def test_who_is_slow_with_the_weights_is_waited_for(replica: Replica, sender: An
     assert replica.pid() == pid
 
 
-class Kept(router(policy="least_loaded")):  # type: ignore[misc]
+class Kept(PlacementRouter):
     """Remembers how much each holds."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(config={"policy": "least_loaded"}, **given)
 
     def report_capacity(self, server_id: str, kv_tokens: int) -> None:
         super().report_capacity(server_id, kv_tokens)
@@ -292,7 +295,7 @@ class World:
             model_config=None,
             server_addresses=list(handles),
             server_handles=list(handles.values()),
-            global_load_balancer=_create_global_sticky_inflight(handles, load_balancer_cls=balancer),
+            global_load_balancer=ray.remote(balancer).remote(handles),
         )
         self.weights = Weights(replicas=made)
         self.spares = Spares(self.servers, self.weights)
@@ -352,7 +355,7 @@ def test_one_that_rests_is_out_of_service_and_returns_with_weights(world: World)
     assert left == [("s0", [1])], "it is out of the router before what runs there moves"
     assert world.spares.mend(5) == 0
     assert world.ranks() == [1]
-    assert world.spares.wake(7, first) is first
+    assert world.spares.wake(7) is first
     assert (world.ranks(), Weights.sent) == ([1, 0], [(0, 7)])
     assert ray.get(world.servers.global_load_balancer.capacities.remote()) == {"s0": 4096}
     assert world.spares.wake(7) is None, "nobody rests"
@@ -378,7 +381,7 @@ def test_one_that_dies_while_it_rests_is_replaced_when_it_is_wanted(world: World
     world.spares.rest(first, lambda address: 0)
     assert "replica 0 does not go to rest as it should" in warned[-1]
     assert world.spares.mend(4) == 0
-    assert world.spares.wake(5, first) is None
+    assert world.spares.wake(5) is None
     world.mended(5, [1, 2])
     assert (Weights.sent, world.spares.resting) == ([(2, 5)], [])
 

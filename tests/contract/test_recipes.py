@@ -68,10 +68,8 @@ def start(recipe, *arguments, verl_rhyme="exit 0", training="echo trained", **va
         named = f'[ "$1" != run-name ] || exec {shlex.quote(sys.executable)} -m verl_rhyme.cli "$@"\n'
         for program, answer in (("verl-rhyme", named + verl_rhyme), ("python", training)):
             path = Path(folder, program)
-            # beside the run, and so not in its order
-            watches = 'case "$2" in *.observe) echo "watched $3"; touch "$3/watched"; exit;; esac'
             told = f"printf '{program}\\0' >> {record}\nprintf '%s\\0' \"$@\" >> {record}\nprintf '\\n' >> {record}\n"
-            path.write_text(f"#!/bin/sh\n{watches}\n{told}{answer}\n")
+            path.write_text(f"#!/bin/sh\n{told}{answer}\n")
             path.chmod(0o755)
         kept = {key: value for key, value in os.environ.items() if key in ("HOME", "LANG")}
         own = {"PATH": f"{folder}:/usr/bin:/bin", "SKIP_BOOTSTRAP": "1", "RUN_DIR": f"{folder}/run"}
@@ -407,7 +405,7 @@ def test_the_yaml_alone_selects_a_preset(rhyme, tmp_path):
         # taken for off, DRY_RUN=yes would train
         *(
             ({name: "yes"}, f"{name}=yes is unknown; use one of 0 1")
-            for name in ("DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP", "OBSERVE")
+            for name in ("DRY_RUN", "SMOKE", "SKIP_PREFLIGHT", "SKIP_BOOTSTRAP")
         ),
         ({"TP": "two"}, "TP=two is no whole number"),
         *(({name: "0"}, f"{name}=0 is below 1") for name in ("NNODES", "GPUS_PER_NODE", "PP", "SP", "ROLLOUT_TP")),
@@ -436,18 +434,6 @@ def test_checks_then_trains_with_the_same_arguments():
     assert "trained" in result.stdout
     assert result.stderr.startswith("qwen3_8b_grpo: RHYME=histospec MODE=sync ENGINE=megatron in ")
     assert "timing_s/gen" in result.stdout.splitlines()[-1]
-
-
-@pytest.mark.parametrize("watch", ["0", "1"])
-def test_a_run_is_watched_from_outside_if_wanted(watch, tmp_path):
-    # the observer is stopped with the training, which here would end before the observer has begun
-    watched = f"for _ in $(seq 200); do [ -e {tmp_path}/watched ] && break; sleep 0.1; done"
-    training = watched if watch == "1" else "true"
-    result, calls = start("qwen3_8b_grpo", OBSERVE=watch, RUN_DIR=str(tmp_path), training=training)
-    config = compose(calls[-1][3:]).actor_rollout_ref.rollout
-    assert config.prometheus.enable == (not config.disable_log_stats) == (watch == "1")
-    assert (config.prometheus.file == str(tmp_path / "servers.yml")) == (watch == "1")
-    assert (f"watched {tmp_path}" in result.stdout) == (watch == "1")
 
 
 def test_a_failed_check_stops_it():

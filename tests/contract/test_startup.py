@@ -127,11 +127,6 @@ def test_the_pipeline_passes_in_each_of_verls_modes(tmp_path, stale, mode):
     [
         ("custom.rhyme.max_staleness", -1, "max_staleness must be null, or at least 0 (policy versions), not -1"),
         ("custom.rhyme.scheduling.in_flight", 0.5, "scheduling.in_flight must be null, or at least 1, not 0.5"),
-        (
-            "custom.rhyme.scheduling",
-            {"in_flight": 50, "refill": "when_empty"},
-            "total_storage_size=1000 is less than the",
-        ),
         ("custom.rhyme.scheduling.in_flight", 50, "set in_flight to at most"),
         ("calculate_log_probs", False, "calculate_log_probs=false with"),
         ("custom.rhyme.scheduling.at_version", "finish", "at_version=finish needs replicas that take versions one by"),
@@ -144,9 +139,6 @@ def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, told):
 
     tree = pipeline_config(tmp_path)
     tree.data.train_batch_size = 16
-    tree.transfer_queue = {
-        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 1000}}
-    }
     startup.check(tree)
     OmegaConf.update(tree.actor_rollout_ref.rollout, key, value, force_add=True)
     with pytest.raises(SystemExit) as caught:
@@ -154,6 +146,14 @@ def test_bad_input_is_one_line_before_ray_starts(tmp_path, key, value, told):
     assert told in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert not ray.is_initialized()
+
+
+def test_a_limit_of_the_queue_is_refused(tmp_path):
+    tree = pipeline_config(tmp_path)
+    tree.transfer_queue = {
+        "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 1000}}
+    }
+    assert "set transfer_queue.backend.SimpleStorage.total_storage_size=null" in error(tree)
 
 
 @pytest.mark.parametrize("estimator", ["opo", "remax"])
@@ -166,11 +166,11 @@ def test_a_bound_that_an_on_policy_estimator_refuses(tmp_path, estimator):
 
 
 @pytest.mark.parametrize(
-    ("factor", "told"), [(1.5, None), (1, "must be above 1"), ("wide", "placement.options.factor must be float")]
+    ("groups", "told"), [(2, None), (0, "must be at least 1"), ("many", "placement.options.groups must be int")]
 )
-def test_a_placement_is_tried_before_anything_starts(tmp_path, factor, told):
-    tree = config(tmp_path)
-    placement = {"policy": "sticky_group", "options": {"factor": factor}}
+def test_a_placement_is_tried_before_anything_starts(tmp_path, groups, told):
+    tree = pipeline_config(tmp_path)
+    placement = {"policy": "histopipe", "options": {"groups": groups}}
     tree.actor_rollout_ref.rollout.custom.rhyme.placement = placement
     if told is None:
         startup.check(tree)
@@ -271,37 +271,3 @@ def test_a_router_of_ones_own(tmp_path, monkeypatch, written, told):
         startup.check(tree)
     else:
         assert told in error(tree)
-
-
-def test_a_tensor_that_the_bucket_of_weights_does_not_hold(tmp_path):
-    """verl's sender asserts it two minutes into the run, with the message that is expected here of ours."""
-    import asyncio
-
-    import torch
-    from safetensors.torch import save_file
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    tree = config(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    embedding = torch.zeros(300, 1024)
-    save_file({"embed": embedding.bfloat16(), "norm": torch.zeros(7)}, tmp_path / "model" / "model.safetensors")
-    tree.trainer.device = "cpu"
-    tree.actor_rollout_ref.model = {"path": str(tmp_path / "model")}
-    tree.actor_rollout_ref.actor = {"strategy": "fsdp", "fsdp_config": {"model_dtype": "fp32"}}
-    tree.actor_rollout_ref.rollout.checkpoint_engine = {"backend": "naive", "update_weights_bucket_megabytes": 1}
-    message = error(tree)
-    assert "update_weights_bucket_megabytes=1 does not hold" in message
-    assert "embed (2 MB)" in message
-    assert "update_weights_bucket_megabytes=2" in message
-    sender = BucketedWeightSender("ipc:///tmp/none", bucket_size_mb=1, use_shm=True)
-    sender._init_socket = sender._init_buffer = sender._cleanup = lambda: None
-    with pytest.raises(AssertionError, match="too large to fit in the bucket"):
-        asyncio.run(sender.async_send_weights(iter([("embed", embedding)])))
-    tree.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes = 2
-    startup.check(tree)
-    tree.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes = 1
-    tree.trainer.device = "cuda"
-    startup.check(tree)
-    tree.actor_rollout_ref.rollout.checkpoint_engine.backend = "mooncake"
-    assert "mooncake" in error(tree)

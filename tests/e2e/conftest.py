@@ -146,10 +146,10 @@ def p_value():
 def build_engine(small_model):
     """``build_engine(history_dir=None, **vllm options)``: a vLLM engine, drafting where it is given a store.
 
-    It draws with our sampler where it drafts, unless ``verify="vllm"``, and where it is told ``draws=True``.
+    It draws with our sampler where it drafts, and where it is told ``draws=True``.
     """
 
-    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, verify="ours", draws=False, **options):
+    def build(history_dir=None, model=None, drafting=None, namespace=NAMESPACE, draws=False, **options):
         import torch
         from vllm import LLM
 
@@ -171,7 +171,6 @@ def build_engine(small_model):
         if history_dir is not None or draws:
             settings["worker_extension_cls"] = "verl_rhyme.engine.extension.RhymeWorkerMethods"
         if history_dir is not None:
-            paper = (drafting or {}).get("policy") == "paper"
             settings |= {
                 "speculative_config": {
                     "method": "custom_class",
@@ -183,7 +182,6 @@ def build_engine(small_model):
                         # What is drafted here depends on no clock; whole runs read histories beside their engines.
                         "drafting": {
                             "max_tokens": 8,
-                            **({"options": {"match_min": 1, "match_max": 4}} if paper else {}),
                             "wait_for_history": True,
                             **(drafting or {}),
                         },
@@ -193,11 +191,13 @@ def build_engine(small_model):
                 },
             }
         engine = LLM(model=str(model or small_model), **settings)
-        if draws or (history_dir is not None and verify == "ours"):
+        if draws or history_dir is not None:
             assert engine.collective_rpc("install_sampler") == [""]
             allow_all_options(engine.llm_engine)
         if history_dir is not None:
             assert engine.collective_rpc("attach_proposer") == [True]
+            if (drafting or {}).get("policy") == "paper":  # responses are short
+                engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter._drafter._match = 1, 4
         return engine
 
     return build

@@ -117,7 +117,7 @@ def _drafted(drafted):
 
 @ADAPTIVE
 def test_vllms_own_rejection_sampler_has_the_same_distribution(engine, write_history, distribution_of, p_value):
-    """The switch that keeps it (``sampling.verify=vllm``), and the patches it needs on a CPU."""
+    """What benchmarks compare with, and the patches that it needs on a CPU."""
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     ours = runner.sampler, runner.rejection_sampler
     write_history(engine.history_folder, history_of("true", distribution_of))

@@ -66,9 +66,8 @@ def test_trains_drafts_and_reports(trained):
     assert len(summary["epochs"]) == EPOCHS
     first, second = summary["epochs"][:2]
     assert set(first) == {
-        *("epoch", "partial", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
+        *("epoch", "reward_mean", "rollout_s", "tokens", "accept_length", "accept_rate", "history_hit_rate"),
         *("useful_tokens_per_s", "bubble_ratio", "staleness_mean", "staleness_max"),
-        *("bubble_ratio_sampled", "bubble_ratio_sampled_unknown"),
         *(
             "discarded_tokens",
             "reverified_tokens",
@@ -77,37 +76,19 @@ def test_trains_drafts_and_reports(trained):
             "migrated",
             "length_rank_correlation",
         ),
-        *("similarity", "similarity_by_chance", "accepted_share", "entropy"),
+        *("accepted_share", "entropy"),
     }
-    assert first["partial"] == second["partial"] == []
     assert first["history_hit_rate"] == 0
     assert second["history_hit_rate"] >= MOSTLY
     assert second["accept_length"] > 1
     assert 0 < second["accept_rate"] <= 1
     assert 0 < second["accepted_share"] < 1
     assert second["entropy"] > 0
-    assert first["similarity"] is None
-    assert 0 <= second["similarity_by_chance"] < second["similarity"] <= 1
     assert second["staleness_max"] == 0
     assert 0 <= second["bubble_ratio"] < 1
-    # From outside, ten times in a rollout of a second or two, one engine step late.
-    assert second["bubble_ratio_sampled"] == pytest.approx(second["bubble_ratio"], abs=0.15)
-    assert second["bubble_ratio_sampled_unknown"] is None
     assert str(run_dir / "summary.json") in output.replace("\n", "")
     assert "Replicas over time" in (run_dir / "report.html").read_text()
-    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"step {LAST_STEP}/{LAST_STEP}" in output
-
-
-@ONLY_SLOW
-def test_a_stock_run_is_measured_from_outside(tmp_path):
-    finish(start(tmp_path, epochs=2, RHYME="off"), tmp_path)
-    assert not list(tmp_path.glob("checkpoints/events"))
-    for row in json.loads((tmp_path / "summary.json").read_text())["epochs"]:
-        assert row["bubble_ratio"] is None
-        assert row["bubble_ratio_sampled_unknown"] is None
-        # 32 samples of unlike lengths at once: about half of their slot time is the tail.
-        assert 0.2 < row["bubble_ratio_sampled"] < 0.9
 
 
 def test_the_log_says_what_a_start_waits_for(trained):

@@ -24,16 +24,16 @@ def test_a_preset_is_called_after_itself(preset):
         ("histospec", {"drafting__enable": False}, "histospec-no_drafting", "histospec"),
         (
             "full",
-            {"max_staleness": 2, "drafting__enable": False, "placement__policy": "least_loaded"},
-            "full-k2-no_drafting-least_loaded",
-            "full-k2-least_loaded",
+            {"max_staleness": 2, "drafting__enable": False, "placement__policy": None},
+            "full-k2-no_drafting-no_policy",
+            "full-k2-no_policy",
         ),
         ("full", {"scheduling__in_flight": 1.5, "streaming__part": None}, *["full-in_flight_1.5-no_part"] * 2),
+        ("histospec", {"drafting__policy": "paper"}, "histospec-paper", "histospec"),
         (
             "histospec",
-            {"drafting__policy": "paper", "drafting__options": {"match_min": 4}},
-            "histospec-paper-match_min_4",
-            "histospec",
+            {"placement__policy": "sticky_group", "placement__options": {"factor": 1.5}},
+            *["histospec-sticky_group-factor_1.5"] * 2,
         ),
         ("sorted", {"sampling__coupled": False}, "sorted-no_coupled", "sorted"),
         # neither where files are nor how long to wait

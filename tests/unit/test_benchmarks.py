@@ -1,14 +1,13 @@
 """The replay counts right, and on a real trace our drafter is ahead of the paper's."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
 import pytest
 import typer
 
-from benchmarks import full_scale, placement, real_run, systems, traces
+from benchmarks import full_scale, real_run, systems, traces
 from benchmarks.arms import Hindsight, NoDrafts, Rhyme, released
 from benchmarks.draft_quality import summary
 from benchmarks.real_sizes import budget, planning
@@ -17,20 +16,15 @@ from benchmarks.studies import (
     allocation,
     eviction,
     length_pairs,
-    lengths,
-    placement_real,
-    placement_simulated,
-    published,
-    published_stream,
     ranker,
     scheduler,
     simulated_fleet,
-    simulator,
 )
 from benchmarks.studies.regrowth import Regrown, previous_of
 from examples.roads import maps
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.lengths.ranker import LOSSES
+from verl_rhyme.simulation import recorded
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +116,6 @@ def test_the_store_hits_what_it_has_room_for_and_oldest_first_far_less():
     assert before["written"] == 1
 
 
-def test_groups_come_together_and_home_within_the_bound():
-    least = placement.measure("least_loaded", "sync", 8, 600)
-    group = placement.measure("sticky_group", "sync", 8, 600)
-    assert least["pairs"] == pytest.approx(1 / 8, abs=0.02)
-    assert least["home"] == pytest.approx(1 / 8, abs=0.05)
-    assert group["pairs"] > 0.99
-    assert group["home"] > 0.9
-    assert least["requests_to_mean_greatest"] == 1 < group["requests_to_mean_greatest"] <= 1.25
-
-
 @pytest.mark.parametrize("arm", scheduler.ARMS)
 def test_the_scheduler_is_timed_at_every_kind_of_event(arm):
     run = scheduler.Run(arm, 256, 1)
@@ -147,59 +131,6 @@ def test_a_start_takes_the_slot_that_was_free_longest_and_pauses_do_not_count():
     worker = {"begun": np.array([0.1, 0.1, 1.3, 1.4, 6.0]), "freed": np.array([1.0, 1.2, 3.0])}
     windows = [(0.0, 2.0), (5.0, 7.0)]
     assert simulated_fleet.latencies([worker], 2, windows) == pytest.approx([0.3, 0.2])
-
-
-def test_simulated_placements_have_figures_of_every_arm():
-    rows = list(placement_simulated.evaluate(seeds=1, quick=True))
-    assert len(rows) == len(placement_simulated.SETTINGS) * len(placement_simulated.ARMS)
-    assert {row["staleness_max"] for row in rows if row["setting"] == "within a step"} == {0}
-    assert {row["staleness_max"] for row in rows if row["setting"] != "within a step"} == {1}
-    within = {row["arm"]: row["rollout_s"] for row in rows if row["setting"] == "within a step"}
-    assert within["makespan"] < within["least_loaded"], "with lengths known beforehand, which come last"
-
-
-def test_what_stands_in_for_a_published_setting_is_near_what_is_published_of_it():
-    """Costs of a step, accepted drafts, prompts that change rank; what a run of stock verl tells takes longer."""
-    rows = list(itertools.islice(published.fit(seeds=1), 2 + len(published.DECODING)))
-    assert all(abs(row["error"]) < 0.15 for row in rows), rows
-
-
-def test_published_ratios_are_those_of_their_arms(monkeypatch):
-    monkeypatch.setattr(published, "SPLITS", (64, 64))
-    rows = list(published.compare(["32b"], seeds=1, quick=True))
-    arms = {row["arm"]: row for row in rows if "arm" in row}
-    assert len(arms) == len(published.ARMS)
-    stale = {arm.name: arms[arm.name]["staleness_max"] for arm in published.ARMS}
-    assert 1 < stale.pop("verl, separate_async") <= 7, "verl's own bound"
-    assert set(stale.values()) == {0, 1}
-    assert {arm.separate for arm in published.ARMS if arms[arm.name]["staleness_max"]} == {True}
-    one, two, drafts, both = (row["simulated"] for row in rows if "ratio" in row)
-    assert both == arms[published.BOTH.name]["speedup"] == pytest.approx(one * two * drafts, rel=0.01)
-    assert drafts > 1.3, "with acceptance lengths above 2 and steps that wait for memory"
-
-
-def test_what_stands_in_for_streamrls_settings_is_near_what_is_published_of_them():
-    """Costs of a step, and the ranker's recall; what a colocated iteration takes is longer."""
-    rows = list(itertools.islice(published_stream.fit(seeds=1), 3 + len(published_stream.DECODING)))
-    assert all(abs(row["error"]) < 0.25 for row in rows), rows
-
-
-def test_streamrls_ratios_are_those_of_its_arms(monkeypatch):
-    monkeypatch.setattr(published_stream, "SPLITS", (0.5, 0.5, 0.5))
-    rows = list(published_stream.ablation(seeds=1, quick=True))
-    arms = {row["arm"]: row for row in rows if "arm" in row}
-    assert set(arms) == {arm.name for arm in published_stream.ARMS}
-    for arm in published_stream.ARMS:
-        row = arms[arm.name]
-        assert row["staleness_max"] == ("max_staleness=1" in arm.changes)
-        assert (row["early"] > 0) == ("preset=stream" in arm.changes and "streaming.part=null" not in arm.changes)
-    *ratios, oracle = (row for row in rows if "ratio" in row)
-    for row, (arm, _, published_ratio) in zip(ratios, published_stream.ABLATION, strict=True):
-        assert (row["simulated"], row["published"]) == (arms[arm.name]["simulated"], published_ratio)
-    assert oracle["simulated"] <= 1.05
-    compared = published_stream.APART, published_stream.STREAM_SKEWED, published_stream.ASYNC_SKEWED
-    apart, stream, ahead = (arms[arm.name] for arm in compared)
-    assert apart["step_s"] > stream["step_s"] > ahead["step_s"]
 
 
 @pytest.mark.parametrize("task", ["puzzles", "roads"])
@@ -241,63 +172,6 @@ def test_what_is_recorded_of_many_gpus_is_what_todays_code_gives():
     assert full_scale.table(rows) in (full_scale.ROOT / "docs" / "full_scale.md").read_text(), "see --table"
 
 
-def test_forecasts_of_lengths_come_near_to_what_siblings_tell():
-    """What is left is what no history can know: the spread of a prompt's own responses."""
-    rows = list(lengths.evaluate(*lengths.made_up(between=0.8, within=0.3, prompts=512, epochs=2)))
-    last = {row["arm"]: row for row in rows if row["epoch"] == 1}
-    ours, ceiling = last["ours"], last["siblings' mean"]
-    assert ours["rank_correlation"] > 0.97 * ceiling["rank_correlation"]
-    assert last["ours, half a group on"]["recall_10"] > ours["recall_10"]
-    assert ours["coverage_90"] == pytest.approx(0.9, abs=0.03)
-    assert abs({row["arm"]: row for row in rows if row["epoch"] == 0}["ours"]["rank_correlation"]) < 0.2
-
-
-def test_the_simulator_predicts_a_recorded_run(monkeypatch):
-    """Fitted on a drafted run, it predicts one of another seed without drafts."""
-    monkeypatch.setattr(simulator, "DRAWS", 4)
-    fit = simulator.fitted.fit(simulator.recorded.read(simulator.LOGS / "fit"))
-    assert fit.steps.step.seconds(1) == pytest.approx(0.075, rel=0.03), "its steps took 75 ms at least"
-    row = simulator.compare("no drafts", simulator.LOGS / "no_drafts", fit, own=True)
-    assert abs(row["step_s_error"]) < 0.1
-    assert abs(row["rollout_s_error"]) < 0.1
-    assert abs(row["bubble_ratio_error"]) < 0.15
-
-
-def test_real_placements_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
-    ran = []
-    figures = {"steps_s": [4.0, 6.0, 5.0], "step_s": 5.0, "tokens_per_s": 100.0, "bubble_ratio": 0.2, "moved": 1}
-    figures |= {
-        "staleness_max": 1,
-        "response_length": [90.0, 80.0],
-        "reward": [0.2, None],
-        "faults": [],
-    }
-    monkeypatch.setattr(placement_real, "train", lambda cell, out: ran.append(cell) or out.mkdir(exist_ok=True))
-    monkeypatch.setattr(
-        placement_real,
-        "measure",
-        lambda cell, folder: {"setting": cell.setting, "arm": cell.arm, "seed": cell.seed, **figures},
-    )
-
-    def slice_of(runs):
-        placement_real.main(["3 replicas"], runs=runs, as_json=True, out=tmp_path)
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    assert slice_of(3) == []
-    rows = slice_of(100)
-    compared = [arm for arm in placement_real.ARMS if arm not in placement_real.CHECKS]
-    assert [(cell.arm, cell.seed) for cell in ran] == [(arm, seed) for seed in (1, 2) for arm in compared]
-    assert slice_of(0) == rows
-    medians = [row for row in rows if row.get("median")]
-    assert [row["arm"] for row in medians] == compared
-    assert {row["runs"] for row in medians} == {2}
-    assert medians[0]["step_s_range"] == [5.0, 5.0]
-    assert (medians[0]["moved"], medians[0]["staleness_max"]) == (2, 1), "a sum and a greatest"
-    assert medians[0]["reward"] == [0.2, None]
-    with pytest.raises(typer.BadParameter, match="there are: 2 replicas"):
-        placement_real.main(["4 replicas"], out=tmp_path)
-
-
 def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
     numbers = ("step_s", "tokens_per_s", "staleness_mean", "wasted_tokens", "staleness_max")
@@ -323,7 +197,7 @@ def test_systems_take_turns_and_what_is_kept_is_not_run_again(tmp_path, monkeypa
 
 def test_what_is_wrong_with_a_response_is_found():
     """In the log of a run whose responses went on at other replicas under later versions."""
-    run = simulator.recorded.read(simulator.LOGS / "partial_sticky_group")
+    run = recorded.read(traces.FOLDER / "simulator" / "partial_sticky_group")
     request, trained = run.requests, run.requests["trained"]
     lengths = np.bincount(request["step"][trained], request["response_tokens"][trained])[1:] / 32
     by_step = {step: {"response_length/mean": length} for step, length in enumerate(lengths, 1)}

@@ -24,6 +24,7 @@ def config(preset: str, *changes: str) -> Any:
             "actor_rollout_ref": {"rollout": {"name": "vllm", "calculate_log_probs": True}, "actor": {}},
             "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": None, "bypass_mode": False}},
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+            "transfer_queue": {"backend": {"storage_backend": "SimpleStorage"}},
         }
     )
     for name in ("histospec", preset) if preset != "off" else ():  # as their defaults say
@@ -50,6 +51,7 @@ K = f"{CONFIG_PATH}.max_staleness"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 OWN = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IS = "algorithm.rollout_correction.rollout_is"
+QUEUE = "transfer_queue.backend.SimpleStorage.total_storage_size"
 NO_DRAFTS = f"{CONFIG_PATH}.drafting.enable=false"
 #: Of each option of each row, in the table's order: a config that is refused for it alone, and words of the refusal.
 CASES = [
@@ -119,6 +121,7 @@ CASES = [
     ("sorted", ["skip.rollout_tq.enable=true"], ["skip.rollout_tq.enable=true with", "what is loaded and started"]),
     ("full", ["actor_rollout_ref.actor.shuffle=true"], ["actor.shuffle=true with", "scheduling.order=0 shuffles"]),
     ("full", ["data.gen_batch_size=64"], ["data.gen_batch_size=64 with", "scheduling.in_flight"]),
+    ("stream", [f"{QUEUE}=1000"], ["SimpleStorage.total_storage_size=1000 with", f"set {QUEUE}=null"]),
     (
         "full",
         [f"{R}.calculate_log_probs=false"],
@@ -147,13 +150,13 @@ CASES = [
     ("full", [SEPARATE, f"{BACKEND}=naive"], [f"backend=naive with {SEPARATE}: ", f"set {BACKEND}=relay, nccl"]),
     (
         "histospec",
-        [f"{CONFIG_PATH}.placement.policy=makespan"],
-        ["placement.policy=makespan with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
+        [f"{CONFIG_PATH}.placement.policy=histopipe"],
+        ["placement.policy=histopipe with", "max_staleness=null: ", "lengths that the pipeline expects", "as +rhyme="],
     ),
     (
-        "histospec",
-        [f"{CONFIG_PATH}.placement.policy=sticky_group", f"{R}.router_config_path=mine.yaml"],
-        ["router_config_path=mine.yaml with", "placement.policy=sticky_group: one router"],
+        "full",
+        [f"{R}.router_config_path=mine.yaml"],
+        ["router_config_path=mine.yaml with", "placement.policy=longest_first: one router"],
     ),
     ("full", [f"{R}.full_determinism=true"], ["full_determinism=true with", "placement.policy=null"]),
     (
@@ -207,6 +210,8 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("histospec", [SEPARATE, f"{STEPS}=4", "algorithm.adv_estimator=opo", f"{LOSS}=gpg"]),
         ("histospec", [f"{R}.router_config_path=mine.yaml", f"{R}.full_determinism=true"]),
         ("histospec", [f"{R}.data_parallel_size=2", NO_DRAFTS]),
+        ("histospec", [f"{QUEUE}=1000"]),
+        ("full", [f"{QUEUE}=1000", "transfer_queue.backend.storage_backend=MooncakeStore"]),
         ("histospec", [f"{CONFIG_PATH}.scheduling.tool_timeout=60", f"{CONFIG_PATH}.scheduling.lost_after=30"]),
         ("histospec", [f"{R}.mtp.enable=true", f"{R}.mtp.enable_rollout=false"]),
         ("histospec", [f"{E}.async_scheduling=true", NO_DRAFTS]),
@@ -231,7 +236,7 @@ def test_every_preset_works_in_every_trainer_mode_at_every_bound(preset: str, mo
         ("full", [SEPARATE, ELASTIC]),
         ("full", [SEPARATE, ELASTIC, f"{BACKEND}=nccl"]),
         ("full", [SEPARATE, f"{CONFIG_PATH}.scheduling.at_version=finish"]),
-        ("full", [f"{CONFIG_PATH}.placement.policy=sticky_group", "data.gen_batch_size=1"]),
+        ("full", [f"{CONFIG_PATH}.placement.policy=null", "data.gen_batch_size=1"]),
         ("full", ["actor_rollout_ref.model.path=no/folder"]),
         ("sorted", [f"{E}.scheduling_policy=priority", f"{E}.ubatch_size=1", f"{E}.scheduler_cls=null"]),
         *((preset, [f"actor_rollout_ref.model.path={MODELS}/qwen3_next", NO_DRAFTS]) for preset in PIPELINES),

@@ -13,12 +13,12 @@ from verl_rhyme.config import RhymeConfig, SchedulingConfig
 NORM = "seq-mean-token-sum-norm"
 
 
-def told(average, rules, *, mini_batch=8, horizon=None):
-    actor = {"loss_agg_mode": average, "loss_scale_factor": horizon, "ppo_mini_batch_size": mini_batch}
+def told(average, rules, *, horizon=None):
+    actor = {"loss_agg_mode": average, "loss_scale_factor": horizon}
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {"actor": actor},
-            "data": {"train_batch_size": 8, "max_response_length": 384},
+            "data": {"max_response_length": 384},
             "trainer": {"v1": {"trainer_mode": "sync"}},
         }
     )
@@ -57,24 +57,11 @@ def test_updates_as_they_were_loaded_are_not(rules, average):
     assert not told(average, rules)
 
 
-def test_sorted_mini_batches_are_told_where_somebody_asked_for_them():
-    rules = {"max_staleness": 0, "take": "loaded"}
-    (line,) = told("token-mean", {**rules, "order": 1.0}, mini_batch=2)
-    assert "mini-batches of 2 of 8" in line
-    for order in (None, 0.0):  # null is what does not bias
-        assert not told("token-mean", {**rules, "order": order}, mini_batch=2)
-    assert not told("token-mean", {**rules, "order": 1.0}, mini_batch=8)
-    assert not told("seq-mean-token-mean", {**rules, "order": 1.0}, mini_batch=2)
-
-
 def test_a_horizon_is_to_be_one_number():
     (line,) = told(NORM, {"max_staleness": 0})
     assert "set actor_rollout_ref.actor.loss_scale_factor=384" in line
     assert not told(NORM, {"max_staleness": 0}, horizon=384)
-    loaded = {"max_staleness": 1, "take": "loaded"}
-    for order in (None, 0.0):
-        assert not told(NORM, {**loaded, "order": order})
-    assert told(NORM, {**loaded, "order": 1.0})
+    assert not told(NORM, {"max_staleness": 1, "take": "loaded"})
 
 
 def _weights(average, horizon=None, **info):

@@ -14,7 +14,7 @@ from verl_rhyme.planning.profile import profile
 BATCH, STEPS, REPLICAS, SAMPLES = 8, 2, 16, 16
 
 
-@pytest.fixture(scope="module", params=["least_loaded", "sticky_group", "makespan"])
+@pytest.fixture(scope="module", params=["least_loaded", "longest_first"])
 def world(request):
     lengths = np.random.default_rng(0).integers(1, 2000, (2, BATCH * STEPS, SAMPLES))
     world = World(request.param, {}, REPLICAS, profile(routing.PROFILE)[0], lengths, BATCH)
@@ -36,22 +36,18 @@ def test_every_sample_is_generated_once_with_its_tokens(world):
 
 def test_nothing_is_left_at_router_and_engines(world):
     assert world.router.object.get_total_inflight() == 0
-    assert world.router.object.get_status()["policy_errors"] == 0
+    assert not any(world.router.object.get_status()["servers"].values())
     assert not any(replica.object.engine.names() for replica in world.replicas.values())
 
 
 def test_figures_are_of_what_ran(world):
     told = routing.routed(world, world.steps)
     where = routing.histories(world, world.steps[:STEPS], world.steps[STEPS:])
-    if world.policy == "sticky_group":
-        assert told["siblings_met"] > 0.95
     if world.policy == "least_loaded":  # as many samples as replicas: each of a group's to another
         assert told["siblings_met"] < 0.2
         assert where["prompts_a_node"] == 1
         assert where["home"] == 1
         assert routing.fetched(world, world.steps)["copies_a_prompt"] == where["nodes"] - 1, "all answer some of each"
-    if world.policy == "sticky_group":
-        assert 0 < routing.fetched(world, world.steps)["copies_a_prompt"] < 1, "the trainer's node needs none"
     assert told["requests_to_mean"] >= 1
     assert told["tokens_to_mean"] >= 1
     assert where["history_gib"] <= where["history_gib_of_all"]

@@ -129,26 +129,6 @@ def test_drafts_may_be_switched_off_and_on_again(tmp_path, preset):
         assert run_folder.refusal(config) is None
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
-def test_checkpoints_without_a_marker_tell_of_themselves(world, tmp_path, engine):
-    folder = tmp_path / "run" / "checkpoints"
-    checkpoint(folder, 4)
-    actor = folder / "global_step_4" / "actor"
-    if engine == "fsdp2":
-        (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
-    saved_model = actor / ("huggingface" if engine == "fsdp2" else "model/huggingface")
-    saved_model.mkdir(parents=True)
-    (saved_model / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
-    arguments = {"fsdp2": "actor_rollout_ref.actor.strategy=fsdp2", "megatron": "model_engine=megatron"}
-    own_engine = arguments.pop(engine)
-    own = compose([*world, own_engine])
-    foreign = compose([*world, *arguments.values()])
-    assert run_folder.refusal(own) is None
-    assert f"engine {engine} there" in run_folder.refusal(foreign)
-    llama = compose([*world, own_engine, f"actor_rollout_ref.model.path={tmp_path}/models/llama"])
-    assert "architecture qwen2 2 x 64 there, llama 2 x 64 here" in run_folder.refusal(llama)
-
-
 @pytest.mark.parametrize("damage", ["", "{", "[]", "\xff"])
 def test_a_damaged_marker_is_not_overwritten(tmp_path, damage):
     marker = tmp_path / "run.json"

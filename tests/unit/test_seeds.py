@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks import seeds
-from verl_rhyme.observability import plot
 
 
 def summary(arm, *rewards, speed):
@@ -50,12 +49,10 @@ def test_an_arm_that_lacks_an_epoch_is_an_error():
 
 def test_runs_of_one_arm_are_one_line_and_a_band(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, path: drawn.append(figure))
-    plot.draw([*OFF, *ON], tmp_path / "seeds.png")
+    monkeypatch.setattr(seeds.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    seeds.draw({"off": OFF, "histospec": ON}, tmp_path / "seeds.png")
     reward = drawn[0].axes[0]
     assert [line.get_label() for line in reward.lines] == ["off", "histospec"]
     assert list(reward.lines[0].get_ydata()) == [pytest.approx(0.4), pytest.approx(0.5)]
     low, high = reward.collections[0].get_datalim(reward.transData).intervaly
     assert (low, high) == (pytest.approx(0.2), pytest.approx(0.7))
-    plot.draw([OFF[0], ON[0]], tmp_path / "one.png")
-    assert not drawn[1].axes[0].collections

@@ -64,32 +64,21 @@ def test_stale_tokens_have_token_level_importance_weights_unless_an_override_say
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words", "corrected"),
+    ("preset", "overrides", "reported"),
     [
-        ([], ["token-level truncated importance sampling", "threshold 2.0", "at most 1 version"], True),
-        ([f"{IS}=sequence"], ["sequence-level truncated importance sampling"], True),
-        ([f"{IS}_threshold='0.5_5.0'", f"{IS}=token"], ["token-level IcePop", "0.5_5.0"], True),
-        (["algorithm.rollout_correction.bypass_mode=true"], ["bypass_mode=true", "ratio"], True),
-        (
-            [f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"],
-            ["rollout_rs=token_k1", "no importance weights"],
-            True,
-        ),
-        ([f"{IS}=null"], ["no importance weights", f"{IS}=null"], False),
+        ("stream", [], False),
+        ("stream", [f"{IS}=null"], True),
+        ("stream", [f"{IS}=null", "algorithm.rollout_correction.bypass_mode=true"], False),
+        ("stream", [f"{IS}=null", "algorithm.rollout_correction.rollout_rs=token_k1"], False),
+        ("sorted", [], False),
+        ("histospec", [], False),
     ],
 )
-def test_what_is_in_force_is_reported(overrides, words, corrected):
-    found = config("stream", *overrides)
-    told = stale_tokens.correction(found, config_tree.from_verl(found))
-    assert told.corrected == corrected
-    assert all(word in told.detail for word in words), told.detail
-    assert corrected or "rollout_is=token" in told.remedy
-
-
-@pytest.mark.parametrize("preset", ["sorted", "histospec"])
-def test_on_policy_nothing_is_reported(preset):
-    found = config(preset)
-    assert stale_tokens.correction(found, config_tree.from_verl(found)) is None
+def test_stale_tokens_without_a_correction_are_reported(preset, overrides, reported):
+    found = config(preset, *overrides)
+    told = stale_tokens.uncorrected(found, config_tree.from_verl(found))
+    assert (told is not None) == reported
+    assert not reported or f"at most 1 version old, and without importance weights ({IS}=null)" in told
 
 
 def test_the_weight_of_a_token_is_what_the_current_policy_gives_it_over_what_its_own_policy_gave_it():

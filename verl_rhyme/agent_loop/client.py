@@ -25,8 +25,9 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_rhyme.agent_loop.session import Conversation, Interrupted, Session, Turn, current
 from verl_rhyme.history.keys import prompt_key
 from verl_rhyme.observability.errors import first_line
+from verl_rhyme.placement.assignment import ANYWHERE
 from verl_rhyme.processes.deaths import is_death
-from verl_rhyme.processes.request import DIED, FIELD, PLACEMENT, RequestMeta
+from verl_rhyme.processes.request import DIED, FIELD, RequestMeta
 from verl_rhyme.sampling.continuation import starting_over
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,6 @@ class _Requests(LLMServerClient):
             key=conversation.key,
             sample=session.sample,
             attempt=len(conversation.records),
-            group=session.group,
-            prompt_tokens=len(prompt_ids),
             before=before,
             assignment=assignment,
             name=session.name,
@@ -129,8 +128,7 @@ class _Requests(LLMServerClient):
                 await self._part_with(session, request_id, said, time.monotonic() - began, first_line(error))
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        known = extra.get(FIELD) or {}
-        extra[FIELD] = {name: known[name] for name in PLACEMENT if known.get(name) not in (None, "")}
+        extra[FIELD] = {"assignment": (extra.get(FIELD) or {}).get("assignment", ANYWHERE)}
         while True:
             acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
             try:

@@ -10,7 +10,6 @@ from typing import Any
 import transfer_queue as tq
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_rhyme.agent_loop.room import Room
 from verl_rhyme.agent_loop.session import SESSIONS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
 from verl_rhyme.scheduling.attempts import Ended
@@ -32,19 +31,14 @@ class Reports:
     """In one message where several end at about the same time, as they do at an abort.
 
     What an attempt left is in TransferQueue before the coordinator is told: one that is started anew finds it there.
-    Reports that leave nothing do not wait for those that do: the queue may be full until these are trained.
-
-    Attributes:
-        room: Waits where the queue is full.
+    Reports that leave nothing do not wait for those that do.
     """
 
     def __init__(self) -> None:
-        self.room = Room()
-        self._leaving, self._telling = _Lane(self.room), _Lane(self.room)
+        self._leaving, self._telling = _Lane(), _Lane()
 
     def attach(self, coordinator: Any) -> None:
         """``coordinator`` is told from now on."""
-        self.room.attach(coordinator)
         self._leaving.coordinator = self._telling.coordinator = coordinator
 
     async def send(self, ended: Ended, left: dict[str, Any] | None = None) -> None:
@@ -63,9 +57,8 @@ class Reports:
 class _Lane:
     """Reports that go one message at a time."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self) -> None:
         self.coordinator: Any = None
-        self._room = room
         self._rows: list[tuple[Ended, dict[str, Any] | None]] = []
         self._sending: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -104,7 +97,7 @@ class _Lane:
     async def _insist(self, send: Callable[[], Awaitable[Any]], whom: str, count: int) -> None:
         for retry_s in (*_RETRIES_S, None):
             try:
-                await self._room.wait(lambda: asyncio.wait_for(send(), _TIMEOUT_S))
+                await asyncio.wait_for(send(), _TIMEOUT_S)
                 return
             except Exception as error:
                 if retry_s is None:

@@ -68,7 +68,7 @@ class Turn:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Turn:
-        """What :meth:`to_dict` gave, or an earlier version's, with lists."""
+        """What :meth:`to_dict` gave."""
         log_probs = stored["log_probs"]
         return cls(
             **{
@@ -108,7 +108,6 @@ class Session:
         records: Request records of earlier attempts whose tokens are continued; at the end, of this one as well.
         turns: Turns so far, of one that was dispatched.
         sample: Its number in the group, -1 when unknown.
-        group: Samples of its prompt that are started about now, 0 when unknown.
         noise: Key in hex of the noise its tokens are drawn with; empty for noise of each request's own.
         moving: Its running request was ended so that it goes on elsewhere.
         call: Where its latest request is; the client's.
@@ -128,7 +127,6 @@ class Session:
     records: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     sample: int = -1
-    group: int = 0
     noise: str = ""
     moving: bool = False
     call: Any = None

@@ -63,7 +63,7 @@ class RhymeAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type]
         await super()._run_prompt(prompt, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        with _at_work(_of_sample(self, trajectory, int(kwargs.get("session_id", -1))), self._tool_timeout, kwargs):
+        with _at_work(_of_sample(int(kwargs.get("session_id", -1))), self._tool_timeout, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -79,10 +79,10 @@ def _of_prompt(worker: Any, prompt: Mapping[str, Any]) -> Session:
     return Session(key=data_key(prompt, template_label(worker.tokenizer, worker.processor, options)))
 
 
-def _of_sample(worker: Any, trajectory: dict[str, Any], number: int) -> Session:
+def _of_sample(number: int) -> Session:
     """A sample of the prompt that this task works on, where no coordinator started it."""
     prompt = current()
-    return Session(sample=number, group=_group(worker.config, trajectory), key=prompt.key if prompt else "")
+    return Session(sample=number, key=prompt.key if prompt else "")
 
 
 def _keep_records(output: Any) -> None:
@@ -91,12 +91,6 @@ def _keep_records(output: Any) -> None:
     records = session.records if (session := current()) is not None else []
     if records and outputs and not any(each.extra_fields.get(FIELD) for each in outputs):
         outputs[-1].extra_fields[FIELD] = list(records)
-
-
-def _group(config: Any, trajectory: dict[str, Any]) -> int:
-    """Samples of a prompt, where it does not say how many."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.val_kwargs.n if trajectory["validate"] else rollout.n
 
 
 def _at_work(session: Session, timeout: float, prompt: dict[str, Any]) -> Deadline:
@@ -216,7 +210,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         starts = [start for start in order.starts if start.name in self._attempts]  # not abandoned meanwhile
         tasks = []
         for start in starts:
-            session = self._session(start, order.left.get(start.predecessor), len(starts))
+            session = self._session(start, order.left.get(start.predecessor))
             session.key = of_prompt.key
             work = self._run_session(session, prompt, params, trajectory, trace)
             task = asyncio.create_task(work)
@@ -231,9 +225,9 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         self._attempts.pop(name, None)
         self._sessions.pop(name, None)
 
-    def _session(self, start: Start, left: Left | None, group: int) -> Session:
+    def _session(self, start: Start, left: Left | None) -> Session:
         uid, number = sample_of(start.name)
-        session = Session(start.partial, start.assignment, start.name, sample=number, group=group)
+        session = Session(start.partial, start.assignment, start.name, sample=number)
         if left is not None:
             session.kept = left.turns
             session.records = left.records if session.partial else []
@@ -269,7 +263,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         if not trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        with _at_work(_of_sample(self, trajectory, int(kwargs["session_id"])), self._tool_timeout, kwargs):
+        with _at_work(_of_sample(int(kwargs["session_id"])), self._tool_timeout, kwargs):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
@@ -311,14 +305,7 @@ class SessionAgentLoopWorker(_AgentLoopWorker):  # type: ignore[misc, valid-type
         report = {"tokens": session.tokens, "first_version": session.first_version, "records": _records(session)}
         if outputs:
             outputs[0].extra_fields[REPORT] = report
-        store = partial(super()._agent_loop_postprocess, output, validate, **kwargs)
-
-        async def reward_and_store() -> None:
-            with session.deadline.resumed():  # of the reward, which verl computes first, and never twice
-                await store()
-
-        with session.deadline.paused():
-            await self._reports.room.wait(reward_and_store)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
         session.empty = not outputs
         if self._filter_metric is not None:
             session.scores = [_score(trajectory, self._filter_metric) for trajectory in outputs]

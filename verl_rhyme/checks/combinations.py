@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.config import (
     CONFIG_PATH,
-    LENGTH_PLACEMENTS,
     PIPELINES,
     PRESETS,
     SINGLE_ESTIMATORS,
@@ -39,6 +38,7 @@ _FILTER = "algorithm.filter_groups.enable"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _DRAFTING = "rhyme.drafting.enable"
 _BOUND = "rhyme.max_staleness"
+_QUEUE = "transfer_queue.backend"
 _PLACEMENT = "rhyme.placement.policy"
 
 #: vLLM's options that verl sets from a key of its own, which rhyme reads.
@@ -306,6 +306,12 @@ TABLE = (
                 lambda size, run: size not in (None, 1),
                 f"drop it; {CONFIG_PATH}.scheduling.in_flight says how much is loaded",
             ),
+            Option(
+                f"{_QUEUE}.SimpleStorage.total_storage_size",
+                lambda limit, run: limit is not None and run.value(f"{_QUEUE}.storage_backend") == "SimpleStorage",
+                f"set {_QUEUE}.SimpleStorage.total_storage_size=null (no limit), as {_OTHERS} do: a sample that finds "
+                "no room would be lost",
+            ),
         ),
         lambda run: run.pipeline,
         "the pipeline itself decides what is loaded and started, which engines generate it in which order, what an "
@@ -382,15 +388,15 @@ TABLE = (
         (
             Option(
                 _PLACEMENT,
-                lambda policy, run: policy in LENGTH_PLACEMENTS and not run.pipeline,
-                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=sticky_group or least_loaded",
+                lambda policy, run: policy is not None and not run.pipeline,
+                f"set {CONFIG_PATH}.max_staleness, as {_OTHERS} do, or placement.policy=null",
                 (_BOUND,),
             ),
             Option(f"{_ROLLOUT}.router_config_path", beside=(_PLACEMENT,)),
             Option(f"{_ROLLOUT}.full_determinism", beside=(_PLACEMENT,)),
         ),
         lambda run: run.rhyme is not None and run.rhyme.placement.policy is not None,
-        "one router places requests: verl's, your own, or a placement, some of which go by lengths that the pipeline "
+        "one router places requests: verl's, your own, or ours by a placement, which goes by lengths that the pipeline "
         "expects",
         f"drop the first, or set {CONFIG_PATH}.placement.policy=null",
     ),

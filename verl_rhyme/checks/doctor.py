@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -43,12 +42,7 @@ COMPANIONS = {
     "transformers": ">=5.5.3,<5.11,!=5.6.0",
 }
 
-#: What a run of the tiny CPU world takes at its peak (measured: 7.7 GB).
-MEMORY_BYTES = 8 << 30
 DISK_BYTES = 1 << 30
-
-#: Of what killed runs of this user left on this node.
-NEXT_RUN_REMOVES = "none needed: your next run on this node deletes it"
 
 _INSTALL = "run `source requirements/bootstrap.sh`, which makes .venv-cpu or .venv-gpu from its lock"
 
@@ -85,7 +79,6 @@ def examine(history_dir: str | None = None, engines: bool = True) -> list[Check]
         "plugin": _plugin_failures,  # registrations wait for modules that the checks above import
         "history folder": lambda: _history_disk(history),
         "shared memory": _shared_memory,
-        "memory": _memory,
     }
     if engines and not vllm_runs_on_cpu():
         steps["training engines"] = _engines
@@ -279,14 +272,6 @@ def _history_disk(folder: Path) -> Iterator[Check]:
     bound = _gib(HistoryConfig().bound(free, available_memory()))
     detail = f"{folder}: {_gib(free)} free; history.max_bytes=null takes {bound}, half of it or of the memory"
     yield Check("history folder", status, detail, remedy)
-    from verl_rhyme.history import owner
-
-    for left, writer in owner.left_behind(folder):
-        detail = f"{left}: {_mib(left)}, of {writer}, which does not seem to live"
-        remedy = f"if that run is over for good: rm -r {shlex.quote(str(left))}"
-        if is_user_folder(folder) and not writer.is_foreign():
-            remedy = NEXT_RUN_REMOVES
-        yield Check("history left over", WARN, detail, remedy)
 
 
 def _shared_memory() -> Iterator[Check]:
@@ -300,10 +285,6 @@ def _shared_memory() -> Iterator[Check]:
     ok = seen and free >= SHM_BYTES
     detail = f"{folder}: {_gib(free)} of {_gib(total)} free, {_gib(SHM_BYTES)} needed; weights and Ray's objects use it"
     yield Check("shared memory", OK if ok else FAIL, detail, "" if ok else remedy)
-    from verl_rhyme.weights.folder import left_behind
-
-    for left in left_behind(folder):
-        yield Check("weights left over", WARN, f"{left}: {_mib(left)}, of a run that was killed", NEXT_RUN_REMOVES)
 
 
 def _round_trip(content: bytes) -> bool:
@@ -321,21 +302,8 @@ def _round_trip(content: bytes) -> bool:
         segment.unlink()
 
 
-def _memory() -> Iterator[Check]:
-    from verl_rhyme.history.share import available_memory
-
-    free = available_memory()
-    ok = free >= MEMORY_BYTES
-    remedy = "" if ok else "stop what else is running; the tiny CPU world needs about this much, other models more"
-    yield Check("memory", OK if ok else WARN, f"{_gib(free)} available, {_gib(MEMORY_BYTES)} wanted", remedy)
-
-
 def _has_distribution(name: str) -> bool:
     return any(True for _ in metadata.distributions(name=name))
-
-
-def _mib(folder: Path) -> str:
-    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / (1 << 20):.1f} MiB"
 
 
 def _gib(size: int) -> str:

@@ -33,31 +33,17 @@ def contradictions(config: Any, rhyme: RhymeConfig | None) -> Iterator[Refusal]:
         ValueError: Options exclude each other (:func:`~verl_rhyme.scheduling.rules.of_config`).
     """
     rules = of_config(config, rhyme)
-    if rhyme is None or rules is None:
+    if rules is None or rules.take != "finished" or rules.batches <= 1:  # updates as they were loaded
         return
-    keys = (f"{_ACTOR}.loss_agg_mode", "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
-    average, batch, mini_batch = (OmegaConf.select(config, key) for key in keys)
-    if None in (average, batch, mini_batch):  # no whole config: verl has its say
-        return
-    order, several = rhyme.scheduling.order, int(mini_batch) < int(batch)
-    chosen = rules.take == "finished" and rules.batches > 1
-    horizon = f"{_ACTOR}.loss_scale_factor={config.data.max_response_length}"
-    remedy = f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same"
-    if average == "token-mean" and chosen:
+    average = OmegaConf.select(config, f"{_ACTOR}.loss_agg_mode")
+    horizon = f"{_ACTOR}.loss_scale_factor={OmegaConf.select(config, 'data.max_response_length')}"
+    if average == "token-mean":
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.take=finished: tokens of short responses "
             "weigh more, since updates of short ones are divided by fewer tokens",
-            remedy,
+            f"set {_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {horizon}: tokens then weigh the same",
         )
-    if average == "token-mean" and several and order:
-        yield Refusal(
-            f"{_ACTOR}.loss_agg_mode=token-mean with {CONFIG_PATH}.scheduling.order={order:g} and mini-batches of "
-            f"{mini_batch} of {batch} prompts: tokens of short responses weigh more, since their mini-batches are "
-            "divided by fewer tokens",
-            remedy,
-        )
-    fixed = OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is not None
-    if average == "seq-mean-token-sum-norm" and not fixed and (chosen or order):
+    if average == "seq-mean-token-sum-norm" and OmegaConf.select(config, f"{_ACTOR}.loss_scale_factor") is None:
         yield Refusal(
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm without {_ACTOR}.loss_scale_factor: each micro-batch is "
             "divided by its longest response, and sorted ones differ in that",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from verl_rhyme.checks import combinations, loss_normalisation, queue_room, stale_tokens, weight_bucket
+from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens
 from verl_rhyme.checks.combinations import Refusal
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.presets import DRAFTING_MANAGER, MANAGER, PIPELINE_MANAGER
@@ -49,15 +48,10 @@ def check(config: Any) -> None:
     check_agent_loops(config, rhyme)
     _check_files(config)
     _check_shared_memory()
-    for refusal in weight_bucket.refusals(config):
-        raise ConfigError(str(refusal))
-    for told in loss_normalisation.contradictions(config, rhyme):
-        logger.warning("%s", told)
-    if (correction := stale_tokens.correction(config, rhyme)) is not None:
-        if correction.corrected:
-            logger.info("%s", correction.detail)
-        else:
-            logger.warning("%s; %s", correction.detail, correction.remedy)
+    for found in loss_normalisation.contradictions(config, rhyme):
+        logger.warning("%s", found)
+    if (told := stale_tokens.uncorrected(config, rhyme)) is not None:
+        logger.warning("%s; %s", told, stale_tokens.REMEDY)
 
 
 def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
@@ -70,8 +64,6 @@ def refusals(config: Any, rhyme: RhymeConfig | None) -> list[Refusal]:
     found = list(combinations.refusals(config, rhyme))
     if rhyme is None:
         return found
-    with contextlib.suppress(ValueError):  # rules that contradict each other: in the list already
-        found += queue_room.refusals(config, rhyme)
     try:
         router_file.check(rhyme.placement)
         router_file.check_own(config)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,34 +20,20 @@ def simulate(
     cluster: Annotated[Path, typer.Argument(help="A cluster file, such as examples/simulate/dapo32b.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Over the file's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a step, and one of them all.")] = False,
-    timeline: Annotated[Path | None, typer.Option(help="Write Chrome trace JSON here; Perfetto opens it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a run folder here that verl-rhyme report reads.")] = None,
 ) -> None:
     """A run in virtual time, with the scheduler, placement and length predictor of training."""
     from rich.progress import Progress
 
-    from verl_rhyme.observability import trace
-    from verl_rhyme.simulation import cluster_file, event_log
+    from verl_rhyme.simulation import cluster_file
     from verl_rhyme.simulation.run import Simulation
 
     try:
         loaded = cluster_file.load(cluster, overrides or [])
-        if out is not None:
-            with _writing("--out", out):
-                event_log.check(out)
-                _check_folder(out)
-        if timeline is not None:
-            if timeline.exists() and timeline.samefile(cluster):
-                raise _CannotWrite(f"cannot write --timeline {timeline} (it is the cluster file): name another")
-            _check_file("--timeline", timeline)
-        for line in loaded.unread:
-            print(f"verl-rhyme simulate: {line}", file=sys.stderr)
         rules, drafts = loaded.scenario.rules, max(loaded.scenario.drafts.acceptance) > 1
         load = f"{loaded.total} prompts, {loaded.updates} updates of {rules.batch_prompts}"
         without = "" if drafts else "; without drafts (drafts.acceptance)"
         print(f"verl-rhyme simulate: {load}; rules in force: {rules.summary}{without}", file=sys.stderr)
-        segments: list | None = [] if timeline or out else None
-        simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates, segments)
+        simulation = Simulation(loaded.scenario, loaded.prompts, loaded.updates)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("updates", total=loaded.updates)
             simulation.run(lambda step: progress.update(task, completed=step.version + 1))
@@ -59,18 +41,6 @@ def simulate(
         print(f"verl-rhyme simulate: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     _print_simulated(simulation, loaded, as_json)
-    log = simulation, segments or [], loaded.epoch_prompts
-    try:
-        if timeline is not None:
-            with _writing("--timeline", timeline):
-                trace.write(timeline, *event_log.columns(*log))
-        if out is not None:
-            about = " ".join(["simulated:", cluster.stem, *(overrides or [])])
-            with _writing("--out", out):
-                event_log.write(out, about, *log)
-    except _CannotWrite as error:
-        print(f"verl-rhyme simulate: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
 
 
 def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> None:
@@ -80,7 +50,7 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
     if as_json:
         for step in steps:
             print(json.dumps(summary.row(step)))
-        about = {"sources": loaded.sources, "prompts": loaded.total, "unread": loaded.unread}
+        about = {"sources": loaded.sources, "prompts": loaded.total}
         print(json.dumps({**summary.whole(simulation), **about}))
         return
     table = Table("update", *summary.COLUMNS, box=None, pad_edge=False)
@@ -93,49 +63,6 @@ def _print_simulated(simulation: Simulation, loaded: Loaded, as_json: bool) -> N
         print(f"what steps cost: {source}")
 
 
-class _CannotWrite(ValueError):
-    """An option names what cannot be written; the message says why."""
-
-
-@contextlib.contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    """Errors of the operating system within it are about this option's path.
-
-    Raises:
-        _CannotWrite: Of each.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise _CannotWrite(f"cannot write {option} {path} ({reason}): name another") from error
-
-
-def _check_folder(folder: Path) -> None:
-    """Make it, and write into it what leaves nothing behind.
-
-    Raises:
-        OSError: That fails.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder") from error
-    tempfile.TemporaryFile(dir=folder).close()
-
-
-def _check_file(option: str, path: Path) -> None:
-    """See that a file can be written, and make its folder; what is in it stays.
-
-    Raises:
-        _CannotWrite: It cannot.
-    """
-    with _writing(option, path):
-        _check_folder(path.parent)
-        if path.exists():
-            path.open("a").close()
-
-
 def profile(
     run: Annotated[Path, typer.Argument(help="Folder of a run; a short one is enough.")],
     out: Annotated[Path | None, typer.Option(help="Where the profile goes; default: RUN/profile.yaml.")] = None,
@@ -145,24 +72,14 @@ def profile(
 
     path = run / "profile.yaml" if out is None else out
     try:
-        log = recorded.read(run)
-        _check_file("--out", path)
-        found = fitted.fit(log)
+        found = fitted.fit(recorded.read(run), run.absolute().name)
+        profile = fitted.yaml(found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(profile)
     except (OSError, ValueError) as error:
         print(f"verl-rhyme profile: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    table = Table("", "seconds", "+-", "", box=None, pad_edge=False)
-    for row in fitted.rows(found):
-        table.add_row(*row)
-    Console().print(table, highlight=False)
-    for line in fitted.lines(found):
-        print(line)
-    source = f"measured: {run.absolute().name}, {found.run.info.get('engine', 'an unknown engine')}, {found.date}"
-    try:
-        with _writing("--out", path):
-            path.write_text(fitted.yaml(found, source))
-    except _CannotWrite as error:
-        print(f"verl-rhyme profile: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    print(f"{path}: name it as a replica's profile in a cluster file; one beside it that plays this run again:")
-    print(fitted.cluster(found, path), end="")
+    print(profile, end="")
+    for note in found.notes:
+        print(f"verl-rhyme profile: {note}", file=sys.stderr)
+    print(f"\n{path}: name it as a replica's profile in a cluster file", file=sys.stderr)

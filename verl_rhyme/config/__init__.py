@@ -14,18 +14,14 @@ from __future__ import annotations
 
 from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, coerce, require
 from verl_rhyme.config.drafting import (
-    AUTOMATIC_HISTORY_SHARE,
-    DRAFTERS,
     HISTORY_FILL,
     MAX_DRAFT_TOKENS,
     DraftingConfig,
     HistoryConfig,
-    PaperOptions,
     SamplingConfig,
 )
 from verl_rhyme.config.listing import Option, options
 from verl_rhyme.config.placement import (
-    LENGTH_PLACEMENTS,
     PLACEMENTS,
     RANKERS,
     LengthsConfig,
@@ -47,11 +43,8 @@ from verl_rhyme.config.scheduling import (
 )
 
 __all__ = [
-    "AUTOMATIC_HISTORY_SHARE",
     "CONFIG_PATH",
-    "DRAFTERS",
     "HISTORY_FILL",
-    "LENGTH_PLACEMENTS",
     "MAX_DRAFT_TOKENS",
     "OVERSUBSCRIPTION",
     "PIPELINES",
@@ -69,7 +62,6 @@ __all__ = [
     "LengthsConfig",
     "ModelRankerOptions",
     "Option",
-    "PaperOptions",
     "PlacementConfig",
     "RankerConfig",
     "RhymeConfig",

@@ -20,7 +20,7 @@ _PATIENCE = ("scheduling.tool_timeout", "scheduling.lost_after")
 def arm_name(rhyme: RhymeConfig | None, *, switches: bool = True) -> str:
     """What a run is called in its folder's name and marker, in loggers, event log and reports.
 
-    The preset whose schedule is the nearest, then what differs from it: ``full-k2-least_loaded-no_drafting``. Where
+    The preset whose schedule is the nearest, then what differs from it: ``full-k2-no_policy-no_drafting``. Where
     files lie and how long to wait are no part of it.
 
     Args:

@@ -82,7 +82,7 @@ def type_name(hint: Any) -> str:
 def typed_options(
     path: str, chosen: str, table: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``options`` of a choice (a placement, a drafter, a ranker) as their types.
+    """The ``options`` of a choice (a placement, a ranker) as their types.
 
     Args:
         path: Of the options.

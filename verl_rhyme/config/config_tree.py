@@ -14,18 +14,17 @@ from typing import Any
 
 from verl_rhyme.config import CONFIG_PATH, ConfigError, RhymeConfig, coerce
 
-#: Options of earlier versions, a section that ended as a whole, and what to write instead.
+#: Options of earlier versions, sections that ended as a whole, and what to write instead.
 GONE: Mapping[str, str] = {
     "poll_interval": "drop it; the replay buffer looks every 0.25 s",
     "history.timeout": "drop it; the history writer has 300 s for each piece of an update",
     "history.keep": "drop it; other nodes keep copies of the histories that their replicas need",
     "drafting.sampler_memory": "drop it; drafting.logits_memory bounds what drafts take",
-    "drafting.reward_weight": "set drafting.options.reward_weight (drafting.policy=paper)",
-    "drafting.match.min": "set drafting.options.match_min (drafting.policy=paper)",
-    "drafting.match.max": "set drafting.options.match_max (drafting.policy=paper)",
-    "drafting.window.start": "set drafting.options.window_start (drafting.policy=paper)",
-    "drafting.window.growth": "set drafting.options.window_growth (drafting.policy=paper)",
-    "drafting.window.max": "set drafting.options.window_max (drafting.policy=paper)",
+    **{
+        f"drafting.{name}": "drop it; drafting.policy=paper is as it is published"
+        for name in ("options", "reward_weight", "match", "window")
+    },
+    "sampling.verify": "drop it; our sampler verifies",
     "sorting": "set max_staleness; `verl-rhyme options` lists all that there is",
     "sorting.mode": "set max_staleness: 0 for on_policy; 1 or more for partial, histopipe and stream, whose other "
     "rules +rhyme=sorted, +rhyme=histopipe and +rhyme=stream set",
@@ -64,18 +63,8 @@ GONE: Mapping[str, str] = {
 }
 
 
-def _sections() -> dict[str, set[str]]:
-    """What is a mapping in the tree, or was, and the keys of each."""
-    kinds = {name: kind for name, kind in typing.get_type_hints(RhymeConfig).items() if dataclasses.is_dataclass(kind)}
-    found = {name: {option.name for option in dataclasses.fields(kind)} for name, kind in kinds.items()}
-    for section, *key in (option.split(".") for option in GONE if "." in option):
-        found.setdefault(section, set()).update(key[:1])
-    return found
-
-
-_SECTIONS = _sections()
-#: What the tree's root may have, or had.
-_OPTIONS = {option.name for option in dataclasses.fields(RhymeConfig)} | {option.partition(".")[0] for option in GONE}
+#: Where the tree is easily put by mistake.
+_WRONG_PLACES = ("rhyme", "custom.rhyme", "actor_rollout_ref.rhyme", "actor_rollout_ref.rollout.rhyme")
 
 
 def parse(tree: Mapping[str, Any] | None) -> RhymeConfig | None:
@@ -106,60 +95,30 @@ def from_verl(config: Any) -> RhymeConfig | None:
 
     tree = OmegaConf.select(config, CONFIG_PATH)
     found = parse(None if tree is None else OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
-    for error in misplaced(config, sections=found is not None):
+    for error in misplaced(config):
         raise ConfigError(error)
     return found
 
 
 def ended(option: str) -> str | None:
     """What to write instead of an option of an earlier version (its path in the tree); ``None`` for any other."""
-    return GONE.get(option) or GONE.get(option.partition(".")[0])
+    parts = option.split(".")
+    wholes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((GONE[whole] for whole in wholes if whole in GONE), None)
 
 
-def misplaced(config: Any, sections: bool = True) -> Iterator[str]:
-    """Options of ours that stand where nothing reads them: for each an error that says what to write.
+def misplaced(config: Any) -> Iterator[str]:
+    """Trees of ours that stand where nothing reads them: for each an error that says what to write.
 
     Args:
         config: verl's whole config (a ``DictConfig``).
-        sections: Look for sections of the tree (``drafting.floor``) that lack ``rhyme``, too. Without rhyme they may be
-            somebody else's.
     """
     from omegaconf import OmegaConf
 
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    if not isinstance(plain.get("rhyme"), str):  # else a group that was not found: combinations.py
-        yield from _misplaced(plain, (), sections)
-
-
-#: Of the path to the tree, what stands before ``rhyme``.
-_PARENTS = tuple(CONFIG_PATH.split(".")[:-1])
-
-
-def _misplaced(node: Mapping[Any, Any], path: tuple[str, ...], sections: bool) -> Iterator[str]:
-    near = set(path) <= set(_PARENTS)  # elsewhere it is ours only by all that is in it
-    for key, value in node.items():
-        here = (*path, str(key))
-        if here == (*_PARENTS, "rhyme"):
-            continue
-        if key == "rhyme" and (near or _has_only(value, _OPTIONS)):
-            yield _belongs(here, _first(value), _first(value) or ("enable",))
-        elif near and sections and key == "max_staleness":
-            yield _belongs(here, (), (key,))
-        elif near and sections and _has_only(value, _SECTIONS.get(key, set())):
-            yield _belongs(here, _first(value), (key, *_first(value)))
-        elif isinstance(value, Mapping):
-            yield from _misplaced(value, here, sections)
-
-
-def _belongs(here: tuple[str, ...], below: tuple[str, ...], option: tuple[str, ...]) -> str:
-    wrong, name = ".".join((*here, *below)), ".".join(option)
-    if remedy := ended(name):
-        return f"{wrong}: {CONFIG_PATH}.{name} has ended: {remedy}"
-    return f"{wrong} is read by nobody: did you mean {CONFIG_PATH}.{name}?"
-
-
-def _has_only(node: Any, known: set[str]) -> bool:
-    return isinstance(node, Mapping) and bool(node) and set(node) <= known
+    for place in _WRONG_PLACES:
+        found = OmegaConf.select(config, place)
+        if found is not None and not isinstance(found, str):  # a text is a group that was not found: combinations.py
+            yield f"{place} is read by nobody: did you mean {CONFIG_PATH}?"
 
 
 def _leaves(node: Any) -> Iterator[tuple[str, ...]]:
@@ -169,10 +128,6 @@ def _leaves(node: Any) -> Iterator[tuple[str, ...]]:
         return
     for key, value in node.items():
         yield from ((str(key), *inside) for inside in _leaves(value))
-
-
-def _first(node: Any) -> tuple[str, ...]:
-    return next(_leaves(node))
 
 
 def from_rollout(rollout_config: Any) -> RhymeConfig | None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from verl_rhyme.config.checks import CONFIG_PATH, ConfigError, about, option, require, typed_options
+from verl_rhyme.config.checks import option, require
 
 #: vLLM's own limit on the draft tokens of one request in one step.
 MAX_DRAFT_TOKENS = 128
 
 #: Of ``history.max_bytes``, what values may fill; the rest takes a step's new pages before its old ones are free again.
 HISTORY_FILL = 0.7
-
-#: What ``history.max_bytes=null`` takes: this share of the disk and of the memory that are free, the smaller one.
-AUTOMATIC_HISTORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,8 @@ class HistoryConfig:
     max_bytes: int | None = option(
         None,
         "Bytes that the history may take on the trainer's node (and its copies on each other node); the oldest visits "
-        "go first. null: half of the free disk or memory, whichever is less.",
+        "go first. null: half of what disk or memory have free at the start, whichever is less; each of several Ray "
+        "nodes on one machine takes half of what the others left.",
         public=True,
     )
     epochs: int = option(
@@ -45,45 +41,10 @@ class HistoryConfig:
         require(self.epochs >= 1, "history.epochs", self.epochs, "at least 1")
 
     def bound(self, disk: int, memory: int) -> int:
-        """``max_bytes``, or what ``None`` stands for where so many bytes are free and no other node shares them."""
+        """``max_bytes``, or what ``None`` stands for where so many bytes are free."""
         if self.max_bytes is not None:
             return self.max_bytes
-        return max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk, memory)))
-
-
-@dataclass(frozen=True)
-class PaperOptions:
-    """``drafting.options`` of ``drafting.policy=paper`` (RhymeRL section 4, HistoSpec).
-
-    Attributes:
-        match_min, match_max: Tokens of the latest text that must reappear in the history before it is continued.
-        window_start, window_growth, window_max: Draft tokens of a request: the first draft's, what full acceptance
-            adds, the most; a rejection goes back to the start.
-        reward_weight: Votes of a continuation are its count plus this times its mean reward, scaled to [0, 1].
-    """
-
-    match_min: int = 3
-    match_max: int = 7
-    window_start: int = 2
-    window_growth: int = 2
-    window_max: int = 32
-    reward_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            require(ok, f"drafting.options.{name}", getattr(self, name), allowed)
-
-        check(self.match_min >= 1, "match_min", "at least 1")
-        check(self.match_min <= self.match_max <= 64, "match_max", f"from match_min ({self.match_min}) to 64")
-        check(self.window_start >= 1, "window_start", "at least 1")
-        check(self.window_growth >= 0, "window_growth", "at least 0")
-        allowed = f"from window_start ({self.window_start}) to {MAX_DRAFT_TOKENS} (vLLM's limit)"
-        check(self.window_start <= self.window_max <= MAX_DRAFT_TOKENS, "window_max", allowed)
-        check(self.reward_weight >= 0, "reward_weight", "at least 0")
-
-
-#: Values of ``drafting.policy``, and the ``drafting.options`` of each with their types.
-DRAFTERS: Mapping[str, Mapping[str, Any]] = {"adaptive": {}, "paper": typing.get_type_hints(PaperOptions)}
+        return max(1 << 20, min(disk, memory) // 2)
 
 
 @dataclass(frozen=True)
@@ -99,13 +60,6 @@ class DraftingConfig:
     )
     policy: Literal["adaptive", "paper"] = option(
         "adaptive", "Drafter: adaptive, or paper (HistoSpec as RhymeRL publishes it: one source, one window)."
-    )
-    options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=about(
-            "Of the policy, each added with +: of paper match_min=3, match_max=7 (tokens that must reappear), "
-            "window_start=2, window_growth=2, window_max=32 (draft tokens) and reward_weight=1.0 (votes of a reward).",
-        ),
     )
     max_batch_tokens: int | None = option(
         None, "Draft tokens of the whole batch in one step, at most; null: as many as are profitable."
@@ -151,35 +105,16 @@ class DraftingConfig:
         check(0 < self.floor < 1, "floor", "above 0 and below 1")
         check(1 <= self.tail_weight <= 100, "tail_weight", "from 1 to 100")
         check(1 << 10 <= self.live_tokens <= 1 << 30, "live_tokens", "from 2**10 to 2**30")
-        object.__setattr__(self, "options", typed_options("drafting.options", self.policy, DRAFTERS, self.options))
         check(self.head != "", "head", "null, new, or a file")
         check(self.head is None or self.policy == "adaptive", "head", "null with drafting.policy=paper")
-        if self.policy == "paper" and self.enable and self.paper.window_start > self.max_tokens:
-            raise ConfigError(
-                f"{CONFIG_PATH}: drafting.options.window_start={self.paper.window_start} contradicts "
-                f"drafting.max_tokens={self.max_tokens}: raise max_tokens or lower window_start"
-            )
-
-    @property
-    def paper(self) -> PaperOptions:
-        """``options`` of ``policy="paper"``, with their defaults."""
-        return PaperOptions(**self.options)
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn and drafts verified."""
+    """How tokens are drawn while drafting is on."""
 
-    verify: Literal["ours", "vllm"] = option(
-        "ours",
-        "Who verifies drafts: ours (one look at each row of logits), or vllm (its rejection sampler, to compare).",
-    )
     coupled: bool | None = option(
         None,
         "Noise keyed by sample and position, so that a regenerated response repeats itself where the policy did not "
-        "change; null: wherever responses are regenerated (max_staleness=0) and drafts verified by ours.",
+        "change; null: wherever responses are regenerated (max_staleness=0) and drafting is on.",
     )
-
-    def __post_init__(self) -> None:
-        allowed = "false with sampling.verify=vllm, which draws with noise of its own"
-        require(not self.coupled or self.verify == "ours", "sampling.coupled", self.coupled, allowed)

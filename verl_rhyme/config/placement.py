@@ -11,16 +11,10 @@ from verl_rhyme.config.checks import about, nearest, option, require, typed_opti
 
 #: Values of ``placement.policy``, and the ``placement.options`` of each with their types, as its class has them.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
-    "least_loaded": {"seed": int | None},
-    "sticky_group": {"factor": float},
     "longest_first": {},
     "histopipe": {"groups": int, "two_tier": bool, "migrate": bool, "tail": float},
-    "makespan": {"migrate": bool, "gain": float, "sibling_gain": float},
-    "skewness_aware": {"objective": str, "pools": int, "tail": float, "late": bool},
+    "skewness_aware": {"tail": float},
 }
-
-#: Those that go by expected lengths: a coordinator plans with them.
-LENGTH_PLACEMENTS = ("longest_first", "histopipe", "makespan", "skewness_aware")
 
 
 @dataclass(frozen=True)
@@ -29,30 +23,27 @@ class PlacementConfig:
 
     policy: str | None = option(
         None,
-        "null: verl's router; least_loaded, sticky_group (a prompt's samples on one replica); under the pipeline also "
-        "longest_first (what full sets), and to compare makespan, histopipe, skewness_aware.",
+        "null: verl's router (least loaded); under the pipeline, by expected lengths: longest_first (what full sets), "
+        "and to compare histopipe, skewness_aware.",
         public=True,
     )
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=about(
-            "Of the policy, each added with +: of least_loaded seed=0; of sticky_group factor=1.25; of histopipe "
-            "groups=4, two_tier=true, migrate=true, tail=0.1; of makespan migrate=true, gain=0.01, sibling_gain=0.1; "
-            "of skewness_aware objective=sum, pools=2, tail=0.2, late=false.",
+            "Of the policy, each added with +: of histopipe groups=4, two_tier=true, migrate=true, tail=0.1; of "
+            "skewness_aware tail=0.2.",
         ),
     )
     profile: str | None = option(
         None,
-        "What a replica's work costs, for policies by expected lengths: a file of `verl-rhyme profile`, or a name of "
+        "What a replica's work costs, as policies reckon: a file of `verl-rhyme profile`, or a name of "
         "planning/profiles; null: a 32B model's over four H800s (only ratios count).",
     )
 
     def __post_init__(self) -> None:
         policies = ", ".join(PLACEMENTS)
-        if self.profile is not None:
-            allowed = f"null, or placement.policy one of {', '.join(LENGTH_PLACEMENTS)}"
-            require(self.policy in LENGTH_PLACEMENTS, "placement.profile", self.profile, allowed)
         if self.policy is None:
+            require(self.profile is None, "placement.profile", self.profile, f"null without a policy ({policies})")
             require(not self.options, "placement.options", self.options, f"empty without a policy ({policies})")
             return
         near = nearest(self.policy, PLACEMENTS)

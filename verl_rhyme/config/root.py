@@ -78,10 +78,10 @@ class RhymeConfig:
 
     @property
     def coupled(self) -> bool:
-        """``sampling.coupled``; ``None`` stands for the on-policy pipeline whose drafts our sampler verifies."""
+        """``sampling.coupled``; ``None`` stands for the on-policy pipeline with drafts."""
         if self.sampling.coupled is not None:
             return self.sampling.coupled
-        return self.max_staleness == 0 and self.drafting.enable and self.sampling.verify == "ours"
+        return self.max_staleness == 0 and self.drafting.enable
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; :func:`verl_rhyme.config.config_tree.parse` reads it back."""

@@ -21,13 +21,12 @@ from typing import Any, get_args
 import ray
 import transfer_queue as tq
 
-from verl_rhyme.agent_loop.room import no_room
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN, evidence, trajectories
 from verl_rhyme.coordinator.crew import Crew
 from verl_rhyme.coordinator.leftovers import Leftovers
 from verl_rhyme.coordinator.moving import Moving
-from verl_rhyme.lengths.outlook import Outlook
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.audible import keep_audible
 from verl_rhyme.observability.batches import (
     SlotAccount,
@@ -53,8 +52,6 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 60.0
 #: Seconds after which the trainer is asked to look after the replicas, again and again.
 _LOOK_S = 20.0
-#: Seconds for which the trainer waits for a batch while the queue is full and no attempt ends: nothing frees entries.
-_FULL_S = 120.0
 #: Seconds between two looks at the clock while a batch settles.
 _TICK_S = 0.05
 #: How often all agent loop workers may fail to start before the run ends.
@@ -78,9 +75,6 @@ class Coordinator:
         self._error: Exception | None = None
         self._complained_at: float | None = None  # when it was last logged what a batch waits for
         self._lost_starts = LostStarts()
-        self._full: tuple[float, str] | None = None  # when a worker last found no room in the queue, and the error
-        self._waited_from: float | None = None  # since when the trainer waits for a batch, but for attempts that ended
-        self._announced = False  # to the router, under this version
         self._crewless = 0  # how often in a row no worker started
         self._changes: set[asyncio.Future[None]] = set()
         self._leftovers = Leftovers()
@@ -183,7 +177,6 @@ class Coordinator:
         self._still(opening)
         rollout.publish(version, batches_left)
         self._slots.go(time.time())
-        self._announced = False
         self._dispatching = batches_left > 0
         self._go()
         return self._wants() if self._dispatching else Wants()
@@ -232,19 +225,17 @@ class Coordinator:
         self._still(opening)
         began = clock()
         self._complained_at = self._complained_at or began
-        self._waited_from = self._waited_from or began
         self._dispatching = True
         self._go()
         while True:
             self._raise()
             if rollout.scheduler.enough(rewarded):
-                self._dispatching, self._complained_at, self._waited_from = not stopping, None, None
+                self._dispatching, self._complained_at = not stopping, None
                 return None
             if any(wants := self._wants()):
                 return wants
             if part is not None and (names := rollout.part(part)):
                 return Wants(part=Part(*_stored(names, await tq.async_kv_list() or {})))
-            self._check_room(clock())
             self._complained_at = self._complain(self._complained_at, "an update batch")
             await self._change(_LOOK_S)
             self._still(opening)
@@ -327,8 +318,6 @@ class Coordinator:
             self._early += reports
             return
         _, rollout, crew = self._opened
-        if self._waited_from is not None:
-            self._waited_from = asyncio.get_running_loop().time()
         for report in reports:
             self._watch_starts(report)
             if report.status != "generated":
@@ -348,23 +337,7 @@ class Coordinator:
         self._leftovers.reports(rollout.take_obsolete())
         self._go()
 
-    async def full(self, error: str) -> None:
-        """A worker finds no room in TransferQueue for what is finished, and waits."""
-        self._full = asyncio.get_running_loop().time(), error
-
     # ---- within ----
-
-    def _check_room(self, now: float) -> None:
-        """Training frees entries; a trainer that waits for a batch frees none.
-
-        Raises:
-            RuntimeError: The queue is full, and nothing ends any more.
-        """
-        if self._full is None or self._waited_from is None or now - self._full[0] > _LOOK_S:
-            return
-        if now - self._waited_from > _FULL_S:
-            when = f"and for {_FULL_S:.0f} s nothing ended that could be trained and make room"
-            raise no_room(self._open[0].rules, when, self._full[1][-_ERROR_CHARS:])
 
     def _state(self) -> dict[str, Any]:
         state = self._open[1].state_dict()
@@ -407,9 +380,6 @@ class Coordinator:
                     lot = max(1, setting.lot * limit // setting.limit)
                     starts = self._dispatch.fill(limit, lot)
                     self._errands.tell_errors()
-                    if starts and setting.router is not None:
-                        setting.router.expect.remote(len(starts), more=self._announced)
-                        self._announced = True
                     crew.start(starts, rollout.scheduler.version + 1)
                     self._slots.handed((start.name for start in starts), time.time())
                 self._abandon()
@@ -436,7 +406,7 @@ class Coordinator:
             self._dispatch.ended(name)
         crew.abandon(abandoned)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         return self._expectations.lengths([uid for uid, _ in samples], had)
 
     def _watch_starts(self, report: Ended) -> None:

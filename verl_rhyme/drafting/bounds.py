@@ -1,8 +1,7 @@
 """Hard bounds of a draft: vLLM's own limits, the response's budget, the model's length, the memory of the logits.
 
-Every draft token is one more row of logits, and that is all that grows with drafts where one pass over the rows draws
-and verifies (:func:`logits_budget`). vLLM's rejection sampler makes float32 tables of them besides, in which every row
-is as wide as the longest draft of any (:func:`table_bounds`).
+Every draft token is one more row of logits, and that is all that grows with drafts: one pass over the rows draws and
+verifies (:mod:`verl_rhyme.engine.sampler`).
 """
 
 from __future__ import annotations
@@ -50,34 +49,6 @@ def logits_budget(vocab: int, rows: int, slots: int, memory: int, itemsize: int 
     return max(0, fitting - rows)
 
 
-def table_bytes(vocab: int, rows: int, total: int, longest: int) -> int:
-    """Bytes of the tables of vLLM's rejection sampler for ``total`` draft tokens, at most ``longest`` in a row."""
-    return 4 * vocab * (2 * total + 3 * rows * (longest + 1))
-
-
-def table_bounds(vocab: int, rows: int, memory: int, cap: int) -> tuple[int, int]:
-    """``(longest draft, tokens of the batch)`` that let all rows together draft the most with :func:`table_bytes`.
-
-    Every row pays for the longest draft, so that a wide batch has many short ones or few tokens.
-
-    Args:
-        vocab: Vocabulary size of the logits.
-        rows: Rows of the batch, drafted or not.
-        memory: Bytes of the tables.
-        cap: Longest draft that is wanted.
-
-    Returns:
-        Both 0 where not even the rows themselves fit.
-    """
-
-    def tokens(longest: int) -> int:
-        return max(0, min(rows * longest, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
-
-    # The room falls with the longest draft, and what the rows can use of it rises.
-    longest = max(range(cap + 1), key=lambda k: (tokens(k), k))
-    return (longest, tokens(longest)) if tokens(longest) else (0, 0)
-
-
 def step_budget(step_tokens: int, rows: int, prompts_wait: bool) -> int:
     """Most draft tokens that leave a step's other tokens their place.
 
@@ -120,32 +91,3 @@ def _request_limits(lengths, generated, max_tokens, max_model_len, cap):
         room = min(max_tokens[i] - generated[i], max_model_len - lengths[i]) - 1
         limits[i] = max(0, min(room, cap))
     return limits
-
-
-def share(wanted: np.ndarray, budget: int) -> np.ndarray:
-    """Cut wishes down to a budget, as a round robin of one token each would.
-
-    Args:
-        wanted: int[B], at least 0.
-        budget: Tokens for all.
-
-    Returns:
-        int64[B], each at most what was wanted, together ``min(budget, sum(wanted))``; what is left over after equal
-        shares goes to the first rows.
-    """
-    wanted = np.maximum(np.asarray(wanted, dtype=np.int64), 0)
-    budget = max(0, int(budget))
-    if int(wanted.sum()) <= budget:
-        return wanted
-    # The level L with sum(min(wanted, L)) <= budget < sum(min(wanted, L + 1)).
-    low, high = 0, int(wanted.max())
-    while high - low > 1:
-        middle = (low + high) // 2
-        if int(np.minimum(wanted, middle).sum()) <= budget:
-            low = middle
-        else:
-            high = middle
-    granted = np.minimum(wanted, low)
-    above = np.flatnonzero(wanted > low)
-    granted[above[: budget - int(granted.sum())]] += 1
-    return granted

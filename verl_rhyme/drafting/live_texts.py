@@ -45,16 +45,6 @@ class LiveTexts:
             cursor=np.zeros(1, dtype=np.int64),
         )
 
-    @property
-    def tokens(self) -> int:
-        """Tokens held now."""
-        return int(self.arrays.fill.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Memory taken, whatever is held."""
-        return sum(array.nbytes for array in self.arrays)
-
     def discard(self, block: int) -> None:
         """Forget the text that ends in ``block``: its request has another group now, and adds all of it anew."""
         live = self.arrays

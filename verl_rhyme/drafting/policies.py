@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting import adaptive, kernels, paper
+from verl_rhyme.drafting import adaptive, paper
 from verl_rhyme.drafting.bounds import request_limits
 from verl_rhyme.drafting.guesses import Guesser
 from verl_rhyme.drafting.histories import Get, Source
@@ -34,20 +31,8 @@ def build(
         threads: What plans a batch's rows; ``None``: the thread that asks.
         head: A draft head; ``None``: there is none.
     """
-    _warm(paper.warm if config.policy == "paper" else adaptive.warm)
+    request_limits(np.zeros(1), np.zeros(1), np.zeros(1), 1, 1)
+    (paper if config.policy == "paper" else adaptive).warm()
     if config.policy == "paper":
         return paper.PaperDrafter(config, histories, vocabulary)
     return adaptive.AdaptiveDrafter(config, histories, slots, vocabulary, threads or OneThread(), head)
-
-
-def _warm(compile: Callable[[], None]) -> None:
-    """Compile all that drafting needs, or load it from numba's disk cache."""
-    try:
-        request_limits(np.zeros(1), np.zeros(1), np.zeros(1), 1, 1)
-        compile()
-    except Exception:
-        # numba unpickles a cache's index before it looks whether that is out of date, and fails where an older
-        # version of this package had its types elsewhere.
-        for index in Path(kernels.plan.stats.cache_path).glob("*.nbi"):
-            index.unlink(missing_ok=True)
-        compile()

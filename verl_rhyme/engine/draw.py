@@ -65,8 +65,7 @@ def by_kernel(logits: torch.Tensor, rows: Rows, scaled: bool, raw: bool) -> tupl
     packed = np.stack([rows.keys.view(np.int64), rows.positions, temperatures.astype(np.float64).view(np.int64)])
     pinned = torch.from_numpy(packed).pin_memory() if logits.device.type == "cuda" else torch.from_numpy(packed)
     keys, positions, bits = pinned.to(logits.device, non_blocking=True)
-    tokens, _, logprobs = draw_kernel.draw(logits, keys, positions, bits.view(torch.float64).float(), raw)
-    return tokens, logprobs
+    return draw_kernel.draw(logits, keys, positions, bits.view(torch.float64).float(), raw)
 
 
 def by_inversion(

@@ -18,7 +18,7 @@ _PROGRAMS = 1024
 #: Arrays that hold little of each row.
 _SMALL = (
     *("keys", "positions", "temperatures", "scores", "tokens", "chosen", "highest", "sums"),
-    *("out_tokens", "out_logits", "out_logprobs", "ranks"),
+    *("out_tokens", "out_logprobs", "ranks"),
 )
 
 _UNIT = tl.constexpr(2.0**-32)
@@ -99,7 +99,7 @@ def _draw(
 
 
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=_SMALL)
-def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logits, out_logprobs, PARTS: tl.constexpr):
+def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logprobs, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     at = row * parts + part
@@ -114,7 +114,6 @@ def _combine(scores, tokens, chosen, highest, sums, parts, out_tokens, out_logit
     total = tl.sum(tl.load(sums + at, mask=here, other=0.0) * tl.exp(most - reference), axis=0)
     logit = tl.load(chosen + row * parts + winner)
     tl.store(out_tokens + row, tl.load(tokens + row * parts + winner).to(tl.int64))
-    tl.store(out_logits + row, logit)
     tl.store(out_logprobs + row, logit - reference - tl.log(total))
 
 
@@ -142,7 +141,7 @@ def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
 
 def draw(
     logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, raw: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, ``argmax(logits / T + gumbel)``, and its log-probability.
 
     Args:
@@ -152,7 +151,7 @@ def draw(
         raw: Log-probabilities of ``logits`` rather than of ``logits / T``.
 
     Returns:
-        Tokens (int64 [N]), their logits and log-probabilities (float32 [N]), before or after the temperature.
+        Tokens (int64 [N]) and their log-probabilities (float32 [N]).
     """
     rows, vocabulary = logits.shape
     parts, size = _parts(rows, vocabulary)
@@ -164,12 +163,12 @@ def draw(
         scores, where, chosen, highest, sums, RAW=raw, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    found, logprobs = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _combine[(rows,)](
-        scores, where, chosen, highest, sums, parts, tokens, found, logprobs,
+        scores, where, chosen, highest, sums, parts, tokens, logprobs,
         PARTS=triton.next_power_of_2(-(-vocabulary // _BLOCK)),
     )  # fmt: skip
-    return tokens, found, logprobs
+    return tokens, logprobs
 
 
 def ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 
 from verl_rhyme.config import config_tree
 from verl_rhyme.drafting import recurrent
-from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget, table_bounds
+from verl_rhyme.drafting.bounds import logits_budget, request_limits, step_budget
 from verl_rhyme.drafting.policies import build
 from verl_rhyme.drafting.policy import DecodeStep, DraftPolicy, RequestCounts
 from verl_rhyme.engine.draft_head import EngineHead, all_ranks
@@ -210,8 +210,9 @@ class HistoryProposer:
         self._drafted += int(drafted.sum())
         self._accepted += int(accepted.sum())
         lengths = num_tokens_no_spec[rows]
-        longest, budget = self._bounds(count, len(rows) < count)
+        budget = self._budget(count, len(rows) < count)
         generated = lengths - prompt_tokens[rows]
+        longest = self._config.max_tokens
         limits = request_limits(lengths, generated, drafting.max_tokens, self._max_model_len, longest)
         if self._head is not None:
             self._head.sampled(req_ids, sampled_token_ids, rows)
@@ -233,18 +234,15 @@ class HistoryProposer:
             drafts[row] = draft
         return drafts
 
-    def _bounds(self, rows: int, prefilling: bool) -> tuple[int, int]:
-        """Draft tokens of one row and of the whole batch: what memory, the step's tokens and the user allow."""
-        config, longest = self._config, self._config.max_tokens
-        if getattr(self._runner.rejection_sampler, "one_pass", False):
-            budget = logits_budget(
-                self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
-            )
-        else:  # vLLM's, or one that makes its tables
-            longest, budget = table_bounds(self._vocab_size, rows, config.logits_memory, longest)
+    def _budget(self, rows: int, prefilling: bool) -> int:
+        """Draft tokens of the whole batch: what memory, the step's tokens and the user allow."""
+        config = self._config
+        budget = logits_budget(
+            self._vocab_size, rows, self._slots, config.logits_memory, self._logit_bytes, self._ranks
+        )
         # A request that waits for a slot is not seen here.
         budget = min(budget, step_budget(self._step_tokens, rows, prefilling or rows < self._slots))
-        return longest, budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
+        return budget if config.max_batch_tokens is None else min(budget, config.max_batch_tokens)
 
     def _enrol(self, drafter: DraftPolicy, req_ids: tuple[str, ...]) -> _Batch:
         """These requests as a batch; those not yet known are started."""

@@ -58,9 +58,6 @@ class DrawingSampler(Sampler):
 class DrawingVerifier(RejectionSampler):
     """vLLM's rejection sampler, for steps with drafts, whatever their probabilities."""
 
-    #: The drafter need not leave room for tables of a row and draft length each.
-    one_pass = True
-
     def __init__(self, sampler: DrawingSampler, spec_config: Any, device: torch.device) -> None:
         super().__init__(sampler, spec_config, device)
 

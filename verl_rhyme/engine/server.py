@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_rhyme import patches
-from verl_rhyme.config import CONFIG_PATH, config_tree
+from verl_rhyme.config import config_tree
 from verl_rhyme.drafting import recurrent
 from verl_rhyme.engine import cuda_graphs, earlier_text, sampler, weight_socket
 from verl_rhyme.engine.gate import Gate
@@ -27,8 +26,6 @@ from verl_rhyme.history_writer.history_service import tokenizer_namespace
 from verl_rhyme.history_writer.history_writer import node_history_dir
 from verl_rhyme.processes.request import DIED, DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
 from verl_rhyme.sampling.continuation import continued
-
-logger = logging.getLogger(__name__)
 
 #: Seconds between two looks whether an engine that does not answer is there.
 _HEALTH_POLL_S = 1.0
@@ -45,8 +42,6 @@ EXTENSION = "verl_rhyme.engine.extension.RhymeWorkerExtension"
 
 class RhymeHttpServer(vLLMHttpServer):
     """Drop-in for verl's server; to be wrapped by ``ray.remote`` (``RolloutReplica.server_class``)."""
-
-    _draws = False  # with our sampler
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
@@ -113,25 +108,15 @@ class RhymeHttpServer(vLLMHttpServer):
         attached = await self.engine.collective_rpc("attach_proposer")
         if self._rhyme.drafting.enable and not all(attached):
             raise RuntimeError(f"vLLM runs without the rhyme proposer (workers: {attached}); see `verl-rhyme doctor`")
-        if self._rhyme.drafting.enable and self._rhyme.sampling.verify == "ours":
-            await self._install_sampler()
         if self._rhyme.drafting.enable:
+            if reasons := sorted(filter(None, set(await self.engine.collective_rpc("install_sampler")))):
+                raise RuntimeError(f"our sampler cannot verify drafts here: {'; '.join(reasons)}")
+            sampler.allow_all_options(self.engine)
             self._histories.start()
         # Its last output carries the request's times; verl's generate() keeps only the tokens.
         self._engine_generate = self.engine.generate
         earlier_text.install(self.engine.output_processor)
         self.engine.generate = self._observed_generate  # type: ignore[method-assign]
-
-    async def _install_sampler(self) -> None:
-        refused = sorted({reason for reason in await self.engine.collective_rpc("install_sampler") if reason})
-        if not refused:
-            sampler.allow_all_options(self.engine)
-            self._draws = True
-        elif self._rhyme.sampling.coupled:
-            raise RuntimeError(f"{CONFIG_PATH}.sampling.coupled needs our sampler, but {'; '.join(refused)}")
-        else:
-            uncoupled = ", and regenerated responses are not coupled" if self._rhyme.coupled else ""
-            logger.warning("vLLM's own rejection sampler verifies the drafts%s: %s", uncoupled, "; ".join(refused))
 
     async def _observed_generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -270,7 +255,7 @@ class RhymeHttpServer(vLLMHttpServer):
             self._names[request_id] = meta.name
         if self._rhyme.drafting.enable:
             meta.asked = self._histories.ask(bytes.fromhex(meta.key) if meta.key else prompt_key(prompt_ids))
-        params = continued(sampling_params, meta.made, noise_by_position=self._draws)
+        params = continued(sampling_params, meta.made, noise_by_position=self._rhyme.drafting.enable)
         try:
             output = await super().generate(prompt_ids, meta.put(params), request_id, **kwargs)
         finally:

@@ -43,7 +43,7 @@ class Copies:
 
     Args:
         path: Node-local folder, made where it is missing.
-        max_bytes: Bound of all files; ``None``: the folder's part of what is free (:mod:`~verl_rhyme.history.share`).
+        max_bytes: Bound of all files; ``None``: half of what is free (:mod:`~verl_rhyme.history.share`).
 
     Raises:
         HistoryError: Another process writes here.
@@ -55,7 +55,7 @@ class Copies:
         self._known: OrderedDict[bytes, _Copy] = OrderedDict()  # the one needed longest ago first
         self._bytes = 0
         self._lock: int | None = owner.claim(self._path, uuid.uuid4().hex, _LOCK_TIMEOUT_S)
-        self._bound = max_bytes or share.automatic(self._path, list(self._path.parent.iterdir()))[0]
+        self._bound = max_bytes or share.automatic(self._path)
 
     def outdated(self, asked: Mapping[bytes, int]) -> dict[bytes, bytes]:
         """Prompts whose copy is older than it should be, each with its copy's version; empty: there is no copy.

@@ -1,4 +1,4 @@
-"""What stands in a history: sizes, prompts, visits, rewards, and how much of it rhymes."""
+"""What a history holds."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import numpy as np
 
-from verl_rhyme.history import environment, suffix_index
+from verl_rhyme.history import environment
 from verl_rhyme.history.record import CorruptRecord, PromptHistory
-
-#: Tokens that must agree before a token counts as foreseen.
-MATCH = 4
-#: Prompts whose texts are compared; the others are only counted.
-_COMPARED = 64
 
 
 @dataclass
@@ -32,10 +27,6 @@ class Inspection:
         bytes: Of its file.
         prompts, responses, tokens: Kept.
         corrupt: Prompts whose value is damaged.
-        visits: Responses, tokens and mean reward of the prompts' latest visits (0), the visits before (1), and so on.
-            Rewards that are not finite are left out of the mean; ``None`` where none is.
-        reusable: Share of the latest visit's tokens that followed the same :data:`MATCH` tokens in an older response to
-            the same prompt; ``None`` with a single visit.
     """
 
     folder: str
@@ -45,8 +36,6 @@ class Inspection:
     responses: int = 0
     tokens: int = 0
     corrupt: int = 0
-    visits: dict[int, dict[str, Any]] = field(default_factory=dict)
-    reusable: float | None = None
 
 
 def find(path: Path) -> Iterator[Path]:
@@ -73,8 +62,6 @@ def inspect(folder: Path) -> Inspection:
     Raises:
         environment.Damaged: It is not sound.
     """
-    rewards: dict[int, list[float]] = {}
-    foreseen = compared = 0
     with _opened(folder) as (env, prompts, namespace):
         result = Inspection(str(folder), namespace, (folder / environment.DATA_FILE).stat().st_size)
         with env.begin(db=prompts, buffers=True) as txn:
@@ -84,25 +71,9 @@ def inspect(folder: Path) -> Inspection:
                 except CorruptRecord:
                     result.corrupt += 1
                     continue
-                if result.prompts < _COMPARED:
-                    seen, tokens = reusable(history)
-                    foreseen, compared = foreseen + seen, compared + tokens
                 result.prompts += 1
                 result.responses += len(history)
-                lengths = history.lengths
-                result.tokens += int(lengths.sum())
-                age = {visit: n for n, visit in enumerate(dict.fromkeys(reversed(history.visit.tolist())))}
-                for visit, length, reward in zip(history.visit.tolist(), lengths.tolist(), history.reward, strict=True):
-                    row = result.visits.setdefault(age[visit], {"responses": 0, "tokens": 0})
-                    row["responses"] += 1
-                    row["tokens"] += length
-                    rewards.setdefault(age[visit], []).append(float(reward))
-    for number, values in rewards.items():
-        finite = [value for value in values if np.isfinite(value)]
-        result.visits[number]["reward_mean"] = float(np.mean(finite)) if finite else None
-    result.visits = dict(sorted(result.visits.items()))
-    if compared:
-        result.reusable = foreseen / compared
+                result.tokens += int(history.lengths.sum())
     return result
 
 
@@ -137,31 +108,3 @@ def _opened(folder: Path) -> Iterator[tuple[lmdb.Environment, Any, str]]:
         yield env, env.open_db(b"prompts", create=False), namespace
     finally:
         env.close()
-
-
-def reusable(history: PromptHistory) -> tuple[int, int]:
-    """Tokens of the latest visit that older ones foresaw, and tokens looked at; see :class:`Inspection`."""
-    if len(history) == 0:
-        return 0, 0
-    newest = int(history.visit[-1])
-    older = [history.response(i) for i in range(len(history)) if history.visit[i] != newest]
-    if not older:
-        return 0, 0
-    text, _ = suffix_index.join(older)
-    index = _Text(text, suffix_index.build(text))
-    foreseen = looked_at = 0
-    for i in range(len(history)):
-        if history.visit[i] != newest:
-            continue
-        response = history.response(i)
-        for t in range(MATCH, len(response)):
-            length, low, high = suffix_index.longest_match(index, response[t - MATCH : t], MATCH)
-            foreseen += length == MATCH and bool((text[index.suffixes[low:high] + 1] == response[t]).any())
-        looked_at += max(0, len(response) - MATCH)
-    return foreseen, looked_at
-
-
-@dataclass(frozen=True)
-class _Text:
-    tokens: np.ndarray
-    suffixes: np.ndarray

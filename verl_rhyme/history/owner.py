@@ -165,40 +165,16 @@ def remove_dead(base: Path, keep: Collection[Path]) -> None:
 
 def _remove(folder: Path) -> None:
     descriptor = lock_writer(folder, timeout=0)
-    with _unused(folder) as unused:
-        if unused:
-            disclaim(folder, descriptor, delete=True)
-        else:
-            os.close(descriptor)
-
-
-@contextmanager
-def _unused(folder: Path) -> Iterator[bool]:
-    """Whether no process of a run reads there; none begins to within the block then."""
     try:
-        descriptor = lock(folder / _IN_USE)
-    except FileNotFoundError:  # of an earlier version
-        yield True
+        unread = lock(folder / _IN_USE)  # none of a run begins to read there meanwhile
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if unread is None:
+        os.close(descriptor)
         return
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def left_behind(base: Path) -> Iterator[tuple[Path, Owner]]:
-    """Folders of writers that do not seem to live, and that no run whose ``history.dir`` is ``base`` deletes.
-
-    They lie below ``base`` and were written on what seems another machine (also this one, when its name changed with a
-    reboot), or below another run's folder in ``base``: in the user's own on a node the next run deletes the latter.
-    """
-    for file in sorted((*base.glob(f"*/{OWNER_FILE}"), *base.glob(f"*/*/{OWNER_FILE}"))):
-        folder, owner = file.parent, Owner.of(file.parent)
-        if owner is not None and is_ours(folder) and (folder.parent != base or owner.is_foreign()):
-            with without_writer(folder) as dead, _unused(folder) as unused:
-                if dead and unused:
-                    yield folder, owner
+    disclaim(folder, descriptor, delete=True)
+    os.close(unread)
 
 
 def _empty(path: Path, keep: Collection[str]) -> None:

@@ -1,16 +1,13 @@
-"""What ``history.max_bytes=null`` stands for on a node: its part of what disk and memory have free."""
+"""What ``history.max_bytes=null`` stands for on a node: a half of what disk or memory have free."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from verl_rhyme.config import AUTOMATIC_HISTORY_SHARE
+from verl_rhyme.config import HistoryConfig
 from verl_rhyme.history import environment
-from verl_rhyme.history.owner import Owner
 
 _CGROUPS = Path("/sys/fs/cgroup")
 #: Of a cgroup's memory, version 2 and 1: its limit, what is used of it, and which lines of ``memory.stat`` are files in
@@ -34,36 +31,7 @@ def available_memory() -> int:
     return max(0, free)
 
 
-def _held(folder: Path) -> int:
-    """Bytes of the stores in a folder, whose writer may just be replacing one."""
-    held = 0
-    for inner, _, files in os.walk(folder):
-        if environment.DATA_FILE in files:
-            with suppress(FileNotFoundError):
-                held += os.stat(os.path.join(inner, environment.DATA_FILE)).st_size
-    return held
-
-
-def automatic(folder: Path, living: Collection[Path]) -> tuple[int, str]:
-    """Bytes for the store in ``folder``, at least 1 MiB, and how they came about, in words.
-
-    The stores that are seen from here lie on one file system, and those of this kernel in one memory: together they
-    take :data:`AUTOMATIC_HISTORY_SHARE` of each, in equal parts. What they hold already counts as free disk, so that
-    the answer is the same for the first and for the last that asks.
-
-    Args:
-        folder: This node's, which is there.
-        living: Where those of all nodes are, this one among them or not; a folder that no writer signed is no store.
-    """
-    signed = {other: owner for other in living if other.is_dir() and (owner := Owner.of(other)) is not None}
-    seen = {folder, *signed}
-    held = sum(map(_held, seen))
-    boot = Owner.here("").boot
-    near = 1 + sum(owner.boot == boot for other, owner in signed.items() if other != folder)
-    disk, memory = shutil.disk_usage(folder).free + held, available_memory()
-    bound = max(1 << 20, int(AUTOMATIC_HISTORY_SHARE * min(disk / len(seen), memory / near)))
-    told = (
-        f"{bound / (1 << 30):.2f} GiB, {AUTOMATIC_HISTORY_SHARE:.0%} of the smaller of {disk / (1 << 30):.1f} GiB of "
-        f"free disk, shared by {len(seen)}, and {memory / (1 << 30):.1f} GiB of free memory, shared by {near}"
-    )
-    return bound, told
+def automatic(folder: Path) -> int:
+    """Bytes for the history in a folder that is there; what a dead writer's store holds there counts as free."""
+    held = sum(file.stat().st_size for file in folder.glob(f"*/{environment.DATA_FILE}"))
+    return HistoryConfig().bound(shutil.disk_usage(folder).free + held, available_memory())

@@ -19,7 +19,7 @@ import lmdb
 import numpy as np
 
 from verl_rhyme.config import HISTORY_FILL
-from verl_rhyme.history import environment, eviction, owner, similarity
+from verl_rhyme.history import environment, eviction, owner
 from verl_rhyme.history.environment import Damaged, Environment, HistoryError, HistoryMismatch
 from verl_rhyme.history.keys import KEY_BYTES
 from verl_rhyme.history.reader import HistoryReader
@@ -53,9 +53,6 @@ class AppendStats:
         unkept: Trajectories of prompts that there is no room for.
         evicted: Prompts that were kept and had to go for the byte bound, whole.
         shed_epochs: Visits of prompts that had to go for it, beyond those of whole prompts.
-        compared, similar: Tokens whose prompt had a visit before, and those of them that stood in it
-            (:mod:`~verl_rhyme.history.similarity`).
-        by_chance_compared, by_chance_similar: The same, of another prompt's visit before.
     """
 
     prompts: int = 0
@@ -65,10 +62,6 @@ class AppendStats:
     unkept: int = 0
     evicted: int = 0
     shed_epochs: int = 0
-    compared: int = 0
-    similar: int = 0
-    by_chance_compared: int = 0
-    by_chance_similar: int = 0
 
 
 class HistoryStore:
@@ -229,14 +222,6 @@ class HistoryStore:
             self._shrink()
             return True
 
-    def limit(self, max_bytes: int) -> None:
-        """Another bound of the file, at least 1 MiB; what no longer fits goes."""
-        with self._mutex:
-            self._map_size = max_bytes // 4096 * 4096
-            self._values.opened.env.set_mapsize(max(self._map_size, int(self.stats()["file_bytes"])))
-            self._values.room.bound = int(self._map_size * HISTORY_FILL)
-            self._shrink()
-
     def clear(self) -> None:
         """Forget everything."""
         with self._mutex:
@@ -293,7 +278,6 @@ class HistoryStore:
     def _write(self, txn: Any, groups: dict[bytes, list[Trajectory]], step: int, gone: set[bytes]) -> AppendStats:
         values, room = self._values, self._values.room
         prompts = trajectories = written = dropped = unkept = cut = tokens = 0
-        alike = similarity.Account()
         for key, group in groups.items():
             last = [t for t in group if t.visit == group[-1].visit]
             most = max(int(t.tokens.max()) for t in last)
@@ -318,7 +302,6 @@ class HistoryStore:
 
         calls = (partial(extended, key, values.stored(txn, key), group, epochs) for key, group, epochs in kept)
         for (key, group, _), (old, history, value) in zip(kept, _results(calls, self._threads), strict=True):
-            alike.add(old, group)
             if written + stored_bytes(len(value)) > room.bound:
                 dropped += len(group)
                 continue
@@ -339,10 +322,7 @@ class HistoryStore:
             )
         evicted = sum(key not in room for key in gone)
         shed_epochs = cut + shed.epochs
-        return AppendStats(
-            *(prompts, trajectories, tokens, dropped, unkept, evicted, shed_epochs),
-            *(alike.compared, alike.similar, alike.by_chance_compared, alike.by_chance_similar),
-        )
+        return AppendStats(prompts, trajectories, tokens, dropped, unkept, evicted, shed_epochs)
 
     def _tell_evictions(self, stats: AppendStats) -> None:
         if stats.evicted or stats.unkept:

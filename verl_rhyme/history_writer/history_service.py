@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,6 @@ class HistoryService:
         self._folder = node_history_dir(str(config.dir), self._node)
         self._writer: Any = None
         self._opening: Any = None
-        self._ready = False
         self._in_use: int | None = None
         self._failures, self._retry_at = 0, 0.0  # since a writer answered last
         self._bytes = 0
@@ -102,8 +102,6 @@ class HistoryService:
             writer = actor.options(num_cpus=0, scheduling_strategy=where).remote(*arguments)
         self._writer, self._opening = writer, writer.open.remote()
         writer.give_way.remote()
-        if self._ready:
-            writer.settle.remote()
 
     def ready(self) -> None:
         """Wait until the writer has its folder; one that fails otherwise is a warning.
@@ -113,11 +111,12 @@ class HistoryService:
         """
         try:
             self._answer(self._opening, _TIMEOUT_S)
-            self._ready = True
             # What a writer that dies leaves is this run's, which goes on, also where no engine reads it.
             self._in_use = owner.use(Path(self._folder))
-            if told := self._answer(self._writer.settle.remote(), _TIMEOUT_S):
-                logger.info("history.max_bytes: %s", told)
+            if self._config.max_bytes is None:  # the next writer's, too: engines and trainer have the memory by then
+                bound = self._answer(self._writer.bound.remote(), _TIMEOUT_S)
+                self._config = replace(self._config, max_bytes=bound)
+                logger.info("history.max_bytes: %.2f GiB, half of the free disk or memory", bound / (1 << 30))
         except HistoryError:
             raise
         except Exception as error:

@@ -25,13 +25,10 @@ from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 
 #: The most: Ray starts all of its processes with 15.
 _NICENESS = 19
-#: In a writer's folder: what ``history.max_bytes=null`` stands for.
-_BOUND_FILE = "max_bytes"
 #: What is counted by append, as opposed to what the store says of itself.
 STORE_COUNTS = ("dropped", "unkept", "evicted", "shed_epochs", "sent_bytes")
-#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes
-#: ``rollout/history/similarity*`` and ``rollout/entropy``.
-TOKEN_COUNTS = ("compared", "similar", "by_chance_compared", "by_chance_similar", "sampled", "nats")
+#: The same, of which :class:`~verl_rhyme.trainer.recorder.Recorder` makes ``rollout/entropy``.
+TOKEN_COUNTS = ("sampled", "nats")
 
 #: The actor's concurrency group of :meth:`HistoryWriter.values`: a thread of its own, beside recording.
 READ = "read"
@@ -66,6 +63,7 @@ class HistoryWriter:
         self._folder, self._shared_bytes = Path(folder), shared_bytes
         self._namespace, self._config, self._run = namespace, config, run
         self._opened: HistoryStore | None = None
+        self._bound = 0
         self._fetched: dict[str, list[list[Trajectory]]] = {}  # by the first of their keys
         self._reader = HistoryReader(self._folder, namespace, refresh_interval=0.0)
         self._reading = threading.Lock()  # nobody may read while the size of the map changes
@@ -80,35 +78,11 @@ class HistoryWriter:
         return self._opened
 
     def _open(self) -> HistoryStore:
-        folder, config = self._folder, self._config
+        folder, epochs = self._folder, self._config.epochs
         owner.make(folder)
         owner.remove_dead(folder.parent, {folder})
-        # What is free now, until it is settled: not where a writer of this run settled it and died, for engines and
-        # trainer have most of the memory since, and what does not fit goes.
-        bound = config.max_bytes or self._settled() or share.automatic(folder, ())[0]
-        return HistoryStore(folder, self._namespace, bound, config.epochs, self._run)
-
-    def _settled(self) -> int:
-        """What :meth:`settle` found, this writer's or a dead one's of this run; 0 before."""
-        wrote, file = owner.Owner.of(self._folder), self._folder / _BOUND_FILE
-        return int(file.read_text()) if wrote is not None and wrote.run == self._run and file.is_file() else 0
-
-    def settle(self) -> str:
-        """Find what ``history.max_bytes=null`` stands for, once the folders that share it are there: copies of other
-        nodes of this machine.
-
-        Returns: What came of it, in words; empty where the option says it, or it is settled.
-        """
-        store = self._store
-        if self._config.max_bytes is not None or self._settled():
-            return ""
-        bound, told = share.automatic(self._folder, list(self._folder.parent.iterdir()))
-        with self._reading:
-            store.limit(bound)
-        part = self._folder / f".{_BOUND_FILE}"
-        part.write_text(str(bound))
-        part.replace(self._folder / _BOUND_FILE)
-        return told
+        self._bound = self._config.max_bytes or share.automatic(folder)
+        return HistoryStore(folder, self._namespace, self._bound, epochs, self._run)
 
     def open(self) -> int:
         """Take the folder; a second call does nothing. Returns the process's id.
@@ -118,6 +92,11 @@ class HistoryWriter:
         """
         assert self._store is not None
         return os.getpid()
+
+    def bound(self) -> int:
+        """Bytes that the history may take."""
+        assert self._store is not None
+        return self._bound
 
     def give_way(self) -> None:
         """Let training and engines of this node have the cores first: of the thread that records, and of those that it
@@ -143,8 +122,8 @@ class HistoryWriter:
         A killed writer leaves whole prompts, and what it held is lost.
 
         Returns:
-            The store's statistics, what was dropped, evicted and sent (:data:`STORE_COUNTS`), and tokens that were
-            compared.
+            The store's statistics, what was dropped, evicted and sent (:data:`STORE_COUNTS`), and tokens with their
+            nats (:data:`TOKEN_COUNTS`).
 
         Raises:
             SamplesGone: They were cleared before they were fetched; the pieces before are recorded.

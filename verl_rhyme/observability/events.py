@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,6 @@ RESPONSES = pa.schema(
 _SCHEMAS = {"requests": REQUESTS, "stages": STAGES, "responses": RESPONSES}
 #: Arms, engine and slots, for the report. Not the ``run.json`` beside the checkpoints.
 INFO_FILE = "run.json"
-#: What its values must be, for those that are read.
-_INFO: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "arm": (lambda value: isinstance(value, str), "a name"),
-    "arms": (lambda value: isinstance(value, list), "a list of first steps and names"),
-    "engine": (lambda value: isinstance(value, str), "a name"),
-    "slots": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
-    "rollout": (lambda value: value in ("gen", "step"), "gen or step"),
-    "replica": (lambda value: isinstance(value, dict), "a replica's sizes"),
-}
 _FILE = re.compile(r"(requests|validation|stages|responses)-(\d+)-(\d+)-(\d+)\.arrow")
 
 
@@ -214,38 +205,28 @@ def read_responses(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def read_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :meth:`EventLog.describe` kept; empty when there is nothing readable. A value that cannot be one is left out
-    with a warning."""
-    path = Path(folder) / INFO_FILE
+    """What :meth:`EventLog.describe` kept; empty when there is nothing readable."""
     try:
-        info = json.loads(path.read_text())
+        info = json.loads((Path(folder) / INFO_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(info, dict):
-        return {}
-    for name, (sound, wanted) in _INFO.items():
-        if info.get(name) is not None and not sound(info[name]):
-            warnings.warn(f"{path}: {name} must be {wanted}, not {info.pop(name)!r}; it is left out", stacklevel=2)
-    return info
+    return info if isinstance(info, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, :func:`read_info`, and the steps of which
-    there are files, readable or not."""
+    """A run's log, read once: tables of :data:`REQUESTS` and :data:`STAGES`, and :func:`read_info`."""
 
     folder: Path
     requests: pa.Table
     stages: pa.Table
     info: dict[str, Any]
-    steps: frozenset[int] = frozenset()
 
 
 def read_log(folder: str | os.PathLike[str]) -> Log:
     """All that the report needs."""
     path = Path(folder)
-    numbers = {step for kind, step, *_ in _files(path) if kind != "validation"} if path.is_dir() else ()
-    return Log(path, read_requests(path), read_stages(path), read_info(path), frozenset(numbers))
+    return Log(path, read_requests(path), read_stages(path), read_info(path))
 
 
 def arms_of(info: Mapping[str, Any]) -> list[tuple[int, str]]:

@@ -34,11 +34,6 @@ SPEC_ACCEPT_LENGTH = "rollout/spec_accept_length"
 
 # Ours.
 BUBBLE_RATIO = "rollout/bubble_ratio"
-#: The same from outside the run, and why it is not known (sampled.py); in no log of verl's.
-BUBBLE_RATIO_SAMPLED = "rollout/bubble_ratio_sampled"
-BUBBLE_RATIO_UNKNOWN = "rollout/bubble_ratio_sampled/unknown"
-#: Q of the bubble ratio that was seen from outside.
-BUBBLE_SLOTS_SAMPLED = "rollout/bubble_ratio_sampled/slots"
 USEFUL_TOKENS_PER_S = "rollout/useful_tokens_per_s"
 REQUESTS = "rollout/requests"
 TRAINED_TOKENS = "rollout/trained_tokens"
@@ -77,8 +72,6 @@ HISTORY_ERRORS = "rollout/history/errors"
 HISTORY_UNTRAINED = "rollout/history/untrained"
 HISTORY_HIT_RATE = "rollout/history/hit_rate"
 HISTORY_RESTARTS = "rollout/history/writer_restarts"
-HISTORY_SIMILARITY = "rollout/history/similarity"
-HISTORY_SIMILARITY_CHANCE = "rollout/history/similarity_by_chance"
 
 STALENESS_MEAN = "training/staleness/mean"
 STALENESS_MAX = "training/staleness/max"

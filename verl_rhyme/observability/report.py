@@ -1,11 +1,7 @@
-"""A run's table, ``summary.json``, page and picture, for one run or for two side by side.
-
-``python -m verl_rhyme.observability.report RUN_DIR [OTHER_RUN_DIR]``.
-"""
+"""A run's table, ``summary.json`` and page, for one run or for two side by side."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -20,62 +16,58 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import metrics, plot, trace
+from . import metrics, trace
 from .page import document
 from .page.run import Run
-from .page.words import PARTIAL
 from .summary import FIRST_WARM_EPOCH, ReportError, compare, read, tokens_per_s
 
 SUMMARY_FILE = "summary.json"
-PICTURE_FILE = "report.png"
 TRACE_FILE = "trace.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl_rhyme.observability.report", description=__doc__)
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("other", nargs="?", help="run folder of what RUN is held against, such as the stock run")
-    parser.add_argument("--out", help="where the files go (default: the run folder)")
-    parser.add_argument("--events", help="event log of RUN, where it is not below the run folder")
-    parser.add_argument("--arm", help="name of RUN; default: what its event log says")
-    parser.add_argument("--step", type=int, help="whose rollout the page shows request by request, and the trace alone")
-    told_of = f"write {TRACE_FILE} as well, which Perfetto opens: 370 bytes a request, so give --step in a long run"
-    parser.add_argument("--perfetto", action="store_true", help=told_of)
-    options = parser.parse_args(arguments)
+def report(
+    folder: str,
+    other: str | None = None,
+    out: str | None = None,
+    events: str | None = None,
+    arm: str | None = None,
+    step: int | None = None,
+    perfetto: bool = False,
+) -> int:
+    """``verl-rhyme report``, whose arguments these are; its exit status."""
     console = Console()
     told: list[str] = []
     failed = False
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            runs = [read(options.run, options.arm, options.events)]
+            runs = [read(folder, arm, events)]
         except (ReportError, OSError) as error:
             _tell([str(error)])
             return 1
-        if options.other is not None:
+        if other is not None:
             try:
-                runs.append(read(options.other))
+                runs.append(read(other))
                 told += _told_apart(runs)
             except (ReportError, OSError) as error:  # the page of RUN is worth having all the same
                 failed = True
                 runs = runs[:1]
                 told.append(str(error))
                 runs[0].problems.append(f"it stands alone: {error}")
-    told += [line for run in runs if (line := _no_step(run, options.step))]
-    out = Path(options.out or runs[0].folder)
+    told += [line for run in runs if (line := _no_step(run, step))]
+    to = Path(out or runs[0].folder)
     try:
         summaries = [run.summary for run in runs]
         summary = compare(*reversed(summaries)) if len(runs) == 2 else summaries[0]
         told += _other_slots(summaries)
-        path, picture = write(summary, out)
-        paths = [path, document.write(runs, out, FIRST_WARM_EPOCH, options.step), picture]
-        if options.perfetto:
-            paths += _traces(runs, out, options.step)
+        paths = [write(summary, to), document.write(runs, to, FIRST_WARM_EPOCH, step)]
+        if perfetto:
+            paths += _traces(runs, to, step)
     except ReportError as error:
         _tell([*told, str(error)])
         return 1
     except OSError as error:
-        _tell([*told, f"cannot write to {out} ({error.strerror or error}): give --out a folder that can be written"])
+        _tell([*told, f"cannot write to {to} ({error.strerror or error}): give --out a folder that can be written"])
         return 1
     problems = [problem for run in runs for problem in run.problems if not problem.startswith("it stands alone")]
     _tell([*dict.fromkeys([*told, *(str(warning.message) for warning in warned), *problems])])
@@ -86,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _other_slots(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows, unless it was observed."""
+    """That bubble ratios are shares of other numbers of slots; of a stock run nobody knows."""
     slots = {summary["arm"]: summary["bubble_slots"] for summary in summaries}
     if None in slots.values() or len(set(slots.values())) == 1:
         return []
@@ -144,14 +136,12 @@ def _tell(problems: Sequence[str]) -> None:
         print(f"verl-rhyme report: {problem}", file=sys.stderr)
 
 
-def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write a summary, of one run or a comparison, and its picture; their paths."""
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / SUMMARY_FILE, folder / PICTURE_FILE
+def write(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> Path:
+    """Write a summary, of one run or a comparison; its path."""
+    path = Path(out) / SUMMARY_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    plot.draw(_arms(summary), picture)
-    return path, picture
+    return path
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
@@ -164,8 +154,6 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
             console.print(f"{letter}  {name}", highlight=False, markup=False, soft_wrap=True)
         table = _table(arms, list("AB"))
     console.print(table)
-    if any(row["partial"] for arm in arms for row in arm["epochs"]):
-        console.print(PARTIAL, highlight=False, markup=False)
     for name, arm in zip(names, arms, strict=True):
         if (little := _little(arm)) is not None:
             console.print(f"{name}: {little}", highlight=False, markup=False, soft_wrap=True)
@@ -217,21 +205,15 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    def marked(name: str, form: str) -> str:
-        return cell(row[name], form) + "*" * (name in row["partial"])
-
-    bubble, sampled = cell(row["bubble_ratio"], ".0%"), row["bubble_ratio_sampled"]
-    if bubble == "-" and sampled is not None:
-        bubble = f"~{sampled:.0%}"  # from outside
     return [
-        marked("reward_mean", ".3f"),
+        cell(row["reward_mean"], ".3f"),
         cell(row["rollout_s"], ".1f"),
         cell(row["tokens"], ",").replace(",", " "),
         cell(tokens_per_s(row), ".0f"),
-        marked("accept_length", ".2f"),
-        *(marked(name, ".0%") for name in ("accept_rate", "history_hit_rate")),
-        bubble,
-        marked("staleness_mean", ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
+        cell(row["accept_length"], ".2f"),
+        *(cell(row[name], ".0%") for name in ("accept_rate", "history_hit_rate")),
+        cell(row["bubble_ratio"], ".0%"),
+        cell(row["staleness_mean"], ".1f") + ("" if row["staleness_max"] is None else f" ({row['staleness_max']})"),
     ]
 
 
@@ -249,7 +231,3 @@ def _gain(summary: Mapping[str, Any]) -> str:
         f"{on} against {off}, epochs from {FIRST_WARM_EPOCH} on, medians (least-greatest): "
         f"rollout speed {factor('rollout_speedup_warm')}, tokens per second {factor('tokens_per_s_speedup_warm')}"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

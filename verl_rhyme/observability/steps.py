@@ -17,8 +17,8 @@ from . import events, metrics, slot_time
 #: Step number (from 1) to metric name to value.
 Steps = dict[int, dict[str, Any]]
 
-#: verl's ``file`` logger's, in a run folder, and what was seen of the run from outside (``observe.py``).
-METRICS_FILE, SAMPLED_FILE = "metrics.jsonl", "sampled.jsonl"
+#: verl's ``file`` logger's, in a run folder.
+METRICS_FILE = "metrics.jsonl"
 #: Below a run folder, where the recipes have hydra write a run's config.
 CONFIG_FILE = Path("hydra", ".hydra", "config.yaml")
 
@@ -77,12 +77,6 @@ def from_metrics(path: str | os.PathLike[str]) -> Steps:
     return steps
 
 
-def from_sampled(path: str | os.PathLike[str]) -> Steps:
-    """What was seen of each step from outside (:mod:`verl_rhyme.observability.observe`); empty without the file."""
-    file = Path(path)
-    return dict(parse_lines(file.read_bytes().splitlines(), file)) if file.is_file() else {}
-
-
 def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
     """The same metrics computed from the event log.
 
@@ -126,10 +120,6 @@ def from_log(log: events.Log, slots: int | None, rollout: str = "gen") -> Steps:
             data |= _staleness(int(step) - 1, rows, trained)
     for number, bubble in bubbles.items():
         steps[number][metrics.BUBBLE_RATIO] = bubble
-    readable = sorted(steps)
-    for number in log.steps - steps.keys() if readable else ():  # all its files are damaged: a step all the same
-        near = min(readable, key=lambda known: (known > number, abs(known - number)))
-        steps[number] = {metrics.EPOCH: steps[near][metrics.EPOCH]}
     return steps
 
 

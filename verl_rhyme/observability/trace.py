@@ -1,5 +1,5 @@
 """A run as Chrome trace JSON, which Perfetto opens: a process for each replica, a lane for each of its slots, and the
-trainer's stages in a process of their own. Runs and simulations alike, for both have the event log's columns."""
+trainer's stages in a process of their own."""
 
 from __future__ import annotations
 

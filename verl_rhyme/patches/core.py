@@ -205,13 +205,9 @@ def _lookup(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
     owner: Any = module
     try:
         owner = functools.reduce(getattr, path, owner)
-        held = inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
+        held = getattr(owner, name)
     except AttributeError as error:
         raise PatchRefusedError(f"{module.__name__}:{qualname} does not exist ({error})") from None
-    if inspect.isclass(owner) and name not in vars(owner):
-        raise PatchRefusedError(f"{module.__name__}:{qualname} is inherited; patch the class that defines it")
-    if isinstance(held, staticmethod | classmethod | property):
-        raise PatchRefusedError(f"{module.__name__}:{qualname} is a {type(held).__name__}; only plain attributes here")
     return owner, name, held
 
 

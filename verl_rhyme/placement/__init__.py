@@ -1,17 +1,15 @@
 """Placement: which replica serves which request. Events come in as calls, the answer is a replica's name.
 
-Process: the router in agent loop workers, and the coordinator. Engines: none.
+Process: the coordinator. Engines: none.
 """
 
 from verl_rhyme.placement.fleet import Fleet
 from verl_rhyme.placement.least_loaded import LeastLoaded
 from verl_rhyme.placement.placement import POLICIES, NoReplica, Placement
-from verl_rhyme.placement.policy import Ahead, Load, Move, PlacementPolicy, Progress, Request
-from verl_rhyme.placement.sticky_group import StickyGroup
+from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request
 
 __all__ = [
     "POLICIES",
-    "Ahead",
     "Fleet",
     "LeastLoaded",
     "Load",
@@ -21,5 +19,4 @@ __all__ = [
     "PlacementPolicy",
     "Progress",
     "Request",
-    "StickyGroup",
 ]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 
-#: Rows of ``running`` and ``reserved``.
+#: Rows of ``running``.
 REQUESTS, TOKENS = 0, 1
 
 Counts = npt.NDArray[np.int64]
@@ -20,29 +20,22 @@ class Fleet:
         names: Of the replicas, in the order of the columns below.
         index: Column of each name.
         running: int64[2, replicas], requests and their KV tokens (those that are known).
-        reserved: int64[2, replicas], the same for requests that are on their way.
         capacity: float64[replicas], KV tokens there is room for; infinite where nobody reported it.
         share: float64[replicas], what part of all load is fair: by capacity if all replicas' is known, else even.
         totals: Sums of ``running``.
-        reserved_totals: Sums of ``reserved``.
-        expected: Requests that are announced and have not come yet.
         version: Changes with replicas and capacities.
-        cost: What a replica's work costs, where nobody says otherwise.
-        costs: Of each replica.
+        cost: What a replica's work costs.
     """
 
     def __init__(self, cost: ReplicaCost = TYPICAL) -> None:
         self.cost = cost
         self.names: list[str] = []
-        self.costs: list[ReplicaCost] = []
         self.index: dict[str, int] = {}
         self.running: Counts = np.zeros((2, 0), np.int64)
-        self.reserved: Counts = np.zeros((2, 0), np.int64)
         self.capacity: npt.NDArray[np.float64] = np.zeros(0)
         self.share: npt.NDArray[np.float64] = np.zeros(0)
         self.totals = [0, 0]
-        self.reserved_totals = [0, 0]
-        self.expected = self.version = 0
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,19 +43,13 @@ class Fleet:
     def __contains__(self, replica: str) -> bool:
         return replica in self.index
 
-    def add(self, replica: str, cost: ReplicaCost | None = None) -> None:
-        """Does nothing when it is there already.
-
-        Args:
-            replica: Its name.
-            cost: What its work costs; ``None``: as elsewhere.
-        """
+    def add(self, replica: str) -> None:
+        """Does nothing when it is there already."""
         if replica in self.index:
             return
         self.index[replica] = len(self.names)
         self.names.append(replica)
-        self.costs.append(self.cost if cost is None else cost)
-        self.running, self.reserved = (np.pad(a, ((0, 0), (0, 1))) for a in (self.running, self.reserved))
+        self.running = np.pad(self.running, ((0, 0), (0, 1)))
         self.capacity = np.append(self.capacity, np.inf)
         self._settle()
 
@@ -73,9 +60,9 @@ class Fleet:
             KeyError: No such replica.
         """
         i = self.index[replica]
-        del self.names[i], self.costs[i]
+        del self.names[i]
         self.index = {name: j for j, name in enumerate(self.names)}
-        self.running, self.reserved = (np.delete(a, i, axis=1) for a in (self.running, self.reserved))
+        self.running = np.delete(self.running, i, axis=1)
         self.capacity = np.delete(self.capacity, i)
         self._settle()
 
@@ -105,23 +92,13 @@ class Fleet:
         weight = self.capacity if known.all() else np.ones(len(self.names))
         self.share = weight / weight.sum() if len(weight) else weight
         self.totals = [int(n) for n in self.running.sum(axis=1)]
-        self.reserved_totals = [int(n) for n in self.reserved.sum(axis=1)]
 
     def run(self, replica: str, requests: int, tokens: int) -> None:
         """Count them in (or out, when negative)."""
-        self._change(self.running, self.totals, replica, requests, tokens)
-
-    def reserve(self, replica: str, requests: int, tokens: int) -> None:
-        """Keep room for them (or give it back, when negative)."""
-        self._change(self.reserved, self.reserved_totals, replica, requests, tokens)
-
-    def _change(self, counts: Counts, totals: list[int], replica: str, requests: int, tokens: int) -> None:
         i = self.index[replica]
-        counts[REQUESTS, i] += requests
-        totals[REQUESTS] += requests
-        if tokens:
-            counts[TOKENS, i] += tokens
-            totals[TOKENS] += tokens
+        for row, more in ((REQUESTS, requests), (TOKENS, tokens)):
+            self.running[row, i] += more
+            self.totals[row] += more
 
     def requests(self, replica: str) -> int:
         """Those that run on a replica; 0 where there is none of that name."""
@@ -143,9 +120,3 @@ class Fleet:
         # Loads are whole numbers far below 2**40: requests never outweigh a token.
         load = (self.running[TOKENS] + self.running[REQUESTS] * 2.0**-20) / self.share
         return int(load.argmin()) if among is None else int(among[load[among].argmin()])
-
-    def imbalance(self, row: int) -> float:
-        """The greatest load over its fair share, of requests or tokens; 1 when nothing runs."""
-        if not self.totals[row]:
-            return 1.0
-        return float((self.running[row] / self.share).max() / self.totals[row])

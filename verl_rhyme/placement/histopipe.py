@@ -5,56 +5,22 @@ into groups of equal size. Each group is answered by replicas of its own, more o
 make the slowest group fastest, found by a binary search over what a step costs (tier 2). The groups lie along the
 replicas from the shortest to the longest in one step and the other way round in the next, so that a replica which had
 a long share gets a short one (tier 1). An outlier, one of the last of its group that still run and longer than its
-history lets expect, goes on at the replica that has least to do: the fewest tokens to come. Those that were asked tell
-theirs. Of the others it is what was expected less what they have made, as old as they are; one that is longer than
-expected counts as those do that are so, too, and were asked.
+history lets expect, goes on at the replica where the fewest tokens are expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from verl_rhyme.placement.fleet import REQUESTS, Fleet
+from verl_rhyme.placement.fleet import TOKENS, Fleet
 from verl_rhyme.placement.policy import Load, Move, PlacementPolicy, Progress, Request, expected_tokens
 from verl_rhyme.planning.cost import Floats
 
 #: Halvings of the interval in which the slowest group's seconds lie.
 _HALVINGS = 40
-
-
-class _Run(NamedTuple):
-    """What runs at a replica, and what that replica's clock said when it came."""
-
-    request: Request
-    came: int
-
-
-@dataclass
-class _Replica:
-    """What runs at a replica. Its clock counts the tokens that whatever runs there makes in the same time."""
-
-    clock: int = 0
-    runs: dict[str, _Run] = field(default_factory=dict)
-
-    def made(self, name: str, tokens: int) -> None:
-        """One that runs there has made so many tokens."""
-        if (run := self.runs.get(name)) is not None:
-            self.clock = max(self.clock, run.came + tokens)
-
-    def to_come(self, progress: Mapping[str, Progress], late: float) -> float:
-        """Tokens, expected of all that runs there; ``late`` of one that has more than was expected of it."""
-        tokens = 0.0
-        for name, (request, came) in self.runs.items():
-            if (now := progress.get(name)) is not None and now.left is not None:
-                tokens += now.left
-            else:
-                left = (request.response_tokens or 0) - (self.clock - came)
-                tokens += left if left > 0 else late
-        return tokens
 
 
 @dataclass
@@ -96,7 +62,6 @@ class HistoPipe(PlacementPolicy):
         self._most, self._two_tier, self._migrate, self._tail = groups, two_tier, migrate, tail
         self._groups: dict[int, _Group] = {}  # of which prompts are here
         self._of: dict[str, _Group] = {}  # by key
-        self._at: dict[str, _Replica] = {}
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         if not loads:
@@ -126,15 +91,10 @@ class HistoPipe(PlacementPolicy):
         return f"length group {group.rank + 1} of {group.of} in step {group.step}, on {len(group.replicas)} replicas"
 
     def started(self, request: Request, replica: str) -> None:
-        at = self._at.setdefault(replica, _Replica())
-        at.runs[request.id] = _Run(request, at.clock)
         if (group := self._of.get(request.key)) is not None:
             group.running[request.id] = request, replica
 
     def released(self, request: Request, replica: str, tokens: int | None) -> None:
-        at = self._at[replica]
-        at.made(request.id, tokens or 0)
-        at.runs.pop(request.id, None)
         group = self._of.get(request.key)
         if group is None or group.running.pop(request.id, None) is None or tokens is None:
             return
@@ -152,46 +112,21 @@ class HistoPipe(PlacementPolicy):
     def watched(self) -> list[str]:
         return [name for group in self._last() for name in group.running if name not in group.moved]
 
-    def removed(self, replica: str) -> None:
-        self._at.pop(replica, None)
-
     def moves(self, progress: Mapping[str, Progress]) -> Iterator[Move]:
-        fleet, to_come = self._fleet, np.zeros(0)
-        for at in self._at.values():
-            for name in at.runs.keys() & progress.keys():
-                at.made(name, progress[name].made)
-        late = self._late(progress)
-        step = fleet.cost.step
+        fleet, step = self._fleet, self._fleet.cost.step
         prefill = fleet.cost.prefill / max(step.base / fleet.cost.slots + step.row, 1e-9)  # in tokens of full steps
         for group in self._last():
             for name, (request, replica) in list(group.running.items()):
                 p90, now = request.p90_tokens, progress.get(name)
                 if name in group.moved or now is None or p90 is None or now.made <= p90:
                     continue
-                left = now.left or 0
-                if not len(to_come):
-                    ats = (self._at.get(other, _Replica()) for other in fleet.names)
-                    to_come = np.array([at.to_come(progress, late) for at in ats])
-                here = fleet.index[replica]
-                there = int(np.lexsort((fleet.running[REQUESTS], to_come / fleet.share))[0])
+                here, there = fleet.index[replica], fleet.least_tokens()
                 again = prefill * (request.prompt_tokens + now.made)  # its cache is computed anew
-                if to_come[there] + left + again < to_come[here]:  # it has less to do with it, too
-                    to_come[there] += left
-                    to_come[here] -= left
+                if fleet.running[TOKENS, there] + request.tokens + again < fleet.running[TOKENS, here]:
                     group.moved.add(name)
                     yield Move(name, fleet.names[there], f"{now.made} tokens, more than {p90} by its history")
 
     # ---- within ----
-
-    def _late(self, progress: Mapping[str, Progress]) -> float:
-        """Tokens to come of one that has more than was expected: the mean of those that were asked."""
-        lates = [
-            now.left
-            for at in self._at.values()
-            for name in at.runs.keys() & progress.keys()
-            if (now := progress[name]).left is not None and now.made > (at.runs[name].request.response_tokens or 0)
-        ]
-        return float(np.mean(lates)) if lates else 1.0
 
     def _last(self) -> list[_Group]:
         """Groups of which but the last still run."""

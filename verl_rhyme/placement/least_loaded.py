@@ -1,4 +1,4 @@
-"""verl's own rule: a conversation stays where it was, a new one goes where fewest requests run."""
+"""verl's own rule, for the simulator: a request goes where fewest run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,5 @@ class LeastLoaded(PlacementPolicy):
         self._random = random.Random(seed)
 
     def choose(self, request: Request) -> str:
-        if request.last in self._fleet:
-            return request.last
         least = self._fleet.least()
         return self._fleet.names[least[self._random.randrange(len(least))]]

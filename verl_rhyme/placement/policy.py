@@ -7,61 +7,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_rhyme.lengths.outlook import Shares
 from verl_rhyme.planning.cost import Floats
-
-
-class Ahead(NamedTuple):
-    """What a request may add, as a row of an :class:`~verl_rhyme.lengths.outlook.Outlook` has it.
-
-    Attributes:
-        limit: Of the outlook.
-        beyond: float32[CELLS].
-    """
-
-    limit: int
-    beyond: Shares
 
 
 class Request(NamedTuple):
     """What is known of a request when it asks for a replica; all but the id may be missing.
 
     Attributes:
-        id: Its conversation: later turns and resumptions come under the same id.
-        key: The prompt it belongs to: samples, turns and epochs of a prompt share it.
-        sample: Number of the sample in its group, -1 when unknown.
-        attempt: 0 for the first, one more for each resumption and each further turn.
-        group: Samples of the prompt that are sent about now, this one included; 0 when unknown. From the first attempt
-            of one of them on, room is kept for the others until they come or no request of the prompt runs.
+        id: Its sample: later attempts come under the same id.
+        key: The prompt it belongs to.
         prompt_tokens: Tokens it begins with.
         response_tokens: Tokens it will add, as predicted or known; ``None`` when neither.
-        last: Where the conversation was last; empty when it is new.
         p90_tokens: 90th percentile of the tokens it will add; ``None`` without a prediction.
-        replica: The replica that a coordinator assigned it to; empty: the policy is asked.
-        ahead: What it may add, as a distribution; ``None`` when nobody knows.
+        replica: Where it runs already; empty: the policy is asked.
     """
 
     id: str
     key: str = ""
-    sample: int = -1
-    attempt: int = 0
-    group: int = 0
     prompt_tokens: int = 0
     response_tokens: int | None = None
-    last: str = ""
     p90_tokens: int | None = None
     replica: str = ""
-    ahead: Ahead | None = None
 
     @property
     def tokens(self) -> int:
         """KV tokens it will fill at its end; 0 when nobody knows."""
         return 0 if self.response_tokens is None else max(0, self.prompt_tokens + self.response_tokens)
-
-    @property
-    def new(self) -> bool:
-        """Whether it begins a conversation."""
-        return not self.attempt and not self.last
 
 
 class Load(NamedTuple):
@@ -101,13 +72,11 @@ class Progress(NamedTuple):
         made: Tokens that it has made since it was placed.
         left: That it is expected to add to these; ``None`` when nobody knows.
         p90_left: 90th percentile of that.
-        ahead: What it may add, as a distribution.
     """
 
     made: int
     left: int | None = None
     p90_left: int | None = None
-    ahead: Ahead | None = None
 
 
 class Move(NamedTuple):
@@ -131,9 +100,8 @@ class PlacementPolicy:
     All but :meth:`choose` may be left as they are.
     """
 
-    def choose(self, request: Request) -> str | None:
-        """The replica for a request; changes nothing. The fleet has at least one. ``None``: it is to wait, as only one
-        of those may be that :meth:`coming` has named."""
+    def choose(self, request: Request) -> str:
+        """The replica for a request; changes nothing. The fleet has at least one."""
         raise NotImplementedError
 
     def reason(self, request: Request, replica: str) -> str:
@@ -142,13 +110,6 @@ class PlacementPolicy:
 
     def plan(self, step: int, loads: Sequence[Load]) -> None:
         """These prompts will be answered, for the update ``step``; their requests come later, or have come."""
-
-    def coming(self, requests: Sequence[Request]) -> None:
-        """These are about to be placed, one after another: :meth:`choose` is asked of each next."""
-
-    def due(self) -> bool:
-        """Something that was to wait may find a place now, and is to be named again, with all that waits."""
-        return False
 
     def started(self, request: Request, replica: str) -> None:
         """It was sent there, on this policy's word or not; the fleet counts it already."""
@@ -159,12 +120,6 @@ class PlacementPolicy:
 
     def left(self, keys: Sequence[str]) -> None:
         """These prompts of earlier plans are not answered any more; nothing of them runs."""
-
-    def removed(self, replica: str) -> None:
-        """The replica is about to leave; all its requests were released."""
-
-    def forget(self) -> None:
-        """What runs stays where it is; what comes is placed by load, not by where its siblings are."""
 
     def watched(self) -> Sequence[str]:
         """Ids of running requests that may be better off elsewhere: it is to be told how far they are."""

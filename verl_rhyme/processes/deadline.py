@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 
 from verl_rhyme.config import CONFIG_PATH
@@ -47,22 +47,15 @@ class Deadline:
                 f"({CONFIG_PATH}.scheduling.tool_timeout)"
             ) from error
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Meanwhile nothing counts: engines may be busy, or a queue full. May be entered anew."""
-        return self._pausing(1)
-
-    def resumed(self) -> AbstractContextManager[None]:
-        """Within :meth:`paused`: this counts."""
-        return self._pausing(-1)
-
     @contextmanager
-    def _pausing(self, more: int) -> Iterator[None]:
-        self._pauses += more
+    def paused(self) -> Iterator[None]:
+        """Meanwhile nothing counts: engines may be busy. May be entered anew."""
+        self._pauses += 1
         self._wait()
         try:
             yield
         finally:
-            self._pauses -= more
+            self._pauses -= 1
             self._wait()
 
     def _wait(self) -> None:

@@ -65,9 +65,8 @@ class Setting:
         slots: Q of the bubble ratio.
         lost_after: Seconds without an answer after which an agent loop worker is given up.
         room: Tokens of KV cache that the samples may take together; ``None`` where nobody knows.
-        router: A ``PlacementRouter`` that is told how many requests are about to come; ``None``: verl's.
-        placement: Policy and options by which the coordinator places samples
-            (:data:`~verl_rhyme.config.LENGTH_PLACEMENTS`); ``None``: the router decides.
+        router: A ``PlacementRouter``, which says who serves; ``None``: verl's.
+        placement: Policy and options by which the coordinator places samples; ``None``: the router decides.
         cost: What a replica's work costs, and its slots, by which the coordinator plans.
         response_limit: Tokens a response can have.
         part_samples: Samples of a part of the next batch that the trainer would begin with.

@@ -1,7 +1,7 @@
 """What travels with a request, and what comes back.
 
 Towards the server it is one keyword of ``generate``, a plain dict: :class:`RequestMeta` by its fields' names. The
-client makes it, a router is told some of it (:data:`PLACEMENT`), our server takes it off. The engine gets the rest that
+client makes it, a router of ours is told its assignment, our server takes it off. The engine gets the rest that
 it needs (:data:`ENGINE`) in ``SamplingParams.extra_args``, which vLLM passes through: bytes, numbers and short strings
 only, since vLLM copies every object in there.
 
@@ -17,14 +17,12 @@ from typing import Any
 from verl_rhyme.observability.request_record import RequestRecord
 from verl_rhyme.placement.assignment import ANYWHERE, Assignment
 
-__all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "PLACEMENT", "RequestMeta", "RequestRecord"]
+__all__ = ["DIED", "DRAFT_COUNTS", "ENGINE", "FIELD", "RequestMeta", "RequestRecord"]
 
 #: The keyword of ``generate``, and the key in ``extra_args`` and in ``extra_fields``.
 FIELD = "rhyme"
 #: Among an output's extra fields: its engine died, and the request is to go on elsewhere with these tokens.
 DIED = "rhyme_died"
-#: What placement goes by.
-PLACEMENT = ("key", "sample", "attempt", "group", "prompt_tokens", "before", "assignment")
 #: What proposer, sampler and the engine's front end go by.
 ENGINE = ("id", "key", "asked", "noise", "previous", "made")
 
@@ -53,8 +51,6 @@ class RequestMeta:
         sample: Number of the sample in its group, -1 when unknown.
         attempt: Number of the request in its conversation: 0 for the first, one more for each resumption and each turn
             (the event log's column is called so).
-        group: Samples of the prompt that are sent about now, 0 when unknown.
-        prompt_tokens: Tokens it begins with.
         before: Response tokens of the sample before it: of earlier turns, and of this one.
         assignment: Where and how it is to run.
         name: Of the sample's attempt; empty for one that no coordinator started.
@@ -72,8 +68,6 @@ class RequestMeta:
     key: str = ""
     sample: int = -1
     attempt: int = 0
-    group: int = 0
-    prompt_tokens: int = 0
     before: int = 0
     assignment: Assignment = ANYWHERE
     name: str = ""

@@ -1,4 +1,4 @@
-"""verl's request router, which asks placement.
+"""verl's request router, which follows the coordinator's placement.
 
 Process: verl's agent loop workers. Engines: verl.
 """

@@ -11,15 +11,16 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from verl_rhyme.config import CONFIG_PATH, LENGTH_PLACEMENTS, ConfigError, PlacementConfig
+from verl_rhyme.config import CONFIG_PATH, ConfigError, PlacementConfig
 from verl_rhyme.placement import Placement
 from verl_rhyme.planning import profile
 from verl_rhyme.planning.cost import TYPICAL, ReplicaCost
 from verl_rhyme.planning.typed_yaml import ClusterError
-from verl_rhyme.router.router import PlacementRouter
 
 #: In the run's checkpoint folder.
 NAME = "router.yaml"
+#: What stands in it; the class's module imports verl's engines, and this one is read before Ray starts.
+_CONTENT = "router_class: verl_rhyme.router.router.PlacementRouter\n"
 
 
 def check(placement: PlacementConfig) -> None:
@@ -86,16 +87,9 @@ def cost(placement: PlacementConfig) -> ReplicaCost:
         raise ConfigError(f"{CONFIG_PATH}.placement.profile: {error}") from error
 
 
-def settings(placement: PlacementConfig) -> dict[str, Any]:
-    """What stands in the file."""
-    router = f"{PlacementRouter.__module__}.{PlacementRouter.__qualname__}"
-    if placement.policy in LENGTH_PLACEMENTS:  # the coordinator's; what it does not place (validation) is spread
-        return {"router_class": router, "policy": "least_loaded", "options": {}}
-    return {"router_class": router, "policy": placement.policy, "options": dict(placement.options)}
-
-
 def use(config: Any, placement: PlacementConfig) -> Path | None:
-    """Let every router of a run be ours; to be called before verl's trainer makes its engines.
+    """Let every router of a run be ours, which the coordinator's placement needs; to be called before verl's trainer
+    makes its engines.
 
     Args:
         config: verl's whole config; ``actor_rollout_ref.rollout.router_config_path`` is set in it.
@@ -112,7 +106,7 @@ def use(config: Any, placement: PlacementConfig) -> Path | None:
     file = Path(str(config.trainer.default_local_dir)).expanduser().absolute() / NAME
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(f".{os.getpid()}.tmp")
-    new.write_text(OmegaConf.to_yaml(OmegaConf.create(settings(placement))))
+    new.write_text(_CONTENT)
     new.replace(file)
     with open_dict(config):
         config.actor_rollout_ref.rollout.router_config_path = str(file)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from verl_rhyme.lengths.outlook import Outlook
-from verl_rhyme.placement import Ahead, Load, Move, Placement, Progress, Request
+from verl_rhyme.lengths.predictor import Forecast
+from verl_rhyme.placement import Load, Move, Placement, Progress, Request
 from verl_rhyme.scheduling.attempts import Attempt, Start
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.scheduling.samples import Prompt
 
-#: Of samples (uid, number) that have so many tokens: what they may yet add.
-Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], "Outlook | None"]
+#: Of samples (uid, number) that have so many tokens: how long they will be.
+Lengths = Callable[[Sequence[tuple[str, int]], Sequence[int]], Forecast | None]
 #: Tokens of prompts, by uid; 0 where nobody knows.
 PromptTokens = Callable[[Sequence[str]], Sequence[int]]
 
@@ -37,11 +37,10 @@ class _Placed(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A sample, where it is to run (empty: the router decides, ``None``: nowhere yet), its expected response tokens,
-    their 90th percentile, and the tokens that it comes with."""
+    """Where a sample is to run (empty: the router decides), its expected response tokens, their 90th percentile, and
+    the tokens that it comes with."""
 
-    sample: tuple[str, int]
-    replica: str | None
+    replica: str
     expected: int | None
     p90: int | None
     had: int
@@ -72,74 +71,49 @@ class Dispatch:
         self._planned: set[str] = set()  # prompts that are in a plan
         self._at: dict[str, _Placed] = {}  # of each sample that runs, by its id
         self.moved = 0
-        self._waiting: int | None = None  # pending samples, after some were let wait
 
     def serve(self, rooms: Mapping[str, int | None]) -> None:
         """These replicas serve from now on, and no others; of some the tokens that fit into the cache are known."""
         if self.placement is None:
             return
-        before = self.placement.fleet.version
         for name in [name for name in self.placement.fleet.names if name not in rooms]:
             self.placement.remove(name)
         for name, room in rooms.items():
             self.placement.add(name)
             if room and self.placement.fleet.room(name) != room:
                 self.placement.report(name, room)
-        if self.placement.fleet.version != before:
-            self._waiting = None  # there may be a place now
 
     def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
-        """:meth:`Rollout.fill`, with what is expected of each, and where it is to run. What a plan lets wait is not
-        started, and bound to no replica, until something ended and a place was found."""
-        rollout = self.rollout
-        rollout.stock_up()
-        pending = rollout.scheduler.ledger.tally.samples["pending"]
-        if self._waiting is not None and self._waiting == pending and not (self.placement and self.placement.due()):
-            return []
-        if not pending:  # as after most events
-            self._waiting = None
-            return []
-        placed, held = list[_Chosen](), False
+        """:meth:`Rollout.fill`, with what is expected of each, and where it is to run."""
+        starts = self.rollout.fill(limit, lot)
+        if not starts:  # as after most events
+            return starts
+        chosen = self._choose([Attempt.named(start.name).sample for start in starts])
+        return [self._placed(start, each) for start, each in zip(starts, chosen, strict=True)]
 
-        def admits(samples: list[tuple[str, int]]) -> list[tuple[str, int]]:
-            nonlocal placed, held
-            placed = [chosen for chosen in self._choose(samples) if chosen.replica is not None]
-            held = len(placed) < len(samples)
-            return [chosen.sample for chosen in placed]
-
-        started, starts = rollout.fill(limit, lot, admits), []
-        for start, (sample, replica, expected, p90, had) in zip(started, placed, strict=True):
-            assignment = replace(
-                start.assignment,
-                replica=replica or "",
-                reason=self.reason(start.name),
-                expected_tokens=expected,
-                p90_tokens=p90,
-            )
-            starts.append(start._replace(assignment=assignment))
-            if replica:
-                self._at[_id(*sample)] = _Placed(replica, start.name, had)
-        self._waiting = rollout.scheduler.ledger.tally.samples["pending"] if held else None
-        return starts
+    def _placed(self, start: Start, chosen: _Chosen) -> Start:
+        replica, expected, p90, had = chosen
+        if replica:
+            self._at[_id(*Attempt.named(start.name).sample)] = _Placed(replica, start.name, had)
+        reason = self.reason(start.name)
+        told = replace(start.assignment, replica=replica, reason=reason, expected_tokens=expected, p90_tokens=p90)
+        return start._replace(assignment=told)
 
     def _choose(self, samples: Sequence[tuple[str, int]]) -> list[_Chosen]:
-        """Where each is to run; empty: the router decides."""
         had = [self.rollout.kept_tokens(*sample) for sample in samples]
         lengths = self._lengths(samples, had)
         none: list[int | None] = [None] * len(samples)
         expected = none if lengths is None else lengths.expected.tolist()
         p90 = none if lengths is None else lengths.p90.tolist()
-        replicas: Sequence[str | None] = [""] * len(samples)
+        replicas = [""] * len(samples)
         if self.placement is not None and self.placement.fleet:
             for sample in samples:  # it was not told how the one before it ended
                 if (before := self._at.pop(_id(*sample), None)) is not None:
                     self.placement.release(_id(*sample), before.replica)
             self._plan(dict.fromkeys(uid for uid, _ in samples))
-            self.placement.expect(len(samples))
             begin = map(operator.add, self._prompts([uid for uid, _ in samples]), had)
-            ahead = _ahead(lengths, len(samples))
-            replicas = self.placement.place(list(map(self._request, samples, begin, expected, p90, had, ahead)))
-        return list(map(_Chosen, samples, replicas, expected, p90, had))
+            replicas = [self.placement.acquire(r) for r in map(_request, samples, begin, expected, p90, had)]
+        return list(map(_Chosen, replicas, expected, p90, had))
 
     @property
     def adrift(self) -> bool:
@@ -164,7 +138,7 @@ class Dispatch:
                 had = sample.kept_tokens if self.rollout.rules.continues else 0
                 id_ = f"{uid}-{number}"
                 begin = self._prompts([uid])[0] + had
-                self.placement.acquire(Request(id_, uid, number, attempt, len(samples), begin, replica=replica))
+                self.placement.acquire(Request(id_, uid, begin, replica=replica))
                 self._at[id_] = _Placed(replica, name, had)
 
     def ended(self, name: str, tokens: int | None = None) -> None:
@@ -221,8 +195,8 @@ class Dispatch:
         if lengths is not None:
             ends = zip(had, lengths.expected.tolist(), lengths.p90.tolist(), strict=True)
             left = [(max(1, t - n), max(1, most - n)) for n, t, most in ends]
-        told = zip(running.items(), left, _ahead(lengths, len(had)), strict=True)
-        progress = {name: Progress(made, *left, ahead) for (name, (_, _, made)), left, ahead in told}
+        told = zip(running.items(), left, strict=True)
+        progress = {name: Progress(made, *left) for (name, (_, _, made)), left in told}
         moves = []
         for move in self.placement.moves(progress):
             at = self._at[move.id]
@@ -251,27 +225,11 @@ class Dispatch:
                 self.placement.plan(step, [load for load in loads if load.samples])
                 self._planned.update(p.uid for p in unplanned)
 
-    def _request(
-        self, sample: tuple[str, int], begin: int, expected: int | None, p90: int | None, had: int, ahead: Ahead | None
-    ) -> Request:
-        uid, number = sample
-        group = self.rollout.scheduler.ledger.prompt(uid).samples
-        return Request(
-            id=_id(uid, number),
-            key=uid,
-            sample=number,
-            attempt=group[number].attempt + 1,
-            group=len(group),
-            prompt_tokens=begin,
-            response_tokens=None if expected is None else max(1, expected - had),
-            p90_tokens=None if p90 is None else max(1, p90 - had),
-            ahead=ahead,
-        )
-
-
-def _ahead(lengths: Outlook | None, count: int) -> Iterable[Ahead | None]:
-    return [None] * count if lengths is None else [Ahead(lengths.limit, row) for row in lengths.beyond]
-
 
 def _id(uid: str, number: int) -> str:
     return f"{uid}-{number}"
+
+
+def _request(sample: tuple[str, int], begin: int, expected: int | None, p90: int | None, had: int) -> Request:
+    left, most = (None if tokens is None else max(1, tokens - had) for tokens in (expected, p90))
+    return Request(_id(*sample), sample[0], begin, left, most)

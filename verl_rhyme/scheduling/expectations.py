@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from verl_rhyme.lengths.outlook import Outlook
-from verl_rhyme.lengths.predictor import LengthPredictor
+from verl_rhyme.lengths.predictor import Forecast, LengthPredictor
 from verl_rhyme.lengths.prompts import PromptLengths
 from verl_rhyme.lengths.quality import Quality
 
@@ -69,23 +68,18 @@ class Expectations:
 
         return self._try(ranked, {})
 
-    def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Outlook | None:
-        """What responses to these prompts that have so many tokens may yet add; ``None`` where that cannot be told."""
+    def lengths(self, uids: Sequence[str], emitted: Sequence[int]) -> Forecast | None:
+        """How long responses to these prompts that have so many tokens will be; ``None`` where that cannot be told."""
 
-        def outlook() -> Outlook:
+        def forecast() -> Forecast:
             # One without a key is no sibling of others without; a prompt with one may be here twice.
             keys = {uid: self._keys.get(uid) or f"{_NOBODY} {i}" for i, uid in enumerate(dict.fromkeys(uids))}
             ended: dict[str, list[int]] = {}
             for uid, key in keys.items():
                 ended.setdefault(key, []).extend(self._lengths.get(uid, {}).values())
-            if any(emitted):
-                return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended).outlook()
-            place = {uid: i for i, uid in enumerate(keys)}  # siblings are alike before they begin
-            of = [place[uid] for uid in uids]
-            _, expected, p90, beyond = self.predictor.forecast(list(keys.values()), 0, ended).outlook()
-            return Outlook(self.predictor.limit, expected[of], p90[of], beyond[of])
+            return self.predictor.forecast([keys[uid] for uid in uids], emitted, ended)
 
-        return self._try(outlook, None)
+        return self._try(forecast, None)
 
     def prompted(self, uid: str, tokens: int) -> None:
         """A prompt has so many tokens."""
@@ -162,17 +156,17 @@ class Expectations:
 
     def _expected(self, keys: Mapping[str, str]) -> dict[str, float]:
         """Tokens of a response to each prompt before it begins, by uid."""
-        expected = self.predictor.forecast(list(keys.values())).mean()
+        expected = self.predictor.forecast(list(keys.values())).expected.astype(float)
         return dict(zip(keys, expected.tolist(), strict=True))
 
     def _learn(self, key: str, lengths: Mapping[int, int]) -> None:
-        if key == _NOBODY:
+        if key == _NOBODY or not lengths:
             return
-        for tokens in lengths.values():
-            self.predictor.ended(key, tokens)
-        if (learnt := self.predictor.close(key)) is not None:
-            self._untold += 1
-            self._quality.add(learnt)
+        tokens, predictor = list(lengths.values()), self.predictor
+        expected = float(predictor.forecast([key]).expected[0])
+        self._quality.add(expected, tokens, predictor.knows(key), predictor.ranked(key))
+        predictor.learn(key, tokens)
+        self._untold += 1
 
     def _try(self, what: Callable[[], T], otherwise: T) -> T:
         try:

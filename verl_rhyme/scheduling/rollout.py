@@ -20,7 +20,7 @@ from verl_rhyme.scheduling.recovery import Evidence, Recovery
 from verl_rhyme.scheduling.remembered import Batch, Hopeless, Name, Record, Remembered
 from verl_rhyme.scheduling.rules import Rules
 from verl_rhyme.scheduling.samples import Prompt
-from verl_rhyme.scheduling.scheduler import Admits, Scheduler
+from verl_rhyme.scheduling.scheduler import Scheduler
 
 #: Numbers of attempts that each generation has for itself.
 _ATTEMPTS = 1 << 10
@@ -118,11 +118,11 @@ class Rollout:
             found += [Attempt(p.uid, number, s.attempt) for p, number, s in self.scheduler.ledger.samples(state)]
         return found
 
-    def fill(self, limit: int | None = None, lot: int = 1, admits: Admits | None = None) -> list[Start]:
+    def fill(self, limit: int | None = None, lot: int = 1) -> list[Start]:
         """Load what may be loaded of the stock, start what may be started (:meth:`Scheduler.dispatch`)."""
         self.stock_up()
         rules, starts = self.rules, []
-        started = self.scheduler.dispatch(limit, lot, admits)
+        started = self.scheduler.dispatch(limit, lot)
         versions = self.scheduler.oldest_versions(uid for uid, _ in started)
         for (uid, number), version in zip(started, versions, strict=True):
             prompt = self.scheduler.ledger.prompt(uid)

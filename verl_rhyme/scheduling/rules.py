@@ -156,17 +156,6 @@ class Rules:
         )
 
     @property
-    def queue_entries(self) -> int:
-        """Entries that a run has in TransferQueue at a time, at most: of each sample one, of each that is regenerated
-        also the response that it is drafted from; of each prompt one; those of the batch that is trained meanwhile, and
-        those put off. A tenth more, for its storage units do not get equal shares. An agent loop that gives several
-        trajectories a sample has more.
-        """
-        batches = self.batches + 1 + 2 * self.rounds
-        samples = self.batch_samples * (2 if self.redrafts else 1)
-        return math.ceil(1.1 * batches * (samples + self.batch_prompts))
-
-    @property
     def version_rule(self) -> AtVersion:
         """``at_version``, or what ``None`` stands for."""
         if self.at_version is not None:

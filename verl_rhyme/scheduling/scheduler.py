@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -34,9 +34,6 @@ from verl_rhyme.scheduling.harvest import awaits, batch, promisable, suffices
 from verl_rhyme.scheduling.ledger import Harvest, Ledger, StepCounts
 from verl_rhyme.scheduling.rules import STOP_WAIT_S, Rules
 from verl_rhyme.scheduling.samples import ON_THEIR_WAY, Sample, State
-
-#: Of samples (uid, number) that may start, those that do.
-Admits = Callable[[list[tuple[str, int]]], list[tuple[str, int]]]
 
 #: However small an update batch is, so many failures are no accident.
 _HOPELESS = 16
@@ -163,20 +160,17 @@ class Scheduler:
             if tokens >= longest > self._sorted[0]:
                 self.ledger.postpone(uid)
 
-    def dispatch(self, limit: int | None = None, lot: int = 1, admits: Admits | None = None) -> list[tuple[str, int]]:
+    def dispatch(self, limit: int | None = None, lot: int = 1) -> list[tuple[str, int]]:
         """Start pending samples, in the order in which the engine should take them (:mod:`.admission`).
 
         Args:
             limit: Samples that may run at a time, those included that do already; ``None``: all.
             lot: Start none before so many may be started: each start is a message.
-            admits: Is shown all that may start, in order, and answers what of it does; ``None``: all.
         """
         room = None if limit is None else limit - self.running
         if (room is not None and room < lot) or not self.ledger.tally.samples["pending"]:
             return []
         started = list(islice(startable(self.rules, self.ledger, self._training), room))
-        if admits is not None and started:
-            started = admits(started)
         for uid, number in started:
             # What does not span versions is all of the version it tells when it was stopped.
             self.ledger.start(uid, number, self.version if self.rules.spans_versions else None)

@@ -2,9 +2,7 @@
 
 All its requests advance a step together, so that the engine counts steps, and a request is done at a step that is known
 when it begins: between two events nothing is computed. Steps are a continuous quantity here. As caches grow steps
-become longer, which is integrated exactly. What :mod:`verl_rhyme.planning.cost` says of a step holds. Where siblings
-help each other's drafts, they do from when two of them run until the last of their prompt has left: what one that ended
-said is still there.
+become longer, which is integrated exactly. What :mod:`verl_rhyme.planning.cost` says of a step holds.
 
 A queued request is admitted when a slot and room for what it has are free, by priority and then in the order of coming.
 When the cache is full the one admitted last gives way, goes to the front of the queue and has its tokens computed anew
@@ -40,7 +38,6 @@ class Request(NamedTuple):
         priority: Lowest first.
         pace: Tokens a step, drafts included: the acceptance length.
         drafts: Draft tokens that are verified for it in a step.
-        more, more_drafts: Added to both beside a sibling.
     """
 
     name: Hashable
@@ -51,15 +48,13 @@ class Request(NamedTuple):
     priority: float = 0.0
     pace: float = 1.0
     drafts: float = 0.0
-    more: float = 0.0
-    more_drafts: float = 0.0
 
 
 class Segment(NamedTuple):
     """A stretch of a request in a slot, for pictures.
 
     Attributes:
-        request: Whose, with the pace that it had at the end.
+        request: Whose.
         began, ended: When.
         emitted: Tokens that it had at the end of the stretch.
         why: It ended: ``done``, ``preempted`` or ``withdrawn``.
@@ -76,10 +71,7 @@ class Segment(NamedTuple):
 class _Run:
     request: Request
     began: float
-    at: float  # steps of the engine when it had ``emitted``
-    emitted: float
-    pace: float
-    drafts: float
+    at: float  # steps of the engine
     admitted: int
 
 
@@ -109,7 +101,6 @@ class Engine:
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: dict[Hashable, tuple[int, Request]] = {}
         self._users: dict[Hashable, int] = {}  # of a prefix
-        self._alone: dict[Hashable, _Run | None] = {}  # of a prompt, whom a sibling would help; None: siblings do
         self._kept: OrderedDict[Hashable, None] = OrderedDict()
         self._count = self._front = 0
         self._paused = False
@@ -264,7 +255,7 @@ class Engine:
         self.made += steps * self._pace
 
     def _emitted(self, run: _Run) -> float:
-        return min(run.request.tokens, run.emitted + run.pace * (self._steps - run.at))
+        return min(run.request.tokens, run.request.emitted + run.request.pace * (self._steps - run.at))
 
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.cost.slots:
@@ -279,11 +270,10 @@ class Engine:
             heapq.heappop(self._queue)
             del self._queued[request.name]
             self._count += 1
-            run = _Run(
-                *(request, self._now, self._steps, request.emitted, request.pace, request.drafts, self._count),
-            )
+            run = _Run(request, self._now, self._steps, self._count)
             self._running[request.name] = run
-            heapq.heappush(self._ends, (self._end(run), run.admitted, request.name))
+            end = run.at + max(0.0, request.tokens - request.emitted) / request.pace
+            heapq.heappush(self._ends, (end, run.admitted, request.name))
             self._admissions.append((run.admitted, request.name))
             if len(self._admissions) > 4 * self.cost.slots:
                 self._admissions = [(r.admitted, name) for name, r in self._running.items()]
@@ -292,41 +282,18 @@ class Engine:
             self._cached += own
             self._pace += request.pace
             self._drafts += request.drafts
-            if request.more:
-                self._meet(run)
             self._stall += self.cost.prefill * (request.emitted + (0 if shared else request.prompt_tokens))
             self.recomputed += request.emitted
-
-    @staticmethod
-    def _end(run: _Run) -> float:
-        return run.at + max(0.0, run.request.tokens - run.emitted) / run.pace
-
-    def _meet(self, run: _Run) -> None:
-        """Siblings help each other from now on; ends that come sooner make those announced before void."""
-        prompt = run.request.prompt
-        if prompt not in self._alone:
-            self._alone[prompt] = run
-            return
-        alone, self._alone[prompt] = self._alone[prompt], None
-        for each in (run,) if alone is None else (alone, run):
-            request = each.request
-            if self._running.get(request.name) is each:
-                each.emitted, each.at = self._emitted(each), self._steps
-                each.pace, each.drafts = request.pace + request.more, request.drafts + request.more_drafts
-                self._pace += request.more
-                self._drafts += request.more_drafts
-                heapq.heappush(self._ends, (self._end(each), each.admitted, request.name))
 
     def _leave(self, run: _Run, why: str) -> None:
         request, emitted = run.request, self._emitted(run)
         del self._running[request.name]
         self._cached -= emitted
-        self._pace -= run.pace
-        self._drafts -= run.drafts
+        self._pace -= request.pace
+        self._drafts -= request.drafts
         self._users[request.prompt] -= 1
         if not self._users[request.prompt]:
             del self._users[request.prompt]
-            self._alone.pop(request.prompt, None)
             self._cached -= request.prompt_tokens
             self._kept[request.prompt] = None
             if len(self._kept) > _KEPT_PREFIXES:
@@ -334,8 +301,7 @@ class Engine:
         if not self._running:
             self._cached = self._pace = self._drafts = self._stall = 0.0
         if self._told is not None:
-            told = request._replace(pace=run.pace, drafts=run.drafts)
-            self._told(Segment(told, run.began, self._now, emitted, why))
+            self._told(Segment(request, run.began, self._now, emitted, why))
 
     def _preempt(self) -> None:
         """The one admitted last."""

@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from verl_rhyme.config import LENGTH_PLACEMENTS
-from verl_rhyme.lengths.outlook import Outlook, certain
+import numpy as np
+
+from verl_rhyme.config import PLACEMENTS
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.observability.batches import Occupancy
 from verl_rhyme.placement import Placement
 from verl_rhyme.placement import Request as Asked
@@ -23,7 +25,6 @@ from verl_rhyme.scheduling.expectations import Expectations
 from verl_rhyme.scheduling.rollout import Rollout
 from verl_rhyme.simulation.cluster import Cluster
 from verl_rhyme.simulation.engine import Engine, Request, Segment
-from verl_rhyme.simulation.ranker import SimulatedRanker
 from verl_rhyme.simulation.scenario import Scenario, Step
 from verl_rhyme.simulation.trainer import Trainer
 from verl_rhyme.simulation.workload import Prompt
@@ -61,8 +62,6 @@ class Simulation:
         steps: Those that ended.
         cluster: Clock and engines.
         expectations: Of lengths.
-        predicted: Tokens that attempts were predicted to have, by name; kept for who asks for segments.
-        trained_by: Number of the step, from 1, that trained what an attempt ended with, by its name; kept likewise.
         trained: Tokens of each response of the last update batch.
     """
 
@@ -75,15 +74,12 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.expectations = Expectations(scenario.response_limit)
-        self._ranker = None if scenario.ranker is None else SimulatedRanker(scenario.ranker)
         self.steps: list[Step] = []
-        self.predicted: dict[str, float] = {}
-        self.trained_by: dict[str, int] = {}
         self.trained: list[int] = []
         self.rollout = Rollout(scenario.rules)
         drawn = {"seed": 0} if scenario.placement == "least_loaded" else {}  # the same run each time
         self.placement = Placement(scenario.placement, {**drawn, **scenario.options}, cost=scenario.replicas[0])
-        planned = self.placement if scenario.placement in LENGTH_PLACEMENTS else None
+        planned = self.placement if scenario.placement in PLACEMENTS else None
         self.dispatch = Dispatch(self.rollout, self._lengths, planned, self._prompt_tokens)
         self._trainer = Trainer(scenario.training, scenario.streaming)
         self._prompts: Iterator[Prompt] = iter(prompts)
@@ -94,7 +90,6 @@ class Simulation:
         self._under_way: dict[str, _Sample] = {}  # by attempt
         self._seen: dict[str, int] = {}
         self._updates = updates
-        self._kept = None if segments is None else self.predicted
         self._exhausted = self._training = self._stopped = False
         self._version = self._arrived = self._count_loaded = 0  # the policy's; the newest that replicas can take
         self._versions: dict[str, int] = {}
@@ -105,7 +100,7 @@ class Simulation:
             told = None if segments is None else (lambda segment, name=name: segments.append((name, segment)))
             engines[name] = Engine(cost, told)
             self._versions[name] = 0
-            self.placement.add(name, cost)
+            self.placement.add(name)
             if math.isfinite(cost.room):
                 self.placement.report(name, int(cost.room))
         self._occupancy = Occupancy(scenario.slots, 0.0)
@@ -162,8 +157,6 @@ class Simulation:
             self._exhausted = len(handed) < wanted
             self.rollout.hand(handed)
             prompts = {uid: self._loaded[uid] for uid, _ in handed}
-            if self._ranker is not None:
-                self.expectations.rank(self._ranker.expects(list(prompts.values())), 1)
             expected = self.expectations.hand({uid: prompt.key for uid, prompt in prompts.items()})
             if self.scenario.forecasts == "oracle":
                 expected = {uid: float(prompt.lengths.mean()) for uid, prompt in prompts.items()}
@@ -178,14 +171,14 @@ class Simulation:
         if starts:
             self._start(starts)
 
-    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Outlook | None:
+    def _lengths(self, samples: Sequence[tuple[str, int]], had: Sequence[int]) -> Forecast | None:
         """What is expected of samples (:attr:`Scenario.forecasts`)."""
         if self.scenario.forecasts == "history":
             return self.expectations.lengths([uid for uid, _ in samples], had)
         if self.scenario.forecasts == "none":
             return None
-        tokens = [int(self._loaded[uid].lengths[number]) for uid, number in samples]
-        return certain(tokens, had, self.scenario.response_limit)
+        tokens = np.array([int(self._loaded[uid].lengths[number]) for uid, number in samples], np.int64)
+        return Forecast(tokens, tokens)
 
     def _prompt_tokens(self, uids: Sequence[str]) -> list[int]:
         """Of prompts, as far as it is known (:attr:`Scenario.forecasts`)."""
@@ -196,11 +189,6 @@ class Simulation:
         return self.expectations.prompt_tokens(uids)
 
     def _start(self, starts: list[Start]) -> None:
-        if self.dispatch.placement is None:
-            self.placement.expect(len(starts))
-        if self._kept is not None:
-            expected = {start.name: start.assignment.expected_tokens for start in starts}
-            self._kept |= {name: float(tokens) for name, tokens in expected.items() if tokens is not None}
         touched = set()
         for start in starts:
             attempt, assignment = Attempt.named(start.name), start.assignment
@@ -212,9 +200,9 @@ class Simulation:
             sample.replica = replica = assignment.replica or self._route(start, attempt, prompt)
             sample.started = max(self._versions[replica], assignment.oldest_version)
             self._under_way[start.name] = sample
-            length, known = prompt.response(attempt.number, self._version)
+            length = int(prompt.lengths[attempt.number])
             text = self._texts[attempt.uid].get(attempt.number, 0) if self.scenario.redrafts else 0
-            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, known, text)
+            drafts = self.scenario.drafts.of(self._seen.get(prompt.key, 0), length, text)
             request = Request(
                 *(start.name, prompt.key, prompt.tokens, length, sample.kept, assignment.priority, *drafts),
             )
@@ -253,9 +241,6 @@ class Simulation:
             Asked(
                 id=self._name(attempt),
                 key=prompt.key,
-                sample=attempt.number,
-                attempt=attempt.attempt,
-                group=len(prompt.lengths),
                 prompt_tokens=prompt.tokens,
                 response_tokens=start.assignment.expected_tokens,
             )
@@ -354,8 +339,6 @@ class Simulation:
         batch = self.rollout.take()
         self._training = True
         self.trained, stale = batch.harvest.lengths, batch.harvest.group_staleness
-        if self._kept is not None:
-            self.trained_by |= dict.fromkeys(batch.attempts, batch.version + 1)
         ahead = self.cluster.now - max(self._latest.get(uid, 0.0) for uid, _ in batch.harvest.samples)
         self.expectations.keep(self.rollout.needs_prompt)
         self.dispatch.keep(self.rollout.needs_prompt)
@@ -448,7 +431,6 @@ class Simulation:
         """The weights of the current version are there, or on their way to the engines."""
         self._training = self._stopped = False
         self.rollout.publish(self._version, self._batches_left())
-        self.placement.forget()
         for name in self.rollout.take_abandoned():
             self._withdraw(name)
         self._after_start()

@@ -21,40 +21,31 @@ class Drafts:
     Attributes:
         acceptance: Tokens a step, for prompts seen 0, 1, ... times; the last one for more.
         overhead: Verified draft tokens for each token gained.
-        siblings: So much more tokens a step, as a share, beside a sibling (:mod:`verl_rhyme.simulation.engine`).
         again: Tokens a step of text that is regenerated with itself as draft (``Rules.redrafts``).
     """
 
     acceptance: tuple[float, ...] = (1.0,)
     overhead: float = 1.5
-    siblings: float = 0.0
     again: float = AGAIN
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(1 <= value < math.inf for value in (*self.acceptance, self.overhead)):
             raise ValueError(f"acceptance lengths must be at least 1, as must the overhead, not {self}")
-        if not 0 <= self.siblings < math.inf:
-            raise ValueError(f"siblings must be a share of at least 0, not {self.siblings}")
 
-    def of(
-        self, seen: int, tokens: float, known: float | None = None, text: float = 0.0
-    ) -> tuple[float, float, float, float]:
-        """Tokens a step and draft tokens a step of a response, and what is added to both beside a sibling.
+    def of(self, seen: int, tokens: float, text: float = 0.0) -> tuple[float, float]:
+        """Tokens a step and draft tokens a step of a response.
 
         Args:
             seen: Times that its prompt was seen before.
             tokens: Its length.
-            known: Its pace, with what siblings and its own text help.
             text: Tokens of it that were generated before, and are regenerated with that text as draft.
         """
-        pace = self.acceptance[min(seen, len(self.acceptance) - 1)] if known is None else known
-        more = pace * self.siblings if known is None else 0.0
+        pace = self.acceptance[min(seen, len(self.acceptance) - 1)]
         drafts = (pace - 1) * self.overhead
-        if (text := min(text, tokens)) and known is None:
+        if text := min(text, tokens):
             steps, again = (tokens - text) / pace, text / self.again
-            more *= steps / (steps + again)
             pace, drafts = tokens / (steps + again), (drafts * steps + text) / (steps + again)
-        return pace, drafts, more, more * self.overhead
+        return pace, drafts
 
 
 class Streaming(NamedTuple):
@@ -86,8 +77,6 @@ class Scenario:
         forecasts: What placement and order go by. ``history``: what the predictor expects; ``oracle``: the lengths
             there will be; ``none``: nothing.
         response_limit: Tokens a response can have.
-        ranker: With ``history``, of prompts never seen a length ranker tells, whose rank correlation with their mean
-            lengths is this; ``None``: there is none.
     """
 
     replicas: tuple[ReplicaCost, ...]
@@ -102,7 +91,6 @@ class Scenario:
     lot: int = 1
     forecasts: Literal["history", "oracle", "none"] = "history"
     response_limit: int = 1 << 20
-    ranker: float | None = None
 
     @property
     def redrafts(self) -> bool:

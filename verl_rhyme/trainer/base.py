@@ -137,7 +137,7 @@ class RhymeTrainerMixin(PPOTrainer):
             about = {"slots": self._bubble_slots, "rollout": self._rollout_stage, "replica": replica}
             self._event_log.describe(step, arm=arm_name(self._rhyme), engine=engine, **about)
 
-    # ---- our router, if it is asked for: what it cannot see of requests ----
+    # ---- replicas and their router ----
 
     def _serving(self) -> Any:
         """verl's manager of the engines that generate for training."""
@@ -151,12 +151,6 @@ class RhymeTrainerMixin(PPOTrainer):
         """Tokens that fit into each replica's KV cache, by its address; 0 where the engine does not say."""
         first = [replica.servers[0] for replica in servers.get_replicas()]
         return dict(zip(servers.server_addresses, ray.get([s.cache_tokens.remote() for s in first]), strict=True))
-
-    @_hook
-    def _submit_batch_to_rollout(self, batch: Any) -> int:
-        if (router := self._router()) is not None:
-            router.expect.remote(len(batch) * self.config.actor_rollout_ref.rollout.n, more=True)
-        return super()._submit_batch_to_rollout(batch)
 
     @_hook
     def get_llm_client(self) -> Any:
@@ -214,8 +208,6 @@ class RhymeTrainerMixin(PPOTrainer):
 
     @_hook
     def on_step_end(self) -> None:
-        if (router := self._router()) is not None and not self._rhyme.pipeline:
-            router.expect_running.remote()  # verl's client resumes what the weight sync cuts short
         super().on_step_end()
         self._recorder.join()  # verl clears the batch from its queue next
 

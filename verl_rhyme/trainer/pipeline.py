@@ -32,10 +32,9 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_rhyme.actor.actor import streamed
 from verl_rhyme.agent_loop.client import rhymed
-from verl_rhyme.agent_loop.room import FULL, no_room
 from verl_rhyme.agent_loop.session import PROMPTS
 from verl_rhyme.agent_loop.stored_attempts import TRAIN
-from verl_rhyme.config import LENGTH_PLACEMENTS, OVERSUBSCRIPTION, ConfigError, training_order
+from verl_rhyme.config import OVERSUBSCRIPTION, ConfigError, training_order
 from verl_rhyme.coordinator.ranker_service import lacking
 from verl_rhyme.history.keys import KEY_COLUMNS, data_key, template_label
 from verl_rhyme.observability import metrics as names
@@ -54,10 +53,6 @@ from verl_rhyme.trainer.stages import Stages
 from verl_rhyme.trainer.topology import Colocated, Separate, Topology, mend_while_waiting
 
 logger = logging.getLogger(__name__)
-
-#: Share of its steps that drafts save a response beside a sibling, where nothing else is said: what two real replicas
-#: showed (benchmarks/README.md, "Groups together").
-SIBLING_GAIN = 0.1
 
 
 class RhymePipelineTrainer(RhymeTrainerMixin):
@@ -257,13 +252,8 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
 
     def _planned(self) -> tuple[str, dict[str, Any]] | None:
         """Policy and options, where the coordinator places samples."""
-        placement, drafting = self._rhyme.placement, self._rhyme.drafting
-        if placement.policy not in LENGTH_PLACEMENTS:
-            return None
-        options = dict(placement.options)
-        if placement.policy == "makespan" and drafting.enable and drafting.policy == "adaptive":
-            options.setdefault("sibling_gain", SIBLING_GAIN)  # what is drafted from siblings, they lack elsewhere
-        return placement.policy, options
+        placement = self._rhyme.placement
+        return None if placement.policy is None else (placement.policy, dict(placement.options))
 
     def _cache_room(self) -> int | None:
         """Tokens of KV cache for the samples that the engines are given, those that queue there included."""
@@ -284,12 +274,7 @@ class RhymePipelineTrainer(RhymeTrainerMixin):
         batch = self._next_train_batch(-(-count // chunk) * chunk)
         uids = [str(uid) for uid in batch["uid"]]
         columns = [key for key, column in batch.items() if not isinstance(column, NonTensorData)]
-        try:
-            tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
-        except RuntimeError as error:
-            if FULL not in str(error):
-                raise
-            raise no_room(self.rules, "when prompts are loaded", str(error)) from error
+        tq.kv_batch_put(keys=uids, partition_id=PROMPTS, fields=batch.select(*columns), tags=[{}] * len(uids))
         default = [self.config.actor_rollout_ref.rollout.n] * len(uids)
         samples = batch["__rollout_n__"] if "__rollout_n__" in columns else default
         keys = self._prompt_keys(batch, columns)

@@ -36,7 +36,6 @@ from verl_rhyme.processes.request import FIELD
 from verl_rhyme.processes.stored_samples import StoredSamples, TrainedBatch
 from verl_rhyme.scheduling.attempts import sample_of
 from verl_rhyme.trainer.draft_counts import DraftCounts
-from verl_rhyme.trainer.insight import Insight
 from verl_rhyme.trainer.observers import Observer, Step
 
 logger = logging.getLogger(__name__)
@@ -72,10 +71,9 @@ class Recorder(Observer):
         self._errors = 0
         self._fetched_rewards = False
         self._alarm = AcceptanceAlarm()
-        self._insight = Insight()
         self._store: dict[str, Any] = {}
         self._untrained = 0  # responses of this step that were recorded all the same
-        self._tokens: Counter[str] = Counter()  # that were compared in this step: TOKEN_COUNTS
+        self._tokens: Counter[str] = Counter()  # of this step: TOKEN_COUNTS
 
     def on_batch(self, batch: KVBatchMeta, reply: Reply, step: int, epoch: int) -> None:
         """Begin to record the batch, and what of its reply is not trained."""
@@ -140,7 +138,6 @@ class Recorder(Observer):
         if self._events is not None:
             names, started, seconds = zip(*stages, strict=True)
             self._events.append_stages(step, epoch, {"stage": names, "started_at": started, "duration_s": seconds})
-        self._insight.stages(stages, step)
 
     def join(self) -> None:
         """Wait until all that was started is in the event log, and the writer has fetched what it is to record."""
@@ -166,9 +163,6 @@ class Recorder(Observer):
             names.HISTORY_RESTARTS: float(self._history.restarts),
             **{f"{names.HISTORY}/{name}": float(value) for name, value in self._store.items()},
         }
-        for name, how in ((names.HISTORY_SIMILARITY, ""), (names.HISTORY_SIMILARITY_CHANCE, "by_chance_")):
-            if compared := self._tokens[f"{how}compared"]:
-                metrics[name] = self._tokens[f"{how}similar"] / compared
         if sampled := self._tokens["sampled"]:
             metrics[names.ENTROPY] = self._tokens["nats"] / sampled
         metrics[names.HISTORY_UNTRAINED], self._untrained = float(self._untrained), 0
@@ -218,7 +212,6 @@ class Recorder(Observer):
                     self._append_responses(batch, step)
         finally:
             self._fetch(batch, part)
-            self._insight.requests(rows, step)
 
     def _fetch(self, batch: TrainedBatch, step: int) -> None:
         """Have the writer fetch a batch, and record it later."""
@@ -315,7 +308,6 @@ class Recorder(Observer):
         rows = self._count(rows)
         if self._events is not None:
             self._events.append_requests(step, epoch, _columns(rows))
-        self._insight.requests(rows, step)
 
 
 @dataclass(frozen=True)

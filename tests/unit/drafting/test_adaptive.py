@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.conftest import examples
 from verl_rhyme.config import DraftingConfig
 from verl_rhyme.drafting import kernels
 from verl_rhyme.drafting.adaptive import AdaptiveDrafter
@@ -247,8 +246,8 @@ def test_more_requests_than_slots():
 
 def test_memory_is_bounded_and_old_text_is_forgotten():
     drafter = make(live_tokens=16 * BLOCK, slots=2)
-    live = drafter._live
-    size = live.nbytes
+    live = drafter._live.arrays
+    arrays = list(map(id, live))
     engine = Engine(drafter, rows=2)
     rng = np.random.default_rng(4)
     seen, drafted = set(), 0
@@ -268,8 +267,8 @@ def test_memory_is_bounded_and_old_text_is_forgotten():
             tokens = path[done : done + 1]
         engine.finish(f"{i}")
     assert drafted
-    assert live.tokens <= 16 * BLOCK
-    assert live.nbytes == size
+    assert live.fill.sum() <= 16 * BLOCK
+    assert list(map(id, drafter._live.arrays)) == arrays, "none has grown"
 
 
 def test_rests_while_drafting_does_not_pay_and_wakes_when_it_does(monkeypatch):
@@ -311,74 +310,3 @@ def test_an_experiment_is_no_larger_than_one_draft_or_a_token_a_row():
         engine.start(request, text[:1])
     granted = [engine.step(dict.fromkeys(requests, text[i : i + 1])) for i in range(1, 400)]
     assert [n for drafts in granted if (n := sum(map(len, drafts.values())))] == [16, 8, 32]
-
-
-def hostile(rng, vocabulary):
-    """Histories nobody should have written: repetition, ids beyond the vocabulary, emptiness."""
-    kind = rng.integers(5)
-    if kind == 0:
-        return None
-    if kind == 1:
-        return history(np.zeros(rng.integers(1, 300), np.int32))
-    if kind == 2:
-        return history(rng.integers(0, 2**31 - 1, rng.integers(1, 300)))
-    if kind == 3:
-        return history(*[[] for _ in range(3)])
-    return history(*(rng.integers(0, vocabulary + 3, rng.integers(1, 200)) for _ in range(rng.integers(1, 6))))
-
-
-@pytest.mark.timeout(1200)
-def test_nothing_a_scheduler_does_breaks_it():
-    """Row swaps, aborts, resumes, skipped steps, hostile histories: no error, no draft out of bounds."""
-    calls = examples(200_000, slow=1_000_000)
-    rng = np.random.default_rng(5)
-    vocabulary, rows = 12, 24
-    config = DraftingConfig(live_tokens=1 << 13, floor=0.02)
-    drafter = AdaptiveDrafter(config, lambda key: hostile(rng, vocabulary), slots=4, vocabulary=vocabulary)
-    tokens = np.zeros((rows, WIDTH), np.int32)
-    live, lengths, spare = {}, {}, list(range(rows))
-    started = done = 0
-    while done < calls:
-        while spare and (len(live) < 3 or rng.random() < 0.5):
-            name, started = f"r{started}", started + 1
-            live[name] = spare.pop()
-            lengths[name] = int(rng.integers(1, 40))
-            tokens[live[name], : lengths[name]] = rng.integers(0, vocabulary, lengths[name])
-            drafter.start(name, int(rng.integers(6)).to_bytes(16, "big"))
-        if len(live) > 1 and rng.random() < 0.3:  # vLLM condenses its batch by swapping rows
-            a, b = rng.choice(list(live), 2, replace=False)
-            tokens[[live[a], live[b]]] = tokens[[live[b], live[a]]]
-            live[a], live[b] = live[b], live[a]
-        chosen = [name for name in live if rng.random() < 0.9]
-        if not chosen:
-            continue
-        for name in chosen:
-            n = int(rng.integers(1, 6))
-            tokens[live[name], lengths[name] : lengths[name] + n] = rng.integers(0, vocabulary, n)
-            lengths[name] += n
-        limits = rng.integers(-1, 140, len(chosen))
-        budget = int(rng.integers(-1, 200))
-        drafted = rng.integers(0, 5, len(chosen)).tolist()
-        step = DecodeStep(
-            chosen,
-            np.array([live[name] for name in chosen]),
-            tokens,
-            np.array([lengths[name] for name in chosen]),
-            drafted,
-            [int(rng.integers(0, d + 1)) for d in drafted],
-            limits,
-            budget,
-        )
-        drafts = drafter.step(step)
-        assert sum(map(len, drafts)) <= max(0, budget)
-        for draft, limit in zip(drafts, limits, strict=True):
-            assert len(draft) <= max(0, min(limit, config.max_tokens))
-            assert all(0 <= token < vocabulary for token in draft)
-        done += len(chosen)
-        for name in list(live):
-            if lengths[name] > WIDTH - 200 or rng.random() < 0.02:
-                spare.append(live.pop(name))
-                drafter.finish(name)
-            elif rng.random() < 0.01:  # resumed under its old name, with its text as prompt
-                drafter.start(name, KEY)
-    assert np.isfinite(drafter._model.weights).all()

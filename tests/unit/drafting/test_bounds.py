@@ -1,4 +1,4 @@
-"""Hard bounds and the sharing of a budget."""
+"""Hard bounds."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,7 @@ from verl_rhyme.drafting.bounds import (
     logits_row_bytes,
     profiled_bytes,
     request_limits,
-    share,
     step_budget,
-    table_bounds,
-    table_bytes,
 )
 
 MEMORY = DraftingConfig().logits_memory
@@ -44,18 +41,6 @@ def test_gathered_logits_leave_a_wide_batch_some(ranks):
     assert logits_budget(152_064, 1024, 1024, MEMORY, ranks=ranks) > 3 * 1024
 
 
-@given(**sizes, cap=st.integers(1, 128))
-def test_table_bounds_let_the_rows_draft_the_most(vocab, rows, memory, cap):
-    def drafted(longest):
-        total = min(rows * longest, max(0, (memory // (4 * vocab) - 3 * rows * (longest + 1)) // 2))
-        assert not total or table_bytes(vocab, rows, total, longest) <= memory
-        return total
-
-    longest, total = table_bounds(vocab, rows, memory, cap)
-    assert 0 <= longest <= cap
-    assert total == drafted(longest) == max(map(drafted, range(cap + 1)))
-
-
 @given(step=st.integers(0, 10_000), rows=st.integers(0, 1024))
 def test_a_step_has_room_for_rows_and_prompts(step, rows):
     assert step_budget(step, rows, False) == max(0, step - rows)
@@ -76,18 +61,3 @@ def test_a_request_never_drafts_past_its_end():
 
 def test_vllms_own_limit():
     assert request_limits(np.array([0]), np.array([0]), np.array([10**6]), 10**6, 1000).tolist() == [128]
-
-
-def round_robin(wanted, budget):
-    granted = [0] * len(wanted)
-    while budget and granted != wanted:
-        for i, want in enumerate(wanted):
-            if budget and granted[i] < want:
-                granted[i] += 1
-                budget -= 1
-    return granted
-
-
-@given(st.lists(st.integers(0, 40), max_size=40), st.integers(0, 500))
-def test_share_is_a_round_robin(wanted, budget):
-    assert share(np.array(wanted, dtype=np.int64), budget).tolist() == round_robin(wanted, budget)

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rhyme.config import DraftingConfig
-from verl_rhyme.drafting import paper
 from verl_rhyme.drafting.paper import PaperDrafter
-from verl_rhyme.drafting.policy import RequestCounts
+from verl_rhyme.drafting.policy import DecodeStep, RequestCounts
 from verl_rhyme.history.record import PromptHistory, Trajectory
 
 KEY, OTHER = b"k" * 16, b"o" * 16
@@ -20,65 +19,72 @@ def history(*responses):
 COUNTING = history(range(100))
 
 
-def one(drafter, request, context, limit=32, budget=10_000):
-    [draft] = drafter.draft_batch([request], [np.array(context, np.int32)], np.array([limit]), budget)
-    assert draft.dtype == np.int32
-    return draft.tolist()
+def step(drafter, *rows, budget=10_000):
+    """Drafts of some rows: request, context, limit, and what was drafted and accepted last."""
+    names, contexts, limits, drafted, accepted = zip(*rows, strict=True)
+    tokens = np.zeros((len(rows), 16), np.int32)
+    for row, context in enumerate(contexts):
+        tokens[row, : len(context)] = context
+    lengths = np.array([len(context) for context in contexts])
+    return drafter.step(
+        DecodeStep(names, np.arange(len(rows)), tokens, lengths, drafted, accepted, np.array(limits), budget)
+    )
+
+
+def one(drafter, context, limit=32, last=(0, 0), **more):
+    [draft] = step(drafter, ("a", context, limit, *last), **more)
+    return draft
 
 
 def test_window_follows_the_verification():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
-    assert one(drafter, "a", [0, 1, 2]) == [3, 4]
-    drafter.observe("a", 2, 2)
-    assert one(drafter, "a", [3, 4, 5]) == [6, 7, 8, 9]
-    drafter.observe("a", 4, 1)
-    assert one(drafter, "a", [5, 6, 7]) == [8, 9]
-    drafter.observe("a", 0, 0)
+    assert one(drafter, [0, 1, 2]) == [3, 4]
+    assert one(drafter, [3, 4, 5], last=(2, 2)) == [6, 7, 8, 9]
+    assert one(drafter, [5, 6, 7], last=(4, 1)) == [8, 9]
+    assert one(drafter, [5, 6, 7]) == [8, 9]
     assert drafter.finish("a") == RequestCounts(drafted=6, accepted=3, verify_steps=2, history_hit=True)
     assert drafter.finish("a") == RequestCounts()
 
 
 def test_backs_off_to_the_shortest_match_and_no_further():
-    drafter = PaperDrafter(
-        DraftingConfig(policy="paper", options={"match_min": 3, "match_max": 7}), {KEY: COUNTING}.get
-    )
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
-    assert one(drafter, "a", [99, 99, 5, 6, 7]) == [8, 9]
-    assert one(drafter, "a", [99, 99, 99, 6, 7]) == []
-    assert one(drafter, "a", [6, 7]) == []
-    assert one(drafter, "a", []) == []
+    assert one(drafter, [99, 99, 5, 6, 7]) == [8, 9]
+    assert one(drafter, [99, 99, 99, 6, 7]) == []
+    assert one(drafter, [6, 7]) == []
 
 
 def test_limits_of_config_and_row():
-    config = DraftingConfig(policy="paper", max_tokens=3, options={"window_start": 2, "window_growth": 9})
-    drafter = PaperDrafter(config, {KEY: COUNTING}.get)
+    drafter = PaperDrafter(DraftingConfig(max_tokens=3), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
-    drafter.observe("a", 2, 2)
-    assert one(drafter, "a", [0, 1, 2]) == [3, 4, 5]
-    assert one(drafter, "a", [0, 1, 2], limit=1) == [3]
-    assert one(drafter, "a", [0, 1, 2], limit=0) == []
-    assert one(drafter, "a", [0, 1, 2], limit=-4) == []
-    assert one(drafter, "a", [0, 1, 2], budget=2) == [3, 4]
-    assert one(drafter, "a", [0, 1, 2], budget=0) == []
+    assert one(drafter, [0, 1, 2], last=(2, 2)) == [3, 4, 5]
+    assert one(drafter, [0, 1, 2], limit=1) == [3]
+    assert one(drafter, [0, 1, 2], limit=0) == []
+    assert one(drafter, [0, 1, 2], budget=2) == [3, 4]
+    assert one(drafter, [0, 1, 2], budget=0) == []
 
 
-def test_what_is_unknown_is_ignored():
+def test_a_short_budget_is_given_out_in_turn():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
-    assert one(drafter, "never started", [0, 1, 2]) == []
-    drafter.observe("never started", 4, 4)
+    for request in "abc":
+        drafter.start(request, KEY)
+
+    def lengths(*limits, accepted=0):
+        rows = [(name, [0, 1, 2], limit, 2 * accepted, 2 * accepted) for name, limit in zip("abc", limits, strict=True)]
+        return [len(draft) for draft in step(drafter, *rows, budget=5)]
+
+    assert lengths(9, 9, 9) == [2, 2, 1]
+    assert lengths(1, 9, 2, accepted=1) == [1, 2, 2]
+    assert lengths(0, 9, 1) == [0, 4, 1]
+
+
+def test_a_prompt_without_a_history_has_no_draft():
+    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     assert drafter.finish("never started") == RequestCounts()
     drafter.start("a", OTHER)
-    assert one(drafter, "a", [0, 1, 2]) == []
+    assert one(drafter, [0, 1, 2]) == []
     assert drafter.finish("a") == RequestCounts(history_hit=False)
-
-
-def test_impossible_acceptance_is_clamped():
-    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
-    drafter.start("a", KEY)
-    drafter.observe("a", 2, 5)
-    drafter.observe("a", 2, -1)
-    assert drafter.finish("a") == RequestCounts(drafted=4, accepted=2, verify_steps=2, history_hit=True)
 
 
 def test_a_prompts_history_is_read_once_for_its_live_requests():
@@ -96,29 +102,22 @@ def test_a_prompts_history_is_read_once_for_its_live_requests():
 def test_starting_again_begins_anew():
     drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
     drafter.start("a", KEY)
-    drafter.observe("a", 2, 2)
+    assert len(one(drafter, [0, 1, 2], last=(2, 2))) == 4
     drafter.start("a", KEY)
-    assert one(drafter, "a", [0, 1, 2]) == [3, 4]
-    assert len(drafter) == 1
+    assert one(drafter, [0, 1, 2]) == [3, 4]
     drafter.finish("a")
     assert not len(drafter._histories)
 
 
-def test_requests_never_finished_are_forgotten(monkeypatch):
-    monkeypatch.setattr(paper, "MAX_LIVE", 3)
-    drafter = PaperDrafter(DraftingConfig(), {KEY: COUNTING}.get)
-    for request in "abc":
-        drafter.start(request, KEY)
-    assert one(drafter, "a", [0, 1, 2])  # b is now the one drafted for longest ago
-    drafter.start("d", OTHER)
-    assert len(drafter) == 3
-    assert one(drafter, "b", [0, 1, 2]) == []
-    assert one(drafter, "a", [0, 1, 2]) == [3, 4]
-
-
 rows = st.lists(
-    st.tuples(st.integers(0, 7), st.lists(st.integers(0, 3), max_size=10), st.integers(-1, 40), st.integers(0, 3)),
-    max_size=12,
+    st.tuples(
+        st.integers(0, 5),
+        st.lists(st.integers(0, 3), min_size=1, max_size=10),
+        st.integers(0, 40),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
     unique_by=lambda row: row[0],
 )
 
@@ -130,44 +129,22 @@ rows = st.lists(
 )
 def test_bounds_and_budget_are_never_exceeded_and_drafts_are_deterministic(responses, steps):
     index = history(*responses)
-    options = {"window_start": 2, "window_growth": 6, "window_max": 32, "match_min": 1, "match_max": 5}
-    config = DraftingConfig(policy="paper", max_tokens=20, options=options)
-    pair = [PaperDrafter(config, {KEY: index}.get) for _ in range(2)]
+    pair = [PaperDrafter(DraftingConfig(max_tokens=20), {KEY: index}.get, match=(1, 5)) for _ in range(2)]
     for drafter in pair:
-        for i in range(6):  # 6 and 7 stay unknown
+        for i in range(6):
             drafter.start(str(i), KEY if i < 5 else OTHER)
+    drafted = dict.fromkeys(range(6), 0)
     for batch, budget in steps:
-        requests = [str(i) for i, *_ in batch]
-        contexts = [np.array(c, np.int32) for _, c, *_ in batch]
-        limits = np.array([limit for *_, limit, _ in batch], dtype=np.int64)
-        first, second = (d.draft_batch(requests, contexts, limits, budget) for d in pair)
-        assert [d.tolist() for d in first] == [d.tolist() for d in second]
+        verified = [
+            (str(i), context, limit, drafted[i], max(0, drafted[i] - missed)) for i, context, limit, missed in batch
+        ]
+        first, second = (step(drafter, *verified, budget=budget) for drafter in pair)
+        assert first == second
         assert sum(map(len, first)) <= budget
-        for (request, context, limit, missed), draft in zip(batch, first, strict=True):
-            assert len(draft) <= max(0, min(limit, 20))
-            if len(draft):
-                assert request < 5
-                seen = context[-1:] + draft.tolist()  # what is drafted was said after the context's last token
+        for (i, context, limit, _), draft in zip(batch, first, strict=True):
+            assert len(draft) <= min(limit, 20)
+            drafted[i] = len(draft)
+            if draft:
+                assert i < 5
+                seen = context[-1:] + draft  # what is drafted was said after the context's last token
                 assert any(seen == list(r[i : i + len(seen)]) for r in responses for i in range(len(r)))
-            for drafter in pair:
-                drafter.observe(str(request), len(draft), len(draft) - missed)
-
-
-def test_a_row_costs_microseconds():
-    import time
-
-    rng = np.random.default_rng(0)
-    base = rng.integers(0, 150_000, 4_096)
-    index = history(*(np.where(rng.random(4_096) < 0.03, 7, base) for _ in range(16)))
-    paper.warm()
-    drafter = PaperDrafter(DraftingConfig(), {KEY: index}.get)
-    requests = [str(i) for i in range(64)]
-    for request in requests:
-        drafter.start(request, KEY)
-    taken = []
-    for step in range(100):
-        contexts = [index.response(i % 16)[step * 8 + i : step * 8 + i + 16] for i in range(64)]
-        started = time.perf_counter()
-        drafter.draft_batch(requests, contexts, np.full(64, 32), 10_000)
-        taken.append(time.perf_counter() - started)
-    assert np.median(taken) / 64 < 100e-6  # about 7 us measured; the margin is for a busy machine

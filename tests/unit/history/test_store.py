@@ -297,20 +297,6 @@ def test_a_repeated_step_counts_what_has_no_room_once(tmp_path):
             assert largest(store) == once
 
 
-def test_a_store_whose_list_of_prompts_has_no_steps_is_read(tmp_path):
-    """As versions before wrote it."""
-    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
-        store.append([trajectory(i, range(8000)) for i in range(40)], step=0)
-        opened = store._values.opened
-        with opened.env.begin(write=True, db=opened.seen) as txn:
-            for name, value in list(txn.cursor()):
-                txn.put(name, msgpack.packb(msgpack.unpackb(value)[:6]))
-        before = store.stats()
-    with HistoryStore(tmp_path / "h", NAMESPACE, 1 << 20, epochs=1) as store:
-        assert store.stats() == before
-        assert store.append([trajectory(i, range(8000), epoch=1) for i in range(40)], step=1).dropped == 0
-
-
 def test_the_file_never_exceeds_its_bound(tmp_path, reader):
     rng = np.random.default_rng(0)
     bound = 4 << 20

@@ -1,13 +1,10 @@
 """What starts, with its forecast and its place; what ends, is lost, or goes on elsewhere."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from verl_rhyme.lengths.outlook import certain
+from verl_rhyme.lengths.predictor import Forecast
 from verl_rhyme.placement import Placement, Request
-from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.scheduling.attempts import Attempt, Ended
 from verl_rhyme.scheduling.dispatch import Dispatch
 from verl_rhyme.scheduling.rollout import Rollout
@@ -20,18 +17,22 @@ LOADED = {**RULES, "take": "loaded", "separate": True}
 
 def expected(samples, had):
     tokens = np.array([1000 * (int(uid) + 1) for uid, _ in samples])
-    return certain(tokens, had, 10_000)._replace(p90=3 * tokens // 2)
+    return Forecast(tokens, 3 * tokens // 2)
 
 
-def made(rules=LOADED, lengths=expected, policy="histopipe", replicas=("a", "b"), cost=TYPICAL, **options):
-    rollout = Rollout(Rules(**rules))
-    options = {"groups": 2, "tail": 1.0, **options} if policy == "histopipe" else options
-    dispatch = Dispatch(rollout, lengths, Placement(policy, options, cost=cost))
+def made(lengths=expected, replicas=("a", "b")):
+    rollout = Rollout(Rules(**LOADED))
+    dispatch = Dispatch(rollout, lengths, Placement("histopipe", {"groups": 2, "tail": 1.0}))
     dispatch.serve(dict.fromkeys(replicas, 100_000))
     rollout.hand((str(n), 2) for n in range(4))
     rollout.expect({str(n): 1000.0 * (n + 1) for n in range(4)})
     rollout.publish(0, 10)
     return rollout, dispatch
+
+
+def requests(dispatch):
+    fleet = dispatch.placement.fleet
+    return {name: fleet.requests(name) for name in fleet.names}
 
 
 def test_each_start_has_its_forecast_and_its_place():
@@ -63,7 +64,7 @@ def test_a_prompts_own_tokens_are_reckoned_with():
     dispatch.ended(cut)
     assert placement.fleet.totals[1] == whole - 3200
     [again] = dispatch.fill()
-    assert (again.tokens, placement.fleet.totals[1]) == (3000, whole)
+    assert (again.assignment.expected_tokens, placement.fleet.totals[1]) == (3000, whole)
     dispatch = Dispatch(rollout, expected, Placement("longest_first"), lambda uids: [7] * len(uids))
     dispatch.serve({"a": 100_000})
     dispatch.take_up({again.name: "a"})
@@ -80,11 +81,11 @@ def test_what_runs_when_another_dispatch_takes_over_counts_where_it_is():
     running = {start.name: start.assignment.replica for start in starts.values()}
     dispatch.take_up({**running, starts["1", 0].name: "c", "99_0": "a", "3_1_7": "a"})
     # "0" has one sample left at "a", "3" both; "1" and "2" were at "b", which is gone, but for one that went to "c".
-    assert dispatch.placement.status()["requests"] == {"a": 3, "c": 1}
+    assert requests(dispatch) == {"a": 3, "c": 1}
     assert dispatch.reason(starts["1", 0].name) == "in no plan: where least is to do"
     for sample in (("1", 0), ("3", 0), ("3", 1)):
         dispatch.ended(starts[sample].name, 9)
-    assert dispatch.placement.status()["requests"] == {"a": 1, "c": 0}
+    assert requests(dispatch) == {"a": 1, "c": 0}
 
 
 def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
@@ -97,16 +98,16 @@ def test_what_ran_at_a_replica_that_died_counts_where_it_went_on():
     dispatch.serve({"a": 100_000})
     assert dispatch.adrift
     counted = len(starts) - len(there)
-    assert dispatch.placement.status()["requests"] == {"a": counted}
+    assert requests(dispatch) == {"a": counted}
     dispatch.take_up({**at, there[0]: ""})  # one that its client has not sent anew yet, others as if nobody had noticed
-    assert dispatch.placement.status()["requests"] == {"a": counted}
+    assert requests(dispatch) == {"a": counted}
     for _ in range(2):
         dispatch.take_up(dict.fromkeys(at, "a"))
         assert not dispatch.adrift
-        assert dispatch.placement.status()["requests"] == {"a": len(starts)}
+        assert requests(dispatch) == {"a": len(starts)}
     for start in starts:
         dispatch.ended(start.name, 9)
-    assert dispatch.placement.status()["requests"] == {"a": 0}
+    assert requests(dispatch) == {"a": 0}
 
 
 def test_after_a_restart_plans_are_of_what_is_yet_to_end(monkeypatch):
@@ -171,7 +172,7 @@ def test_what_goes_on_from_tokens_is_expected_to_add_the_rest():
     rollout.ended(Ended(start.name, "interrupted", 600, 0))
     dispatch.ended(start.name)
     [again] = dispatch.fill()
-    assert (again.tokens, again.partial) == (1000, True)
+    assert (again.assignment.expected_tokens, again.partial) == (1000, True)
     assert dispatch.placement.fleet.totals[1] == before, "600 tokens that it brings, and 400 to add"
 
 
@@ -219,56 +220,3 @@ def test_a_replica_that_left_takes_nothing():
     dispatch.serve({"b": 100_000})
     rollout.lost([start.name for start in starts])
     assert {start.assignment.replica for start in dispatch.fill()} == {"b"}
-
-
-def slots(count):
-    return replace(TYPICAL, slots=count)
-
-
-def test_what_finds_no_slot_waits_unbound_and_starts_once():
-    rollout, dispatch = made(policy="makespan", cost=slots(2))
-    started = dispatch.fill()
-    assert len(started) == 4
-    assert {start.assignment.replica for start in started} == {"a", "b"}
-    assert rollout.scheduler.ledger.tally.samples["pending"] == 4, "bound to nothing yet, and not started"
-    assert dispatch.fill() == []
-    names = [start.name for start in started]
-    while started:
-        first, *started = started
-        rollout.ended(Ended(first.name, "generated", 500, 0))
-        dispatch.ended(first.name, 500)
-        rollout.ended(Ended(first.name, "finished"))
-        emitted = {name: 100 for names_ in dispatch.watched().values() for name in names_}
-        dispatch.moves(emitted)
-        more = dispatch.fill()
-        started += more
-        names += [start.name for start in more]
-        assert dispatch.placement.fleet.running[0].max() <= 2
-    assert len(set(names)) == len(names) == 8
-    assert dispatch.placement.errors == 0, dispatch.placement.last_error
-
-
-def test_what_waits_starts_at_a_replica_that_comes():
-    _, dispatch = made(policy="makespan", cost=slots(2))
-    dispatch.fill()
-    assert dispatch.fill() == []
-    dispatch.serve({"a": 100_000, "b": 100_000})
-    assert dispatch.fill() == [], "nothing is new"
-    dispatch.serve({"a": 100_000, "b": 100_000, "c": 100_000})
-    assert {start.assignment.replica for start in dispatch.fill()} == {"c"}
-
-
-def test_what_waits_starts_when_all_else_was_cut_short():
-    rollout, dispatch = made(policy="makespan", cost=slots(2))
-    started = dispatch.fill()
-    for start in started:
-        rollout.ended(Ended(start.name, "interrupted", 0, None))
-        dispatch.ended(start.name)
-    assert len(dispatch.fill()) == 4
-
-
-def test_a_plan_that_lets_all_wait_for_nothing_is_a_fault_and_costs_no_sample():
-    _, dispatch = made(policy="makespan", cost=slots(2))
-    dispatch.placement.policy.choose = lambda request: None
-    assert len(dispatch.fill()) == 1
-    assert "all wait" in dispatch.placement.last_error or "no replica" in dispatch.placement.last_error

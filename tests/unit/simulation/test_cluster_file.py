@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -98,9 +96,9 @@ def test_what_a_preset_sets_may_be_set_otherwise():
     full = ["preset=full", "topology=separate"]
     rules = load(EXAMPLE, [*full, "max_staleness=4", "scheduling.at_version=finish"]).scenario.rules
     assert (rules.max_staleness, rules.batches, rules.finishes) == (4, 3, True)
-    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=sticky_group"])
+    stream = load(EXAMPLE, ["preset=stream", "topology=separate", "max_staleness=0", "placement.policy=null"])
     assert (stream.scenario.rules.max_staleness, stream.scenario.rules.batches) == (0, 1)
-    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "sticky_group")
+    assert (stream.scenario.rules.take, stream.scenario.placement) == ("loaded", "least_loaded")
     assert load(EXAMPLE, [*full, "streaming.part=null"]).scenario.streaming is None
     batch = 512 * 16
     assert load(EXAMPLE, [*full, "training.gradients=false"]).scenario.streaming == Streaming(batch // 8, update=False)
@@ -119,12 +117,10 @@ def test_what_a_preset_sets_may_be_set_otherwise():
         ("preset=full scheduling.put_off=0.2", "put_off=0.2 is for max_staleness=0"),
         ("scheduling.in_flight=2", "scheduling: only the pipeline has what is set there; use +rhyme=full or"),
         ("max_staleness=1", "preset=off with max_staleness=1: presets with the pipeline (full, sorted"),
-        ("preset=full max_staleness=null placement.policy=least_loaded", "preset=full with max_staleness=null"),
+        ("preset=full max_staleness=null placement.policy=null", "preset=full with max_staleness=null"),
         ("sorting.mode=partial", "sorting has ended: set max_staleness; `verl-rhyme options` lists"),
         ("preset=full scheduling.tool_timeout=5", "scheduling.tool_timeout is not simulated: drop it"),
         ("preset=full placement.profile=mine.yaml", "placement.profile is not simulated: drop it"),
-        ("ranker=1.5", "ranker=1.5 with forecasts=history: a ranker is a rank correlation"),
-        ("ranker=0.5 forecasts=oracle", "goes with forecasts=history"),
     ],
 )
 def test_rules_that_contradict_each_other(overrides, told):
@@ -146,9 +142,8 @@ def test_a_value_of_another_kind_is_told_with_its_whole_key(override, told):
         load(EXAMPLE, [override])
 
 
-def test_simulate_tells_each_update_and_all(tmp_path):
-    out = tmp_path / "timeline.json"
-    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json", "--timeline", str(out)])
+def test_simulate_tells_each_update_and_all():
+    told = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
     assert told.exit_code == 0, told.output
     rows = [json.loads(line) for line in told.stdout.splitlines()]
     *steps, whole = rows
@@ -159,16 +154,6 @@ def test_simulate_tells_each_update_and_all(tmp_path):
     assert whole["sources"]
     again = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *SMALL, "--json"])
     assert again.stdout == told.stdout, "the same run each time"
-    lanes = defaultdict(list)
-    events = json.loads(out.read_text())["traceEvents"]
-    for event in events:
-        if event["ph"] == "X":
-            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert len({pid for pid, _ in lanes}) == 33
-    for spans in lanes.values():
-        ordered = sorted(spans)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered)), "one lies over another"
-    assert sum(event["ph"] == "X" for event in events) == 16 * 4 * 2 + 4 * 4
 
 
 def test_simulate_prints_a_table():
@@ -207,7 +192,7 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("replicas.count=4", "cannot set replicas.count=4: a list's elements that are there have numbers from 0 on"),
         ("replicas.7.count=4", "such as replicas.0.count=4"),
         ("replicas.0.cuont=4", "unknown key replicas.0.cuont: did you mean count?"),
-        ("placement=makespan", "placement must be a mapping, not 'makespan'"),
+        ("placement=histopipe", "placement must be a mapping, not 'histopipe'"),
         ("workload.percentiles=900", "workload.percentiles must be a mapping, such as {KEY: VALUE}, not 900"),
         ("drafts.acceptance=2", "drafts.acceptance must be a list such as [1, 2], not 2"),
         ("updates=[1]", "updates must be a single value, not [1]"),
@@ -246,7 +231,6 @@ def test_each_preset_keeps_its_bound(preset, staleness):
         ("training.sync=-3", "training.sync must be seconds of at least 0"),
         ("drafts.acceptance=[0.5]", "drafts.acceptance.0 must be at least 1, not 0.5"),
         ("drafts.acceptance=[]", "drafts.acceptance is empty"),
-        ("drafts.siblings=-0.1", "drafts.siblings must be at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(override, told):
@@ -262,20 +246,10 @@ def test_paths_in_a_file_are_told_as_they_are_found(tmp_path, monkeypatch):
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text(EXAMPLE.read_text())
     monkeypatch.chdir(tmp_path)
-    nothing = [
-        "workload.prompt_tokens=512",
-        "workload.prompts=null",
-        "workload.samples=null",
-        "workload.percentiles=null",
-    ]
-    for overrides, told in (
-        ([*nothing, "workload.lengths.run=../runs/a"], "counts from the folder of mine.yaml: runs/a is no folder"),
-        (["replicas=[{count: 1, profile: ../p.yaml}]"], "counts from the folder of mine.yaml, and p.yaml is no file"),
-    ):
-        result = CliRunner().invoke(app, ["simulate", "clusters/mine.yaml", *overrides])
-        assert result.exit_code == 1
-        assert result.stderr.startswith("verl-rhyme simulate: clusters/mine.yaml: ")
-        assert told in result.stderr
+    result = CliRunner().invoke(app, ["simulate", "clusters/mine.yaml", "replicas=[{count: 1, profile: ../p.yaml}]"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("verl-rhyme simulate: clusters/mine.yaml: ")
+    assert "counts from the folder of mine.yaml, and p.yaml is no file" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -133,53 +133,6 @@ def test_lower_priority_numbers_go_first():
     assert [name for name, _ in run(engine)] == [0, 1, 3, 2]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=1, max_size=20),
-    st.integers(1, 6),
-    st.sampled_from([math.inf, 150.0]),
-)
-def test_siblings_only_make_it_faster_and_lose_no_token(wanted, slots, room):
-    def done(more):
-        engine = Engine(ReplicaCost(STEP, prefill=1e-4, slots=slots, room=room))
-        for i, (prompt, tokens) in enumerate(wanted):
-            engine.submit(Request(i, prompt, 10, tokens, more=more), 0.0)
-        ends = run(engine)
-        assert sorted(name for name, _ in ends) == list(range(len(wanted)))
-        assert engine.made == pytest.approx(sum(tokens for _, tokens in wanted))
-        assert engine.cached == 0
-        return ends[-1][1]
-
-    helped, not_helped = done(0.5), done(0.0)
-    if room == math.inf:  # else another one gives way
-        assert helped <= not_helped * (1 + 1e-9)
-    if len({prompt for prompt, _ in wanted}) == len(wanted):
-        assert helped == pytest.approx(not_helped)
-
-
-def test_a_sibling_helps_from_when_it_comes_until_the_prompt_has_left():
-    """50 steps alone, then 1.5 tokens a step; the shorter one's text stays when it has ended."""
-    engine = Engine(ReplicaCost(StepCost(base=1.0), slots=8))
-    for name, prompt, tokens in (("long", "p", 200), ("other", "q", 100)):
-        engine.submit(Request(name, prompt, 0, tokens, more=0.5), 0.0)
-    engine.submit(Request("sibling", "p", 0, 30, more=0.5), 50.0)
-    assert run(engine) == [("sibling", pytest.approx(70)), ("other", pytest.approx(100)), ("long", pytest.approx(150))]
-    engine.submit(Request("late", "p", 0, 30, more=0.5), 150.0)
-    assert run(engine) == [("late", pytest.approx(180))], "nobody is there any more"
-
-
-def test_help_of_siblings_does_not_move_along():
-    engine = Engine(ReplicaCost(StepCost(base=1.0), slots=8))
-    for name in "ab":
-        engine.submit(Request(name, "p", 0, 90, more=0.5, more_drafts=2.0), 0.0)
-    request, emitted = engine.withdraw("a", 20.0)
-    assert (request.pace, request.drafts, emitted) == (1.0, 0.0, pytest.approx(30))
-    there = Engine(ReplicaCost(StepCost(base=1.0), slots=8))
-    there.submit(request._replace(emitted=emitted), 20.0)
-    assert run(there) == [("a", pytest.approx(80))]
-    assert run(engine) == [("b", pytest.approx(60))]
-
-
 @pytest.mark.parametrize("change", [{"base": -1.0}, {"base": 0.0}, {"base": math.nan}, {"base": 1.0, "row": math.inf}])
 def test_costs_that_cannot_be(change):
     with pytest.raises(ValueError, match=r"step\."):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from verl_rhyme.config import DraftingConfig, PlacementConfig, RhymeConfig, SchedulingConfig
+from verl_rhyme.config import PlacementConfig, RhymeConfig, SchedulingConfig
 from verl_rhyme.trainer.layout import with_padding_spread
-from verl_rhyme.trainer.pipeline import SIBLING_GAIN, RhymePipelineColocated
+from verl_rhyme.trainer.pipeline import RhymePipelineColocated
 
 
 def tags(lengths, padding=0):
@@ -29,19 +29,16 @@ def test_without_padding_nothing_is_inserted():
 
 
 @pytest.mark.parametrize(
-    ("placement", "drafting", "wanted"),
+    ("placement", "wanted"),
     [
-        ({"policy": "makespan"}, {}, ("makespan", {"sibling_gain": SIBLING_GAIN})),
-        ({"policy": "makespan", "options": {"sibling_gain": 0.0}}, {}, ("makespan", {"sibling_gain": 0.0})),
-        ({"policy": "makespan", "options": {"gain": 0.1}}, {"enable": False}, ("makespan", {"gain": 0.1})),
-        ({"policy": "makespan"}, {"policy": "paper"}, ("makespan", {})),
-        ({"policy": "longest_first"}, {}, ("longest_first", {})),
-        ({"policy": "least_loaded"}, {}, None),
+        ({"policy": "histopipe", "options": {"tail": 0.2}}, ("histopipe", {"tail": 0.2})),
+        ({"policy": "longest_first"}, ("longest_first", {})),
+        ({}, None),
     ],
 )
-def test_makespan_knows_that_siblings_help_where_they_do(placement, drafting, wanted):
+def test_the_coordinator_places_by_expected_lengths(placement, wanted):
     trainer = object.__new__(RhymePipelineColocated)
-    trainer._rhyme = RhymeConfig(placement=PlacementConfig(**placement), drafting=DraftingConfig(**drafting))
+    trainer._rhyme = RhymeConfig(placement=PlacementConfig(**placement))
     assert trainer._planned() == wanted
 
 

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from verl_rhyme.agent_loop.session import PROMPTS
-
 _PROCESS = contextvars.ContextVar("process", default=None)
 _HANDLES: dict[int, "Handle"] = {}
 
@@ -247,8 +245,7 @@ class Queue:
 
     def __init__(self, cluster):
         self.cluster, self.partitions, self.written = cluster, {}, {}
-        self.capacity = None  # entries with data that it takes
-        self.refused = self.most = 0  # puts that it has refused, and entries that it has had
+        self.most = 0  # entries that it has had
 
     @property
     def entries(self):
@@ -267,13 +264,6 @@ class Queue:
             self.written[partition_id, key] = self.cluster.clock.time()
         await self._pause()
         fields, tags = pickle.loads(data)
-        new = 0
-        if fields is not None and partition_id != PROMPTS:  # the trainer's own are not refused here
-            new = sum(keep.get(key, (None, None))[1] is None for key in keys)
-        if self.capacity is not None and new and self.entries + new > self.capacity:
-            self.refused += 1
-            told = f"Storage capacity exceeded: {self.entries} existing + {new} new > {self.capacity}"
-            raise RuntimeError(f"Failed to put data to storage unit 0: {told}")
         for number, key in enumerate(keys):
             entry = keep.setdefault(key, [{}, None])
             self.written[partition_id, key] = self.cluster.clock.time()

@@ -26,7 +26,7 @@ def case(vocabulary, rows, dtype, raw):
     scaled = logits / np.where(greedy, 1, temperatures)[:, None].astype(np.float32)
 
     arrays = (torch.from_numpy(a) for a in (keys.view(np.int64), positions, temperatures))
-    tokens, _, logprobs = draw_kernel.draw(given, *arrays, raw=raw)
+    tokens, logprobs = draw_kernel.draw(given, *arrays, raw=raw)
     expected = noise.draw(scaled, keys, positions, greedy)
     base = torch.from_numpy(logits if raw else scaled).double()
     error = logprobs.double() - base.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -54,7 +54,7 @@ def masked():
     logits = torch.full((3, 5000), -torch.inf)
     logits[0, 4321] = logits[1, 17] = -80.0
     zeros, one = torch.zeros(3, dtype=torch.int64), torch.ones(3)
-    tokens, _, logprobs = draw_kernel.draw(logits, zeros, zeros, one)
+    tokens, logprobs = draw_kernel.draw(logits, zeros, zeros, one)
     return {"tokens": tokens.tolist(), "logprobs": logprobs[:2].tolist()}
 
 

@@ -10,10 +10,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_rhyme.agent_loop import room
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.reports import NotReported
-from verl_rhyme.agent_loop.room import Room
 from verl_rhyme.agent_loop.session import PROMPTS, SESSIONS, STARTS, Interrupted, Turn, current
 from verl_rhyme.agent_loop.stored_attempts import REPORT, TRAIN
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker
@@ -31,7 +29,7 @@ class Worker(_Worker):
         self._coupled, self._seed, self._filter_metric, self._tool_timeout = False, 0, None, 60.0
         self._attempts, self._sessions = {}, {}
         self.background_tasks = set()
-        self._reports, self.room = self, Room()  # type: ignore[assignment]
+        self._reports = self
 
     async def send(self, ended, left=None):
         if self.broken:
@@ -301,25 +299,6 @@ async def test_an_answer_without_generation_is_stored_with_the_version_it_was_ma
     assert versions[0].pop(REPORT) == {"tokens": 0, "first_version": None, "records": []}
     assert versions[0] == {"min_global_steps": 3, "max_global_steps": 3}
     assert versions[1:] == ([{"min_global_steps": 3, "max_global_steps": 1}] if several else [])
-
-
-async def test_where_the_queue_is_full_a_finished_response_waits_and_has_not_failed(monkeypatch):
-    tries = []
-
-    async def store(self, output, validate, **kwargs):
-        tries.append(output)
-        if len(tries) < 3:
-            raise RuntimeError("Failed to put data to storage unit: Storage capacity exceeded: 9 existing + 1 new > 9")
-
-    async def run(worker, params, session_id, prompt):
-        await worker._agent_loop_postprocess(SimpleNamespace(extra_fields={}), False, session_id=session_id, **prompt)
-
-    monkeypatch.setattr(workers._AgentLoopWorker, "_agent_loop_postprocess", store)
-    monkeypatch.setattr(room, "RETRY_S", 0.001)
-    worker = Worker(run)
-    await worker.start(first(0))
-    assert [told.status for told in worker.told] == ["generated", "finished"]
-    assert len(tries) == 3
 
 
 async def test_a_finished_response_that_is_regenerated_is_drafted_from_its_trajectory(monkeypatch, queue):

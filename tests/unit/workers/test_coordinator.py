@@ -7,7 +7,7 @@ schedule is a short run of its own, of rules, data and deaths that its seed says
 import zlib
 
 import pytest
-from training_world import BATCH, MODES, simulate
+from training_world import MODES, simulate
 
 from tests.conftest import SLOW, examples
 
@@ -42,21 +42,6 @@ def test_where_nothing_dies_nothing_starts_again(mode, monkeypatch):
     world = simulate(mode, 5, 0, monkeypatch)
     assert (world.runs, world.reopened, world.deaths) == (1, 0, [])
     assert (world.parts > 0) == world.streams, "no part came before its batch"
-
-
-def test_where_the_queue_is_full_finished_responses_wait_and_none_is_lost(monkeypatch):
-    """The world looks whether each prompt is trained."""
-    refused = 0
-    for mode, seed in (("full 2 separate", 0), ("full 2 separate", 3), ("full 1 separate", 3)):
-        need = simulate(mode, seed, 0, monkeypatch).queue.most
-        refused += simulate(mode, seed, 0, monkeypatch, capacity=need - 2).queue.refused
-    assert refused, "it was never full"
-
-
-def test_a_queue_that_stays_full_ends_the_run_and_is_named(monkeypatch):
-    words = r"TransferQueue is full.*total_storage_size=null.*or to \d+ or more.*Storage capacity exceeded"
-    with pytest.raises(Exception, match=words):
-        simulate("sorted 0", 3, 0, monkeypatch, capacity=BATCH + 5)
 
 
 def test_replicas_rest_and_return_and_nothing_is_lost(monkeypatch):

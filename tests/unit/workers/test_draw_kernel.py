@@ -56,7 +56,7 @@ from verl_rhyme.engine import draw_kernel as k
 floats = {n: "*fp32" for n in "temperatures scores chosen highest sums".split()}
 draw = {"logits": "*bf16", "stride": "i32", "keys": "*i64", "positions": "*i64", "vocabulary": "i32",
         "part_size": "i32", "parts": "i32", "tokens": "*i32", **floats, "RAW": "constexpr", "BLOCK": "constexpr"}
-combine = {n: "*fp32" for n in "scores chosen highest sums out_logits out_logprobs".split()}
+combine = {n: "*fp32" for n in "scores chosen highest sums out_logprobs".split()}
 combine |= {"tokens": "*i32", "out_tokens": "*i64", "parts": "i32", "PARTS": "constexpr"}
 rank = {"logits": "*bf16", "stride": "i32", "tokens": "*i64", "vocabulary": "i32", "part_size": "i32",
         "ranks": "*i32", "BLOCK": "constexpr"}
@@ -112,6 +112,6 @@ def test_batches_of_any_width_need_no_further_compilation(monkeypatch):
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 255, 256, 257, 1023, 1024, 1025):
         logits = torch.empty((rows, 151_936), dtype=torch.bfloat16)  # never touched
         keys, positions, bits = torch.zeros((3, rows), dtype=torch.int64)
-        tokens, *_ = draw_kernel.draw(logits, keys, positions, bits.float())
+        tokens, _ = draw_kernel.draw(logits, keys, positions, bits.float())
         draw_kernel.ranks(logits, tokens)
     assert {name: len(found) for name, found in compiled.items()} == {"_draw": 1, "_combine": 1, "_rank": 1}

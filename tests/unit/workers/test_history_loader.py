@@ -1,6 +1,8 @@
 """Histories read by a thread of their own."""
 
-import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -24,6 +26,12 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.002)
+
+
+def wait_for(loader):
+    found = []
+    until(lambda: found.extend(loader.ready()) or found)
+    return found
 
 
 @pytest.fixture
@@ -57,8 +65,7 @@ def test_what_is_asked_for_comes_and_is_what_was_stored(folder):
     assert [loader.get(key) for key in KEYS] == [PENDING] * len(KEYS)
     found = {}
     while len(found) < len(KEYS):
-        until(lambda: loader._work.done)
-        found |= dict(loader.ready())
+        found |= dict(wait_for(loader))
     assert loader.pending == 0
     assert loader.errors == 0
     reader = HistoryReader(folder, NAMESPACE)
@@ -69,22 +76,10 @@ def test_what_is_asked_for_comes_and_is_what_was_stored(folder):
             assert (history.tokens == expected.tokens).all()
             assert "first_tokens" in vars(history), "made by the thread"
             loader.release(key, history)
-    until(lambda: not loader._work.rubbish)
-    thread = loader._thread
+    (thread,) = loader._pool._threads
     loader.close()
     assert not thread.is_alive()
-    assert loader.get(KEYS[0]) is None
-
-
-def test_what_was_read_waits_in_bounded_number(folder):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
-    for key in KEYS:
-        loader.get(key)
-    until(lambda: len(loader._work.done) == history_loader.MOST_READY)
-    time.sleep(0.1)
-    assert len(loader._work.done) == history_loader.MOST_READY
-    assert loader.pending == len(KEYS)
-    loader.close()
+    loader.release(KEYS[0], found[KEYS[0]])  # of a request that ends later
 
 
 def test_what_nobody_needs_any_more_is_not_read():
@@ -96,11 +91,55 @@ def test_what_nobody_needs_any_more_is_not_read():
     loader.release(KEYS[0], None)  # while it is read
     loader.release(KEYS[1], None)
     reader.leave.release(3)
-    until(lambda: len(loader._work.done) == 2)
-    assert [key for key, _ in loader.ready()] == [KEYS[0], KEYS[2]]
+    assert [key for key, _ in wait_for(loader)] == [KEYS[2]]
     assert reader.asked == [KEYS[0], KEYS[2]]
+    assert loader.pending == 0
     loader.close()
     assert reader.closed
+
+
+def test_what_nobody_waits_for_ends_with_it():
+    reader = Slow()
+    loader = HistoryLoader(reader)
+    for key in KEYS[:3]:
+        loader.get(key)
+    until(lambda: reader.asked == KEYS[:1])
+    threading.Timer(0.2, reader.leave.release).start()
+    loader.close()
+    assert reader.asked == KEYS[:1]
+    assert reader.closed
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_ends_with_it(folder, closed):
+    code = f"""
+import sys
+from verl_rhyme.engine.history_loader import HistoryLoader
+from verl_rhyme.history.reader import HistoryReader
+loader = HistoryLoader(HistoryReader(sys.argv[1], {NAMESPACE!r}))
+for number in range(60):
+    loader.get(bytes([number]) * 16)
+if {closed}:
+    loader.close()
+"""
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=120)
+
+
+def test_a_fork_does_not_wait_for_its_thread():
+    """A child has none of it."""
+    reader = Slow()
+    loader = HistoryLoader(reader)
+    loader.get(KEYS[0])
+    until(lambda: reader.asked)
+    child = os.fork()
+    if not child:
+        try:
+            loader.close()
+        finally:
+            os._exit(0)
+    until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    reader.leave.release()
+    loader.close()
 
 
 def test_an_error_is_no_history_a_count_and_one_warning(caplog):
@@ -109,32 +148,17 @@ def test_an_error_is_no_history_a_count_and_one_warning(caplog):
     reader.leave.release(9)
     for turn in (1, 2):
         loader.get(KEYS[3])
-        until(lambda: loader._work.done)
-        assert loader.ready() == [(KEYS[3], None)]
+        assert wait_for(loader) == [(KEYS[3], None)]
         assert loader.errors == turn
     assert sum("goes on without" in record.message for record in caplog.records) == 1
-    loader.get(KEYS[4])
-    until(lambda: loader._work.done)
     loader.close()
-
-
-def test_its_thread_ends_with_it(folder):
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
-    loader.get(KEYS[0])
-    thread, work = loader._thread, loader._work
-    until(lambda: work.done)
-    assert thread.is_alive()
-    del loader
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_at_once_where_one_must_wait(folder):
     loader = HistoryLoader(HistoryReader(folder, NAMESPACE), wait=True)
     assert len(loader.get(KEYS[0]).response(0)) == 50
     assert loader.get(KEYS[-1]) is None
-    assert (loader.pending, loader._thread) == (0, None)
+    assert (loader.pending, loader._pool) == (0, None)
     loader.close()
 
 
@@ -155,17 +179,14 @@ def test_a_copy_is_waited_for_and_holds_no_other_up(folder, copies, tmp_path):
     loader.expect(KEYS[0], 20)  # what is there is older
     assert loader.get(KEYS[0]) is PENDING
     assert loader.get(KEYS[1]) is PENDING  # recorded here
-    until(lambda: loader._work.done)
-    assert [(key, len(found.response(0))) for key, found in loader.ready()] == [(KEYS[1], 50)]
+    assert [(key, len(found.response(0))) for key, found in wait_for(loader)] == [(KEYS[1], 50)]
     loader.expect(KEYS[2], 20)
     assert loader.get(KEYS[2]) is PENDING
     copies.put(KEYS[2], b"", 25)
-    until(lambda: loader._work.done)
-    assert loader.ready() == [(KEYS[2], None)]
+    assert wait_for(loader) == [(KEYS[2], None)]
     assert loader.pending == 1
     copies.put(KEYS[0], value(8), 20)
-    until(lambda: loader._work.done)
-    assert [(key, found.response(0).tolist()) for key, found in loader.ready()] == [(KEYS[0], [8])]
+    assert [(key, found.response(0).tolist()) for key, found in wait_for(loader)] == [(KEYS[0], [8])]
     assert loader.errors == 0
     loader.close()
 
@@ -175,10 +196,9 @@ def test_a_copy_that_nobody_needs_any_more_is_not_waited_for(folder, copies, tmp
     loader.expect(KEYS[0], 20)
     loader.get(KEYS[0])
     loader.release(KEYS[0], None)
-    until(lambda: not loader.pending)
+    assert not loader.pending
     assert loader.get(KEYS[0]) is PENDING, "a later request may find it on its own node"
-    until(lambda: loader._work.done)
-    assert len(loader.ready()[0][1].response(0)) == 50
+    assert len(wait_for(loader)[0][1].response(0)) == 50
     loader.close()
 
 
@@ -192,22 +212,4 @@ def test_an_engine_that_waits_waits_for_a_copy_but_not_for_ever(folder, copies, 
     monkeypatch.setattr(history_loader, "_COPY_TIMEOUT_S", 0.1)
     loader.expect(KEYS[1], 20)
     assert loader.get(KEYS[1]) is None
-    loader.close()
-
-
-def test_read_at_once_where_no_thread_can_be_started(folder, monkeypatch):
-    """Else no request of any prompt could begin to draft; once there is a thread again, it reads."""
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    loader = HistoryLoader(HistoryReader(folder, NAMESPACE))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        assert len(loader.get(KEYS[0])) == 1
-        assert loader.get(KEYS[-1]) is None
-    assert loader.pending == 0
-    assert loader.get(KEYS[1]) is PENDING
-    until(lambda: loader._work.done)
-    assert [key for key, _ in loader.ready()] == [KEYS[1]]
     loader.close()

@@ -6,19 +6,15 @@ import subprocess
 import sys
 import textwrap
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from verl_rhyme.config import HistoryConfig
-from verl_rhyme.history import share
-from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.environment import HistoryError
 from verl_rhyme.history.reader import HistoryReader
 from verl_rhyme.history.record import PromptHistory, Trajectory, version_of
 from verl_rhyme.history_writer import history_writer
-from verl_rhyme.history_writer.history_copies import node_copies_dir
 from verl_rhyme.history_writer.history_writer import HistoryWriter, node_history_dir
 
 KEY = b"k" * 16
@@ -41,11 +37,6 @@ time.sleep(600)
 
 def writer(base, node, run="first"):
     return HistoryWriter(node_history_dir(str(base), node), "vocabulary", HistoryConfig(max_bytes=1 << 20), run)
-
-
-def writer_of(base, node):
-    """One that finds its bound itself."""
-    return HistoryWriter(node_history_dir(str(base), node), "vocabulary", HistoryConfig(), "run")
 
 
 def record(opened, token, step=1):
@@ -107,36 +98,6 @@ def test_who_records_comes_after_rays_other_processes(tmp_path):
     thread.start()
     thread.join()
     assert found[0] > 15
-
-
-@pytest.mark.parametrize(("disk", "memory"), [(1 << 30, 8 << 30), (8 << 30, 1 << 30)], ids=["disk", "memory"])
-def test_nodes_that_share_disk_and_memory_share_one_half_of_them(tmp_path, monkeypatch, disk, memory):
-    """Also when one starts anew after others have filled theirs: its bound stays."""
-    monkeypatch.setattr(share.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk))
-    monkeypatch.setattr(share, "available_memory", lambda: memory)
-    stores = [writer_of(tmp_path, f"node{i}") for i in range(3)]
-    copies = []
-    try:
-        for one in stores:
-            one.open()
-        copies.append(Copies(node_copies_dir(str(tmp_path), "node3"), None))
-        assert all("shared by 4" in one.settle() for one in stores)
-        bounds = [copies[0]._bound, *(one._store._map_size for one in stores)]
-        assert bounds == pytest.approx([(1 << 29) // 4] * 4, rel=1e-2)
-        text = np.arange(20_000, dtype=np.int32)
-        stores[0].record([[Trajectory(bytes([i]) * 16, text, 1.0, 0, 0, 0) for i in range(16)]], 1)
-        kept = stores[0]._store.stats()
-        os.close(stores[0]._store._lock)  # it dies
-        monkeypatch.setattr(share, "available_memory", lambda: 0)  # engines and trainer have it
-        again = stores[0] = writer_of(tmp_path, "node0")
-        assert again.settle() == ""
-        assert again._store._map_size == bounds[1]
-        assert again._store.stats() == kept, "its history fits as before"
-        stores.append(writer_of(tmp_path / "elsewhere", "x"))
-        assert "shared by 1" in stores[-1].settle()
-    finally:
-        for one in [*stores, *copies]:
-            one.close()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_rhyme.agent_loop import worker as workers
 from verl_rhyme.agent_loop.client import RhymeLLMServerClient
-from verl_rhyme.agent_loop.room import Room
 from verl_rhyme.agent_loop.session import STARTS
 from verl_rhyme.agent_loop.worker import RhymeAgentLoopWorker, SessionAgentLoopWorker, _Order
 from verl_rhyme.history.keys import prompt_key
@@ -75,7 +74,7 @@ def answered(worker_class, prompt, validate=False):
             self.tokenizer, self.processor = SimpleNamespace(chat_template="{{ messages }}"), None
             self.hf_model_type = self.dataset_cls = self.tools = self._filter_metric = None
             self._coupled, self._attempts, self._sessions, self._reports = False, {}, {}, self
-            self._tool_timeout, self.room = 60.0, Room()
+            self._tool_timeout = 60.0
 
         async def send(self, ended, left=None):
             assert ended.status != "failed", ended.error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import examples
-from verl_rhyme.drafting.bounds import logits_budget, table_bounds
+from verl_rhyme.drafting.bounds import logits_budget
 from verl_rhyme.engine.proposer import HistoryProposer
 from verl_rhyme.history.copies import Copies
 from verl_rhyme.history.keys import prompt_key
@@ -20,7 +20,7 @@ VOCABULARY, ROWS, LENGTH, STEP_TOKENS = 40, 16, 256, 96
 NAMESPACE = "test"
 
 
-def proposer_for(folder, one_pass=False, **drafting):
+def proposer_for(folder, **drafting):
     config = SimpleNamespace(
         additional_config={
             "rhyme": {
@@ -38,8 +38,7 @@ def proposer_for(folder, one_pass=False, **drafting):
     )
     proposer = HistoryProposer(config)
     batch = SimpleNamespace(req_ids=[], spec_token_ids=[], num_prompt_tokens=np.zeros(ROWS, np.int32))
-    sampler = SimpleNamespace(one_pass=one_pass)
-    proposer._runner = SimpleNamespace(input_batch=batch, requests={}, rejection_sampler=sampler)
+    proposer._runner = SimpleNamespace(input_batch=batch, requests={})
     proposer._start()
     return proposer
 
@@ -54,8 +53,9 @@ def test_whatever_the_scheduler_does(tmp_path, policy):
         for prompt in prompts:  # some ids are beyond the vocabulary
             response = rng.integers(0, VOCABULARY + 20, 200).astype(np.int32)
             store.append([Trajectory(prompt_key(prompt), response, 1.0, 0, 0, 0)], 0)
-    options = {"match_min": 1, "match_max": 4} if policy == "paper" else {}
-    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, options=options, plan_threads=2)
+    proposer = proposer_for(tmp_path / "h", policy=policy, floor=0.02, plan_threads=2)
+    if policy == "paper":
+        proposer._drafter._match = 1, 4
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     lengths = np.zeros(ROWS, np.int32)
     state: dict[str, dict] = {}  # what vLLM knows of a request
@@ -172,11 +172,10 @@ def test_a_request_generated_anew_drafts_what_it_said_before(tmp_path, policy):
         assert counts["reverified"] == 0
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
-    """Certain drafts for a full batch at a real vocabulary; memory is what bounds them."""
+def test_memory_bounds_the_drafts_of_a_full_batch(tmp_path):
+    """Certain drafts, at a real vocabulary."""
     memory, vocabulary = 64 << 20, 151_936
-    proposer = proposer_for(tmp_path / "h", one_pass=one_pass, logits_memory=memory, weigh_cost=False)
+    proposer = proposer_for(tmp_path / "h", logits_memory=memory, weigh_cost=False)
     proposer._vocab_size, proposer._step_tokens = vocabulary, 8192
     runner, tokens = proposer._runner, np.zeros((ROWS, LENGTH), np.int32)
     prompt, response = [1, 2, 3], np.random.default_rng(0).integers(4, VOCABULARY, 100).tolist()
@@ -189,13 +188,8 @@ def test_the_installed_sampler_decides_what_drafts_cost(tmp_path, one_pass):
     runner.input_batch.num_prompt_tokens[:] = len(prompt)
     tokens[:, : len(prompt)], tokens[:, len(prompt)] = prompt, response[0]
     drafts = proposer.propose([[response[0]]] * ROWS, np.full(ROWS, len(prompt) + 1, np.int32), tokens)
-    if one_pass:
-        budget = logits_budget(vocabulary, ROWS, ROWS, memory)
-        assert budget > 10 * ROWS
-    else:
-        longest, budget = table_bounds(vocabulary, ROWS, memory, 32)
-        assert max(map(len, drafts)) <= longest
-    assert sum(map(len, drafts)) == budget
+    budget = logits_budget(vocabulary, ROWS, ROWS, memory)
+    assert sum(map(len, drafts)) == budget > 10 * ROWS
     assert proposer.totals()["errors"] == 0
 
 
@@ -355,7 +349,7 @@ def test_a_history_is_drafted_from_as_soon_as_it_is_read(tmp_path, wait, copied)
     assert proposer.waiting == 0
     assert proposer.take_counts(["a", "b"])["b"]["history_hit"]
     assert proposer.totals()["history_errors"] == proposer.totals()["errors"] == 0
-    thread = proposer._history._thread
+    pool = proposer._history._pool
     proposer.close()
-    assert wait == (thread is None)
-    assert wait or not thread.is_alive()
+    assert wait == (pool is None)
+    assert wait or not any(thread.is_alive() for thread in pool._threads)

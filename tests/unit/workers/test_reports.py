@@ -1,13 +1,10 @@
 """Reports of samples that end together go together, first to the queue, then to the coordinator."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from transfer_queue.storage.simple_storage import StorageUnitData
 
 from verl_rhyme.agent_loop import reports as module
-from verl_rhyme.agent_loop import room as room_module
 from verl_rhyme.agent_loop.reports import Reports
 from verl_rhyme.scheduling.attempts import Ended
 
@@ -105,66 +102,9 @@ async def test_a_queue_that_hangs_is_an_error_too(reports, queue, monkeypatch):
         await send(reports, "a_0")
 
 
-async def test_a_full_queue_keeps_nobody_waiting_who_needs_no_room(queue, monkeypatch, caplog):
-    """What is finished goes on to be trained, which makes room; what waits is not given up."""
-    monkeypatch.setattr(room_module, "RETRY_S", 0.001)
-    reports, errors, full = Reports(), [], True
-    queue.full = SimpleNamespace(remote=errors.append)
-    reports.attach(queue)
-
-    async def put(keys, partition_id, fields=None, tags=None):
-        if full:
-            raise RuntimeError("Failed to put data: Storage capacity exceeded: 9 existing + 1 new > 9")
-        await queue.put(keys, partition_id, fields, tags)
-
-    monkeypatch.setattr(module.tq, "async_kv_batch_put", put)
-    waits = [asyncio.create_task(send(reports, f"a_{n}", "generated")) for n in range(2)]
-    await asyncio.sleep(0.03)
-    await asyncio.wait_for(send(reports, "b_0", "finished"), 1)
-    assert queue.told.count({"b_0": "finished"}) == 1
-    assert not any(task.done() for task in waits)
-    assert "9 existing + 1 new > 9" in errors[0]
-    full = False
-    await asyncio.gather(*waits)
-    assert queue.stored == [{"a_0": "generated", "a_1": "generated"}]
-    assert len([record for record in caplog.records if "is full" in record.message]) == 1
-
-
-def test_a_storage_unit_says_that_it_is_full_as_we_know_it():
-    unit = StorageUnitData(storage_size=1)
-    unit.put_data({"index": [0]}, [0])
-    with pytest.raises(ValueError, match=room_module.FULL):
-        unit.put_data({"index": [1]}, [1])
-    unit.put_data({"more": [0]}, [0])  # of an entry that is there
-    StorageUnitData(None).put_data({"index": range(9)}, list(range(9)))  # as our presets have it
-
-
 async def test_a_cancelled_sender_takes_no_others_report_with_it(reports, queue):
     one, other = (asyncio.create_task(send(reports, session)) for session in ("a_0", "a_1"))
     await asyncio.sleep(0)
     one.cancel()
     await other
     assert "a_1" in queue.told[0]
-
-
-async def test_of_those_who_wait_for_room_one_tries(monkeypatch):
-    """A try stores a whole trajectory; thousands may wait. Where there is room they follow at once."""
-    monkeypatch.setattr(room_module, "RETRY_S", 0.02)
-    room, tries, full = room_module.Room(), 0, True
-
-    async def put(number):
-        nonlocal tries
-        tries += 1
-        await asyncio.sleep(0)
-        if full:
-            raise ValueError(room_module.FULL)
-        return number
-
-    waiting = [asyncio.create_task(room.wait(lambda number=number: put(number))) for number in range(50)]
-    await asyncio.sleep(0.2)
-    assert 50 < tries < 70
-    waiting[1].cancel()
-    full = False
-    done = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 0.5)
-    assert [number for number in done if isinstance(number, int)] == [0, *range(2, 50)]
-    assert await room.wait(lambda: put(50)) == 50

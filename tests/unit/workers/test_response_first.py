@@ -10,7 +10,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import SamplingParams
 
-from verl_rhyme.config import RhymeConfig
+from verl_rhyme.config import DraftingConfig, RhymeConfig
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.engine.server import RhymeHttpServer
 from verl_rhyme.processes.request import DRAFT_COUNTS, FIELD, RequestMeta, RequestRecord
@@ -88,7 +88,7 @@ def test_counts_nobody_fetches_are_bounded(server):
 async def test_the_engine_is_told_what_drafter_and_sampler_go_by(server):
     """And nothing that vLLM, which copies every object in there, would copy token by token."""
     previous = b"\1\0\0\0\2\0\0\0"
-    meta = RequestMeta(key="00ff", sample=2, attempt=1, group=8, noise="ab", previous=previous, queued_at=12.5)
+    meta = RequestMeta(key="00ff", sample=2, attempt=1, noise="ab", previous=previous, queued_at=12.5)
     params = {"temperature": 1.0, "extra_args": {"theirs": 1}}
     output = await server.generate([5], params, "r", rhyme=meta.to_dict())
     told = server.given["extra_args"].pop(FIELD)
@@ -147,8 +147,9 @@ def test_the_rest_of_a_response_is_asked_for_with_what_is_left_of_its_options(se
 
     assert asyncio.run(ask(600, min_tokens=512)) == {"max_tokens": 424, "min_tokens": 0}
     assert asyncio.run(ask(100, min_tokens=512)) == {"max_tokens": 924, "min_tokens": 412}
+    server._rhyme = RhymeConfig(drafting=DraftingConfig(enable=False))
     assert asyncio.run(ask(0, seed=3))["seed"] == 3
     seeds = [asyncio.run(ask(made, seed=3))["seed"] for made in (1, 2, 2)]
     assert seeds[0] != seeds[1] == seeds[2] != 3, "vLLM's generator would begin its numbers again"
-    server._draws = True
+    server._rhyme = RhymeConfig()
     assert asyncio.run(ask(2, seed=3))["seed"] == 3, "ours goes by the position"

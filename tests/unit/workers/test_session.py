@@ -275,15 +275,6 @@ def test_a_turn_is_stored_as_bytes(tokens, asked):
     assert Turn.from_dict(stored) == turn
 
 
-def test_a_turn_of_an_older_checkpoint_is_read():
-    """It holds lists."""
-    stored = {"prompt": "key", "tokens": [5, 6], "log_probs": [-0.5, -0.25], "first_version": 3, "version": 3,
-              "complete": False, "stop_reason": "aborted"}  # fmt: skip
-    turn = Turn.from_dict(stored)
-    assert turn == Turn("key", array("i", [5, 6]), array("f", [-0.5, -0.25]), 3, 3, False, "aborted")
-    assert Turn.from_dict({**stored, "log_probs": None}).log_probs is None
-
-
 PENALTY = {"presence_penalty": 0.5}
 
 

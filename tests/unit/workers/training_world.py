@@ -30,7 +30,6 @@ from verl_rhyme.coordinator.coordinator import Coordinator
 from verl_rhyme.coordinator.replicas import Spares
 from verl_rhyme.engine.gate import Gate
 from verl_rhyme.observability.request_record import RequestRecord
-from verl_rhyme.planning.cost import TYPICAL
 from verl_rhyme.processes.deaths import ReplicaDied
 from verl_rhyme.processes.messages import Handed, Setting
 from verl_rhyme.router.router import PlacementRouter
@@ -124,14 +123,12 @@ class World:
         # With a tail of 1 all of a group may move, and does so when it gets longer than expected.
         self.placement = ("histopipe", {"groups": 2, "tail": random.Random(seed).choice([1.0, 1.0, 0.34])})
         if seed % 3 == 2:
-            self.placement = ("makespan", {"gain": 0.001, "sibling_gain": random.Random(seed).choice([0.0, 0.1])})
+            self.placement = ("longest_first", {})
         self.setting = Setting(
             self.rules, "reward" if self.filters else None, limit, self.random.choice([1, 1, 2]), slots, lost_after=30.0
         )
         self.streams = self.separate and seed % 4 != 1
         self.setting = replace(self.setting, part_samples=random.Random(seed).choice([1, SAMPLES, 2 * SAMPLES]))
-        if seed % 3 == 2:  # few slots: samples wait
-            self.setting = replace(self.setting, cost=replace(TYPICAL, slots=random.Random(seed).choice([2, 4, 256])))
         self.save_every = self.random.choice([1, 2, 3])
         self.kills_left, self.deaths, self.died_at = kills, [], {}
         self.salt = self.random.getrandbits(60)
@@ -239,7 +236,7 @@ class World:
             self.cluster.run(self.queue.clear(ours, TRAIN))
             self.steps = step
             if self.elastic and step < STEPS:
-                self.reserve.observe({})
+                self.reserve.observe()
                 told = self.reserve.act(self.random.choice([-1, -1, 0, 1, 1]), step)
                 self.rested += "training/stream/moved" in told
                 self.returned += "training/stream/change_s" in told and "training/stream/moved" not in told
@@ -793,10 +790,16 @@ def install(world, monkeypatch):
     monkeypatch.setattr(coordinator, "keep_audible", lambda: None)
 
 
-def simulate(mode, seed, kills, monkeypatch, capacity=None):
-    """Returns the world after the run, in which TransferQueue has room for ``capacity`` entries (``None``: for all)."""
+def most_entries(rules):
+    """Of each sample one, of each that is regenerated also the response that it is drafted from; of each prompt one;
+    those of the batch that is trained meanwhile, and those put off."""
+    samples = rules.batch_samples * (2 if rules.redrafts else 1)
+    return (rules.batches + 1 + 2 * rules.rounds) * (samples + rules.batch_prompts)
+
+
+def simulate(mode, seed, kills, monkeypatch):
+    """Returns the world after the run."""
     world = World(mode, seed, kills)
-    world.queue.capacity = capacity
     world.open_turns = {}
     with monkeypatch.context() as patch:
         install(world, patch)
@@ -806,7 +809,7 @@ def simulate(mode, seed, kills, monkeypatch, capacity=None):
             assert world.steps == STEPS
             if not kills:
                 assert not world.twice, "reports of finished samples have entries of their own"
-                assert world.queue.most <= world.rules.queue_entries
+                assert world.queue.most <= 1.1 * most_entries(world.rules)
             assert not world.cluster.faults, world.cluster.faults
         except BaseException as error:
             error.add_note(f"mode {mode!r}, seed {seed}, kills {kills}: {world.deaths}, {world.rules}")

@@ -101,7 +101,7 @@ def examine(
     checks += config_checks.parallel(plan, model)
     checks += config_checks.batches(config, plan)
     checks += config_checks.load(config, plan)
-    checks += config_checks.rollout(config, plan, model)
+    checks += config_checks.rollout(config, plan)
     checks += run_folder.check(config, notes)
     checks += there
     if not found and model:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens, startup, weight_bucket
+from verl_rhyme.checks import combinations, loss_normalisation, stale_tokens, startup
 from verl_rhyme.checks.doctor import FAIL, OK, WARN, Check
 from verl_rhyme.checks.preflight import compose
 from verl_rhyme.checks.preflight.architecture import Architecture
@@ -152,15 +152,15 @@ def load(config: Any, plan: Plan) -> Iterator[Check]:
 
 
 def loss(config: Any) -> Iterator[Check]:
-    """What a loss is divided by, where updates are chosen or sorted by length, and how it corrects for stale tokens."""
+    """What a loss is divided by, where updates are chosen by length, and that it corrects for stale tokens."""
     try:
         tree = config_tree.from_verl(config)
-        told, correction = list(loss_normalisation.contradictions(config, tree)), stale_tokens.correction(config, tree)
+        told, stale = list(loss_normalisation.contradictions(config, tree)), stale_tokens.uncorrected(config, tree)
     except ValueError:  # :func:`rhyme` reports it
         return
     yield from (Check("loss", WARN, each.detail, each.remedy) for each in told)
-    if correction is not None:
-        yield Check("stale tokens", OK if correction.corrected else WARN, correction.detail, correction.remedy)
+    if stale is not None:
+        yield Check("stale tokens", WARN, stale, stale_tokens.REMEDY)
 
 
 def placement(config: Any, plan: Plan) -> Iterator[Check]:
@@ -187,7 +187,6 @@ def weights(config: Any) -> Iterator[Check]:
             problems.append((detail, f"drop it, or set {where}.folder=FOLDER"))
         elif value is not None and not isinstance(value, str):
             problems.append((f"{where}.{option}={value} is no path", "name a folder"))
-    problems += [(found.detail, found.remedy) for found in weight_bucket.refusals(config)]
     for detail, remedy in problems:
         yield Check(name, FAIL, detail, remedy)
 
@@ -371,7 +370,7 @@ def _modes(config: Any, batch: int, mini: int) -> Iterator[tuple[str, str]]:
         )
 
 
-def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Check]:
+def rollout(config: Any, plan: Plan) -> Iterator[Check]:
     """vLLM's lengths and the room of drafts."""
     name, problems = "rollout", []
     options, serving = config.actor_rollout_ref.rollout, plan.rollout
@@ -387,12 +386,6 @@ def rollout(config: Any, plan: Plan, model: Architecture | None) -> Iterator[Che
     elif serving.draft_bytes and serving.max_num_batched_tokens < 2 * serving.max_num_seqs:
         detail = "max_num_batched_tokens leaves no draft token a row when all rows run"
         problems.append((WARN, detail, f"raise {_R}.max_num_batched_tokens above {2 * serving.max_num_seqs}"))
-    if model and OmegaConf.select(config, f"{CONFIG_PATH}.sampling.verify") == "vllm" and serving.draft_bytes:
-        from verl_rhyme.drafting.bounds import table_bounds  # compiles: only where it is needed
-
-        if table_bounds(model.vocab, serving.max_num_seqs, serving.draft_bytes, 1) == (0, 0):
-            detail = f"vLLM's rejection sampler (sampling.verify=vllm) leaves no draft at {serving.max_num_seqs} rows"
-            problems.append((WARN, detail, f"drop sampling.verify, or raise {CONFIG_PATH}.drafting.logits_memory"))
     for status, detail, remedy in problems:
         yield Check(name, status, detail, remedy)
     if not problems:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -93,31 +92,3 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")
     return found
-
-
-def largest_tensor(path: str) -> tuple[str, int] | None:
-    """Name and number of elements of a model's largest tensor, by its files' headers, or as large as its embedding.
-
-    ``None`` where the model is not on this machine.
-    """
-    file = find(path)
-    if file is None:
-        return None
-    tensors = {name: count for shard in file.parent.glob("*.safetensors") for name, count in _header(shard)}
-    if tensors:
-        return max(tensors.items(), key=lambda each: each[1])
-    try:
-        fields = read(file)
-        fields = fields.get("text_config") or fields
-        return "embedding", int(fields["vocab_size"]) * int(fields["hidden_size"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _header(shard: Path) -> list[tuple[str, int]]:
-    try:
-        with shard.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return [(name, math.prod(of["shape"])) for name, of in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
-        return []

@@ -20,7 +20,6 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from verl_rhyme.checks.doctor import FAIL, OK, Check
-from verl_rhyme.checks.preflight import model_folder
 from verl_rhyme.config import TOPOLOGIES, ConfigError, RhymeConfig, config_tree
 from verl_rhyme.config.arms import arm_name
 from verl_rhyme.observability import steps
@@ -60,7 +59,6 @@ def describe(config: Any, notes: Mapping[str, str] | None = None) -> dict[str, s
         run["training GPUs"] = str(int(trainer.nnodes) * int(trainer.n_gpus_per_node))
     path = str(config.actor_rollout_ref.model.path)
     run["model"] = "/".join(Path(path).parts[-2:])  # a run survives a move of its model
-    run |= _architecture(model_folder.find(path))
     run["seed"] = str(config.data.get("seed"))
     run["data"] = ", ".join(Path(file).name for file in _files(config))
     return run | dict(notes or {})
@@ -163,35 +161,14 @@ def _mode(rhyme: RhymeConfig | None, config: Any) -> str:
 
 
 def _owner(checkpoints: Path) -> dict[str, str]:
-    """What the marker says; without one, what the latest checkpoint tells of itself."""
+    """What the marker says; nothing without one."""
     marker = checkpoints / MARKER
     try:
         return {str(part): str(value) for part, value in json.loads(marker.read_text()).items()}
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        return {}
     except (OSError, ValueError, AttributeError) as error:
         raise ForeignFolder(f"{marker} cannot be read ({error})") from error
-    found: dict[str, str] = {}
-    if (step := latest_step(checkpoints)) is not None:
-        actor = checkpoints / f"global_step_{step}" / "actor"
-        if (file := actor / "fsdp_config.json").is_file():
-            saved = model_folder.read(file)
-            found["engine"] = "fsdp2" if saved.get("FSDP_version") == 2 else "fsdp"
-            found["training GPUs"] = str(saved.get("world_size"))
-        elif any((actor / name).is_dir() for name in ("dist_ckpt", "model")):
-            found["engine"] = "megatron"
-        for saved_model in (actor / "huggingface", actor / "model" / "huggingface"):  # FSDP's, Megatron's
-            found |= _architecture(saved_model / "config.json")
-    return found
-
-
-def _architecture(file: Path | None) -> dict[str, str]:
-    try:
-        fields = model_folder.read(file) if file else {}
-    except (OSError, ValueError):  # a finding of its own
-        return {}
-    shape = [fields.get(name) for name in ("model_type", "num_hidden_layers", "hidden_size")]
-    return {} if None in shape else {"architecture": "{} {} x {}".format(*shape)}
 
 
 def _files(config: Any) -> list[str]:

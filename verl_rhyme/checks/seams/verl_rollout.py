@@ -37,15 +37,6 @@ SEAMS: tuple[Seam, ...] = (
             "if not final_res.outputs: return TokenOutput( token_ids=[],",
         ),
     ),
-    Seam(
-        "verl.workers.rollout.utils:update_prometheus_config",
-        "the bubble ratio from outside: the file that names them",
-        contains=(
-            '{"job_name": "rollout", "static_configs": [{"targets": server_addresses}]}',
-            "yaml.dump(config_data, f,",
-            ".remote(prometheus_config_json, config.file)",
-        ),
-    ),
     Seam(f"{_SERVER}:vLLMHttpServer._post_init", "our server", signature="(self, cuda_visible_devices)"),
     Seam(
         "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
@@ -130,12 +121,10 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{_CLIENT}:LLMServerManager._initialize_llm_servers",
-        "replicas in the place of dead ones; the bubble ratio from outside: verl names its servers",
+        "replicas in the place of dead ones",
         contains=(
             "self.server_handles = [server._server_handle for server in self.rollout_replicas]",
             "self.server_addresses = [server._server_address for server in self.rollout_replicas]",
-            "if self.rollout_config.prometheus.enable: update_prometheus_config( self.rollout_config.prometheus, "
-            "self.server_addresses, self.rollout_config.name )",
         ),
     ),
     Seam(
@@ -154,8 +143,24 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        f"{_ROUTER}:RequestLoadBalancer",
+        f"{_ROUTER}:GlobalRequestLoadBalancer.__init__",
         "our router",
+        signature="(self, servers, max_cache_size, full_determinism)",
+        contains=("self._servers:", "self._request_id_to_server:"),
+    ),
+    Seam(
+        f"{_ROUTER}:GlobalRequestLoadBalancer.acquire_server",
+        "our router: a request goes where it was assigned",
+        signature="(self, request_id)",
+        contains=(
+            "if request_id in self._request_id_to_server: server_id = self._request_id_to_server[request_id]",
+            "return server_id, self._servers[server_id]",
+        ),
+    ),
+    Seam(f"{_ROUTER}:GlobalRequestLoadBalancer.remove_servers", "our router", signature="(self, server_ids)"),
+    Seam(
+        f"{_ROUTER}:RequestLoadBalancer",
+        "a router of the user's own",
         has=(
             "acquire_server",
             "release_server",
@@ -175,14 +180,6 @@ SEAMS: tuple[Seam, ...] = (
         signature="(servers, router_config_path, full_determinism, load_balancer_cls)",
     ),
     Seam(f"{_ROUTER}:_create_plugin_extension", "our router", contains=("ray_cls.remote(servers, yaml_config)",)),
-    Seam(
-        f"{_ROUTER}:_create_global_sticky_inflight",
-        "our router, given as a class",
-        contains=(
-            "kwargs = dict(servers=servers, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)",
-            "ray.remote(load_balancer_cls).remote(**kwargs)",
-        ),
-    ),
     Seam(
         f"{_CLIENT}:LLMServerClient._acquire_server",
         "what the router is told of a request",

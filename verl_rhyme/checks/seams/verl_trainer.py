@@ -17,12 +17,6 @@ SEAMS: tuple[Seam, ...] = (
         contains=("validate_config(config=config", "run_ppo(config, task_runner_class=TaskRunnerV1)"),
     ),
     Seam("verl.workers.config:RolloutConfig", "where our configuration travels", has=("custom",)),
-    Seam(
-        "verl.utils.tracking:RLInsightLogger.trace_span",
-        "our spans in RL-Insight",
-        accepts=("name", "start_time_ns", "end_time_ns", "attributes"),
-    ),
-    Seam("verl.utils.tracking:RLInsightLogger.enabled", "whether RL-Insight is on"),
     # ---- trainer ----
     Seam(f"{_TRAINER}:TRAINER_REGISTRY", "our trainers under verl's names", has=("update",)),
     Seam(f"{_TRAINER}:register_trainer", "trainer modes of our own", signature="(name)"),
@@ -41,11 +35,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_TRAINER}:PPOTrainer._init_tokenizer", "history service", contains=("self.tokenizer =",)),
     Seam(f"{_TRAINER}:PPOTrainer.get_llm_client", "prompt keys on requests", signature="(self)"),
-    Seam(
-        f"{_TRAINER}:PPOTrainer._submit_batch_to_rollout",
-        "our router knows how many requests come",
-        signature="(self, batch)",
-    ),
     Seam(f"{_TRAINER}:PPOTrainer._rollout_server_managers", "request slots", signature="(self)"),
     Seam(f"{_TRAINER}:PPOTrainer._build_replay_buffer", "poll interval", signature="(self)"),
     Seam(
@@ -220,12 +209,10 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
-        "pipeline: engines apart from the actor; the bubble ratio from outside: replicas of both managers in one file",
+        "pipeline: engines apart from the actor",
         contains=(
             "self.standalone_server_manager: LLMServerManager = LLMServerManager.create(",
             "self.standalone_checkpoint_manager = CheckpointEngineManager(",
-            "self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses",
-            "update_prometheus_config(rollout_config.prometheus, server_addresses, rollout_config.name)",
         ),
     ),
     Seam(

@@ -242,21 +242,6 @@ SEAMS: tuple[Seam, ...] = (
         "our worker extension",
         contains=("worker_class.__bases__ = worker_class.__bases__ + (worker_extension_cls,)",),
     ),
-    Seam(
-        "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
-        "the bubble ratio from outside: how many requests run",
-        contains=('name="vllm:num_requests_running"',),
-    ),
-    Seam(
-        "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-        "the bubble ratio from outside: how many requests run",
-        contains=("num_running_reqs=len(self.running)",),
-    ),
-    Seam(
-        "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
-        "the bubble ratio from outside: a question for one metric",
-        contains=('Mount("/metrics", make_asgi_app(registry=registry))', 're.compile("^/metrics(?P<path>.*)$")'),
-    ),
     Seam("vllm.v1.engine.async_llm:AsyncLLM.check_health", "whether an engine has died", signature="(self)"),
     Seam(
         "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping",

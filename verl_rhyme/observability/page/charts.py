@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from verl_rhyme.observability import metrics, steps
 from verl_rhyme.observability.page import matched
-from verl_rhyme.observability.page.lanes import reason_class
 from verl_rhyme.observability.page.run import Run
-from verl_rhyme.observability.page.svg import Axis, Chart, percent, short
+from verl_rhyme.observability.page.svg import percent, picture, short
 from verl_rhyme.observability.slot_time import REASONS
 
 Points = Sequence[tuple[float, float]]
 
-#: Bars of a chart at most: more steps share one.
+#: Bars of a chart at most: more steps share one. A line of more points has no dots.
 _BARS = 120
 #: Dots of a scatter at most: a sample of more.
-DOTS = 2500
+DOTS = 1000
+#: Of a chart, in points.
+WIDTH, HEIGHT = 460, 250
+
+_SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+#: The light theme's colours by their names in the style sheet; a chart has the names, and so follows the theme.
+COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", _SHEET.partition("@media")[0]))
+_DASHES = (0, (2.8, 1.7))
+_IDEAL: dict[str, Any] = {"color": COLOURS["soft"], "linewidth": 1, "linestyle": (0, (2, 3))}
 
 #: What a step's seconds go to, with verl's timers.
 STAGES = (
@@ -30,10 +45,8 @@ STAGES = (
 )
 #: The rest of a step.
 REST = "rest"
-
-
-def stage_class(name: str) -> str:
-    return "g-" + name.split()[0].rstrip(",")
+#: Names of the colours of :data:`STAGES` and of the rest.
+STAGE_COLOURS = ("busy", "logp", "check", "sync", "tail", "rest")
 
 
 def curve(
@@ -52,65 +65,28 @@ def curve(
         write: How ticks of y are written.
         low, high: Ends of y; by default those of the points.
     """
-    values = [value for _, points in runs for _, value in points]
-    if not values:
+    if not any(points for _, points in runs):
         return None
-    places = [place for _, points in runs for place, _ in points]
-    chart = Chart(_whole(places, x), _around(values, y, write, low, high), f"{y} by {x}")
-    for index, (run, points) in enumerate(runs):
-        chart.line(points, f"s{index}")
-        if len(points) <= _BARS:
-            for place, value in points:
-                told = f"{run.name}, {x} {place:g}: {write(value)}"
-                chart.dot(place, value, f"s{index} dot", told, square=index == 1)
-    return chart.draw()
-
-
-def similarity(runs: Sequence[Run]) -> str | None:
-    """Of adjacent epochs, and thin beside it with another prompt's."""
-    names = metrics.HISTORY_SIMILARITY, metrics.HISTORY_SIMILARITY_CHANCE
-    lines = [(run, [run.by_epoch(name) for name in names]) for run in runs]
-    places = [place for _, (alike, _) in lines for place, _ in alike]
-    if not places:
-        return None
-    chart = Chart(
-        _whole(places, "epoch"),
-        Axis(0.0, 1.0, "tokens that stood in the last epoch", write=percent),
-        "tokens that stood in the last epoch by epoch",
-    )
-    for index, (run, (alike, by_chance)) in enumerate(lines):
-        for points, style, of in ((alike, "", ""), (by_chance, " thin", ", another prompt's")):
-            chart.line(points, f"s{index}{style}")
-            for place, value in points:
-                told = f"{run.name}, epoch {place:g}: {percent(value)} stood in its last epoch{of}"
-                chart.dot(place, value, f"s{index} dot{style}", told, square=index == 1)
-    return chart.draw()
+    axes = _axes(x, y, write, whole=True)
+    for index, (_, points) in enumerate(runs):
+        _line(axes, points, index, dots=len(points) <= _BARS)
+    axes.set_ylim(low, high)
+    return _svg(axes, f"{y} by {x}")
 
 
 def reward(runs: Sequence[Run]) -> str | None:
     """By step, thin, with the means of epochs over it."""
     lines = [(run, run.by_step(metrics.REWARD_MEAN, metrics.REWARD_MEAN_AFTER_KL, steps.EVENT_REWARD)) for run in runs]
-    values = [value for _, points in lines for _, value in points]
-    if not values:
+    if not any(points for _, points in lines):
         return None
-    chart = Chart(
-        _whole([place for _, points in lines for place, _ in points], "training step"),
-        _around(values, "mean reward", short),
-        "mean reward by training step",
-    )
-    for index, (_, points) in enumerate(lines):
-        chart.line(points, f"s{index} thin")
+    axes = _axes("training step", "mean reward", whole=True)
     for index, (run, points) in enumerate(lines):
-        epoch_of = {float(step): int(data[metrics.EPOCH]) + 1 for step, data in run.steps.items()}
-        means = []
-        for epoch in sorted(set(epoch_of.values())):
-            mine = [point for point in points if epoch_of[point[0]] == epoch]
-            if mine:
-                means.append((float(np.mean([s for s, _ in mine])), float(np.mean([v for _, v in mine])), epoch))
-        chart.line([(place, value) for place, value, _ in means], f"s{index}")
-        for place, value, epoch in means:
-            chart.dot(place, value, f"s{index} dot", f"{run.name}, epoch {epoch}: {value:.3f}", square=index == 1)
-    return chart.draw()
+        _line(axes, points, index, linewidth=0.8, linestyle="-", alpha=0.45)
+        by_epoch: dict[int, list[tuple[float, float]]] = {}
+        for point in points:
+            by_epoch.setdefault(int(run.steps[int(point[0])][metrics.EPOCH]), []).append(point)
+        _line(axes, [tuple(np.mean(mine, axis=0)) for mine in by_epoch.values()], index, dots=True)
+    return _svg(axes, "mean reward by training step")
 
 
 def stages(run: Run, top: float | None = None) -> str | None:
@@ -118,16 +94,10 @@ def stages(run: Run, top: float | None = None) -> str | None:
     rows = stage_seconds(run)
     if not rows:
         return None
-    bars = list(_shared_bars(rows))
-    chart = Chart(
-        Axis(bars[0][0] - 0.5, bars[-1][1] + 0.5, "training step", whole=True),
-        Axis(0.0, top or max(sum(parts) for *_, parts in bars) * 1.05, "seconds a step"),
-        f"where the steps' time of {run.name} goes",
-    )
-    layers = [(stage_class(name), name) for name in [*(name for name, _ in STAGES), REST]]
-    for first, last, parts in bars:
-        _stack(chart, first, last, parts, layers, "s")
-    return chart.draw()
+    axes = _axes("training step", "seconds a step", whole=True)
+    highest = _stack(axes, rows, STAGE_COLOURS)
+    axes.set_ylim(0.0, top or 1.05 * highest)
+    return _svg(axes, f"where the steps' time of {run.name} goes")
 
 
 def stage_seconds(run: Run) -> list[tuple[int, list[float]]]:
@@ -154,16 +124,10 @@ def bubbles(run: Run) -> str | None:
             rows.append((window.step, [value / sum(seconds) for value in seconds]))
     if not rows:
         return None
-    bars = list(_shared_bars(rows))
-    chart = Chart(
-        Axis(bars[0][0] - 0.5, bars[-1][1] + 0.5, "training step", whole=True),
-        Axis(0.0, 1.0, "share of rollout's slot time", write=percent),
-        f"slot time of {run.name}'s rollouts",
-    )
-    layers = [(reason_class(code), name) for code, name in enumerate(REASONS)]
-    for first, last, parts in bars:
-        _stack(chart, first, last, parts, layers)
-    return chart.draw()
+    axes = _axes("training step", "share of rollout's slot time", percent, whole=True)
+    _stack(axes, rows, [reason.split()[-1] for reason in REASONS])
+    axes.set_ylim(0.0, 1.0)
+    return _svg(axes, f"slot time of {run.name}'s rollouts")
 
 
 def lengths(run: Run, index: int) -> str | None:
@@ -172,108 +136,106 @@ def lengths(run: Run, index: int) -> str | None:
     if len(predicted) < 2:
         return None
     low, high = max(1.0, min(predicted.min(), real.min()) * 0.9), max(predicted.max(), real.max()) * 1.1
-    chart = Chart(
-        Axis(low, high, "predicted length (tokens)", log=True),
-        Axis(low, high, "real length (tokens)", log=True),
-        "predicted against real response lengths",
-    )
+    axes, colour = _axes("predicted length (tokens)", "real length (tokens)"), COLOURS["ab"[index]]
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     order = np.argsort(predicted, kind="stable")
     bins = [rows for rows in np.array_split(order, min(10, max(1, len(order) // 20))) if len(rows) >= 10]
-    middle = [float(np.exp(np.log(predicted[rows]).mean())) for rows in bins]
-    at = [np.quantile(real[rows], [0.1, 0.5, 0.9]) for rows in bins]
     dots = np.random.default_rng(0).permutation(len(real))[:DOTS]
-    for k in dots.tolist():
-        chart.dot(predicted[k], real[k], f"s{index} cloud", size=1.6)
+    axes.plot(predicted[dots], real[dots], "o", color=colour, markersize=3.2, markeredgewidth=0, alpha=0.35)
     if len(bins) > 1:
-        least, median, most = ([(x, float(q[k])) for x, q in zip(middle, at, strict=True)] for k in range(3))
-        chart.band(least, most, f"s{index} band")
-        chart.line(median, f"s{index}")
-    chart.line([(low, low), (high, high)], "ideal")
-    return chart.draw()
-
-
-def calibration(run: Run) -> str | None:
-    """Part of responses no longer than the 0.1, 0.5 and 0.9 quantiles of their forecasts, by epoch."""
-    wanted = [(share, run.by_epoch(f"{metrics.LENGTHS}coverage_{round(100 * share)}")) for share in (0.1, 0.5, 0.9)]
-    places = [place for _, points in wanted for place, _ in points]
-    if not places:
-        return None
-    chart = Chart(
-        _whole(places, "epoch"),
-        Axis(0.0, 1.0, "responses no longer than the quantile", write=percent),
-        "calibration of forecast lengths by epoch",
-    )
-    for k, (share, points) in enumerate(wanted):
-        chart.line([(chart.x.low, share), (chart.x.high, share)], "ideal")
-        chart.line(points, f"q{k}")
-        for place, value in points:
-            chart.dot(place, value, f"q{k} dot", f"quantile {share}, epoch {place:g}: {percent(value)}")
-        chart.note(chart.x.high, share, f"{share:g}", dx="4", dy="3.5")
-    return chart.draw()
+        middle = [float(np.exp(np.log(predicted[rows]).mean())) for rows in bins]
+        least, median, most = np.transpose([np.quantile(real[rows], [0.1, 0.5, 0.9]) for rows in bins])
+        axes.fill_between(middle, least, most, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(middle, median, color=colour, linewidth=1.8)
+    axes.plot([low, high], [low, high], **_IDEAL)
+    return _svg(axes, "predicted against real response lengths")
 
 
 def at_matched_lengths(
     runs: Sequence[Run], points: Sequence[list[matched.Point]], found: matched.Matched
 ) -> str | None:
     """Speed against mean length of each step, with the bins that are compared."""
-    every = [point for each in points for point in each]
-    if not every or any(not each for each in points):
+    if any(not each for each in points):
         return None
-    low, high = min(p.length for p in every), max(p.length for p in every)
-    pad = 0.04 * (high - low) or 1.0
-    chart = Chart(
-        Axis(max(0.0, low - pad), high + pad, "mean response length of the step (tokens)"),
-        Axis(0.0, 1.08 * max(p.speed for p in every), "tokens per second of rollout"),
-        "tokens a second by mean response length, a dot a step",
-    )
+    axes = _axes("mean response length of the step (tokens)", "tokens per second of rollout")
+    for index, each in enumerate(points):
+        colour = COLOURS["ab"[index]]
+        for cold, fill in ((True, COLOURS["paper"]), (False, colour)):
+            mine = [(point.length, point.speed) for point in each if (point.epoch < 2) == cold]
+            _line(axes, mine, index, dots=True, linestyle="", markerfacecolor=fill, markeredgewidth=1.2 * cold)
+    axes.set_ylim(0.0, 1.08 * max(point.speed for each in points for point in each))
+    low, high = axes.get_xlim()
     for b in found.bins:
-        chart.bar(max(b.low, chart.x.low), min(b.high, chart.x.high), chart.y.low, chart.y.high, "binned")
-    for index, (run, each) in enumerate(zip(runs, points, strict=True)):
-        for point in each:
-            cold = " cold" if point.epoch < 2 else ""
-            told = f"{run.name}, epoch {point.epoch}: {point.length:.0f} tokens, {point.speed:.0f} tokens/s"
-            chart.dot(point.length, point.speed, f"s{index} dot{cold}", told, square=index == 1)
-    for b in found.bins:
+        left, right = max(b.low, low), min(b.high, high)
+        axes.axvspan(left, right, facecolor=COLOURS["wash"], edgecolor=COLOURS["rule"], linewidth=0.5, zorder=0)
         for index, speed in enumerate((b.first_speed, b.second_speed)):
-            chart.line([(max(b.low, chart.x.low), speed), (min(b.high, chart.x.high), speed)], f"s{index}")
-    return chart.draw()
+            _line(axes, [(left, speed), (right, speed)], index)
+    axes.set_xlim(low, high)
+    return _svg(axes, "tokens a second by mean response length, a dot a step")
 
 
-def _whole(places: Iterable[float], title: str) -> Axis:
-    low, high = min(places := list(places)), max(places)
-    pad = 0.04 * (high - low) or 0.5
-    return Axis(low - pad, high + pad, title, whole=True)
+def _axes(x: str, y: str, write: Callable[[float], str] = short, whole: bool = False) -> Axes:
+    """Of an empty chart.
+
+    Args:
+        x, y: What the axes measure, with units.
+        write: How ticks of y are written.
+        whole: Ticks of x are whole numbers.
+    """
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    figure.patch.set_visible(False)
+    axes = figure.add_axes((54 / WIDTH, 40 / HEIGHT, 384 / WIDTH, 198 / HEIGHT), facecolor="none")
+    axes.set_xlabel(x, color=COLOURS["ink"])
+    axes.set_ylabel(y, color=COLOURS["ink"])
+    axes.xaxis.set_label_coords(0.5, -0.12)
+    axes.yaxis.set_label_coords(-0.11, 0.5)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(COLOURS["soft"])
+    axes.tick_params(colors=COLOURS["soft"], length=4)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", color=COLOURS["rule"], linewidth=0.75)
+    axes.set_axisbelow(True)
+    axes.margins(0.04, 0.08)
+    for axis, form, most, integer in ((axes.xaxis, short, 8 if whole else 6, whole), (axes.yaxis, write, 5, False)):
+        axis.set_major_locator(MaxNLocator(most, integer=integer, steps=[1, 2, 5, 10], min_n_ticks=1))
+        axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form(value)))
+    return axes
 
 
-def _around(
-    values: Sequence[float],
-    title: str,
-    write: Callable[[float], str],
-    low: float | None = None,
-    high: float | None = None,
-) -> Axis:
-    least, most = min(values), max(values)
-    pad = 0.08 * (most - least) or 0.05 * abs(most) or 0.5
-    return Axis(least - pad if low is None else low, most + pad if high is None else high, title, write=write)
+def _line(axes: Axes, points: Points, index: int, dots: bool = False, **style: Any) -> None:
+    """Through some points, in the colour of a run; the second run's is dashed, and its dots are squares."""
+    given = {"color": COLOURS["ab"[index]], "linewidth": 1.8, "linestyle": _DASHES if index else "-"}
+    marks = {"marker": "os"[index], "markersize": 6, "markeredgewidth": 0} if dots else {}
+    axes.plot([x for x, _ in points], [y for _, y in points], clip_on=False, **{**given, **marks, **style})
 
 
-def _stack(
-    chart: Chart, first: int, last: int, parts: Sequence[float], layers: Sequence[tuple[str, str]], unit: str = ""
-) -> None:
-    """A bar of some steps, as far as the axis reaches."""
-    where = f"step {first}" if first == last else f"steps {first} to {last}, mean"
-    base = 0.0
-    for value, (class_, name) in zip(parts, layers, strict=True):
-        top = min(base + value, chart.y.high)
-        if top > base:
-            told = f"{value:.2f} {unit}" if unit else percent(round(value, 3))
-            chart.bar(first - 0.42, last + 0.42, base, top, class_, f"{where}, {name}: {told}")
-        base = top
-
-
-def _shared_bars(rows: Sequence[tuple[int, list[float]]]) -> Iterable[tuple[int, int, list[float]]]:
-    """(first step, last step, mean parts), at most :data:`_BARS` of them."""
+def _stack(axes: Axes, rows: Sequence[tuple[int, list[float]]], colours: Sequence[str]) -> float:
+    """Bars of some steps each, at most :data:`_BARS`; the height of the highest."""
     each = -(-len(rows) // _BARS)
-    for at in range(0, len(rows), each):
-        mine = rows[at : at + each]
-        yield mine[0][0], mine[-1][0], np.mean([parts for _, parts in mine], axis=0).tolist()
+    shared = [rows[at : at + each] for at in range(0, len(rows), each)]
+    edges = [*(mine[0][0] - 0.5 for mine in shared), rows[-1][0] + 0.5]
+    base = np.zeros(len(shared))
+    means = np.transpose([np.mean([parts for _, parts in mine], axis=0) for mine in shared])
+    for values, colour in zip(means, colours, strict=True):
+        axes.stairs(base + values, edges, baseline=base, fill=True, color=COLOURS[colour], linewidth=0)
+        base = base + values
+    axes.set_xlim(edges[0], edges[-1])
+    return float(base.max())
+
+
+def _svg(axes: Axes, title: str) -> str:
+    """The chart as an element of the page; the same chart is the same text."""
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}):
+        nothing = dict.fromkeys(("Date", "Format", "Type", "Creator"))
+        axes.figure.savefig(written, format="svg", metadata=nothing)  # type: ignore[arg-type]
+    content = written.getvalue().partition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
+    content = re.sub(r'<g id="[^"]*"', "<g", content).replace("xlink:href", "href")
+    content = re.sub(r"font[a-z-]*: [^;\"]*(; )?", "", content)  # the page's own
+    for name, colour in COLOURS.items():
+        content = content.replace(colour, f"var(--{name})")
+    return picture(re.sub(r"\n *", "\n", content), WIDTH, HEIGHT, title)

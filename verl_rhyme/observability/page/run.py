@@ -14,11 +14,6 @@ import pyarrow as pa
 from verl_rhyme.observability import events, metrics, slot_time, steps
 from verl_rhyme.observability.slot_time import SlotTime
 
-#: Columns without which there is no timeline.
-_NEEDED = ("step", "replica", "started_at", "finished_at")
-#: Steps that a problem names.
-_NAMED = 8
-
 
 @dataclass
 class Run:
@@ -110,7 +105,6 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     if not table.num_rows:
         run.problems.append(f"the event log {events_folder} has no requests, so there are no lanes")
         return run
-    missing = [name for name in _NEEDED if table[name].null_count == table.num_rows]
     if table["response_tokens"].null_count == table.num_rows:
         run.problems.append(f"the event log {events_folder} has no lengths (response_tokens)")
     run.requests, run.stages = events.to_numpy(table), events.to_numpy(log.stages)
@@ -118,42 +112,17 @@ def load(folder: Path, summary: dict[str, Any], by_step: steps.Steps, log: event
     run.prompt = events.groups_of(table)
     run.runs_on = info.get("rollout") == "step"
     slots = info.get("slots")
-    if missing:
-        run.problems.append(
-            f"the event log {events_folder} is of another version: without {', '.join(missing)} there are no lanes"
-        )
-        return run
     if slots is None:
         run.problems.append(
             f"{events_folder / events.INFO_FILE} does not tell the request slots: lanes are as high as the most that "
             "ran at a time, and there is no bubble ratio"
         )
-    run.problems += _without_stages(run, events_folder)
+    if not log.stages.num_rows:
+        run.problems.append(
+            f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
+            "and rollouts are told apart by the steps of their requests alone"
+        )
     run.slot_time = slot_time.measure(run.requests, run.stages, slots, run.runs_on)
     if run.slot_time is None:
         run.problems.append(f"no request of the event log {events_folder} has times, so there are no lanes")
     return run
-
-
-def _without_stages(run: Run, events_folder: Path) -> list[str]:
-    """What is to be told of finished steps whose stages are not in the log; the one under way has none yet."""
-    staged = np.unique(run.stages["step"])
-    if not len(staged):
-        return [
-            f"the event log {events_folder} has no stages (stages-*.arrow): training and weight sync count as other, "
-            "and rollouts are told apart by the steps of their requests alone"
-        ]
-    ran = np.unique(run.requests["step"][~run.requests["validate"]])
-    alone = [
-        step
-        for step in np.setdiff1d(ran, staged).tolist()
-        if step < staged[-1] or metrics.finite(run.steps.get(step, {}), metrics.STEP_S) is not None
-    ]
-    if not alone:
-        return []
-    some = ", ".join(map(str, alone[:_NAMED])) + (", ..." if len(alone) > _NAMED else "")
-    which = f"step {some}" if len(alone) == 1 else f"{len(alone)} steps ({some})"
-    return [
-        f"the event log {events_folder} has requests but no stages of {which}: training and weight sync count as other "
-        "there, and the rollout runs into the next one"
-    ]

@@ -26,13 +26,10 @@ _TABLE = (
     ("tokens", "response tokens", ",d"),
     ("useful_tokens_per_s", "useful tokens/s", ".0f"),
     ("bubble_ratio", "bubble ratio", ".1%"),
-    ("bubble_ratio_sampled", "bubble ratio from outside", ".1%"),
     ("staleness_mean", "staleness, mean", ".2f"),
     ("staleness_max", "at most", "d"),
     ("accept_length", "acceptance length", ".2f"),
     ("history_hit_rate", "with history", ".0%"),
-    ("similarity", "similarity", ".0%"),
-    ("similarity_by_chance", "by chance", ".0%"),
 )
 
 
@@ -58,11 +55,8 @@ def epochs(runs: Sequence[Run]) -> Iterator[str]:
         mine = [(run, row) for run in runs for row in run.epochs if row["epoch"] == number]
         for at, (run, row) in enumerate(mine):
             lead = [str(number) if at == 0 else "", *([run.name] if len(runs) > 1 else [])]
-            marks = ["*" * (key in row["partial"]) for key, *_ in columns]
-            values = [_written(row.get(key), form) for key, _, form in columns]
-            rows.append((lead, [value + mark for value, mark in zip(values, marks, strict=True)]))
-    partial = any(row["partial"] for run in runs for row in run.epochs)
-    yield _table(*head, rows) + _note(words.TABLE + f" {words.PARTIAL}." * partial)
+            rows.append((lead, [_written(row.get(key), form) for key, _, form in columns]))
+    yield _table(*head, rows) + _note(words.TABLE)
 
 
 def timeline(runs: Sequence[Run]) -> Iterator[str]:
@@ -202,13 +196,7 @@ def lengths(runs: Sequence[Run]) -> Iterator[str]:
         caption = words.LENGTHS.format(name=escape(run.name), count=len(real), shown=shown, factor=factor)
         figures.append((f"lengths-{at + 1}", charts.lengths(run, at), caption))
     rank = [(run, run.by_epoch(metrics.LENGTH_CORRELATION)) for run in runs]
-    recall = [(run, run.by_epoch(metrics.LENGTHS + "recall_10")) for run in runs]
-    wanted = "recall of the longest 10%"
     figures.append(("rank", charts.curve(rank, "rank correlation"), words.RANK))
-    figures.append(("recall", charts.curve(recall, wanted, write=percent, low=0.0, high=1.0), words.RECALL))
-    for at, run in enumerate(runs):
-        caption = words.CALIBRATION.format(name=escape(run.name))
-        figures.append((f"calibration-{at + 1}", charts.calibration(run), caption))
     if pictures := _pair(figures, runs):
         none = "" if any(len(run.lengths()[1]) for run in runs) else f"<p>{words.NO_PREDICTIONS}</p>"
         yield "<h2>Lengths</h2>" + none + pictures
@@ -222,7 +210,6 @@ def drafting(runs: Sequence[Run]) -> Iterator[str]:
     figures = (
         ("accepted", charts.curve(accepted, "acceptance length (tokens)"), words.ACCEPTANCE_LENGTH),
         ("rate", charts.curve(rates, "accepted draft tokens", write=percent, low=0.0), words.ACCEPTANCE_RATE),
-        ("similarity", charts.similarity(runs), words.SIMILARITY),
     )
     if shown := _pair(figures, runs):
         yield "<h2>Drafting from history</h2>" + shown
@@ -235,7 +222,10 @@ def step_time(runs: Sequence[Run]) -> Iterator[str]:
         return
     top = 1.05 * float(np.quantile(sums, 0.98) if len(sums) >= 50 else max(sums))
     names = [*(name for name, _ in charts.STAGES), charts.REST]
-    keys = "".join(f'<span><i class="{charts.stage_class(name)}"></i>{name}</span>' for name in names)
+    keys = "".join(
+        f'<span><i style="background: var(--{colour})"></i>{name}</span>'
+        for name, colour in zip(names, charts.STAGE_COLOURS, strict=True)
+    )
     figures = (
         (
             f"stages-{at + 1}",

@@ -2,10 +2,8 @@
 
 TABLE = """Useful tokens are response tokens that were trained, per second of rollout. The bubble ratio is the idle
 share of the request slots while rollout is on. The acceptance length is the tokens that a step which verifies drafts
-emits, 1 without drafts. Similarity is the share of the trained tokens that stood in their prompt's last epoch; by
-chance: that stood in another prompt's.
-Staleness is the policy versions between a trained group's oldest token and the policy that it trains."""
-PARTIAL = "* of part of the epoch's steps: the event log of the others is damaged or missing"
+emits, 1 without drafts. Staleness is the policy versions between a trained group's oldest token and the policy that it
+trains."""
 
 LANES = """<b>{name}.</b> A lane is a replica. The blue area is the requests that run there over {height}; the colour
 above it says why the other slots are empty. Right: the filled share of the replica's slots while rollout is on."""
@@ -36,17 +34,10 @@ NO_PREDICTIONS = """The request log holds no predicted lengths, so this is what 
 epoch."""
 RANK = """<b>Rank correlation</b> (Spearman) of forecast and real lengths, of the groups completed in the epoch,
 forecast before any of their responses began. 1 is the right order, 0 none at all."""
-RECALL = """<b>Tail recall</b>: of the longest 10% of responses, the part that is among as many forecast longest.
-Chance gives 10%."""
-CALIBRATION = """<b>Calibration, {name}</b>: responses no longer than the 0.1, 0.5 and 0.9 quantile of their forecast.
-Dotted: where each should lie."""
 
 ACCEPTANCE_LENGTH = """<b>Acceptance length</b>: tokens that a step which verifies drafts emits, 1 + accepted tokens /
 such steps."""
 ACCEPTANCE_RATE = "<b>Acceptance rate</b>: accepted over drafted tokens."
-SIMILARITY = """<b>Similarity of adjacent visits</b>: trained tokens within a run of three or more which a response of
-the prompt's visit before (its last epoch, unless the data repeat prompts) has as well. Thin: which another prompt's
-responses have, for short runs agree by chance, too. What lies between the two is what a prompt's own history adds."""
 
 STAGES = """<b>{name}</b>: seconds of each step by verl's timers, stacked. Rollout is what the trainer waits
 for{on}."""

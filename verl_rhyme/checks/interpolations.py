@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_rhyme.config import config_tree
 from verl_rhyme.config.arms import arm_name
+from verl_rhyme.scheduling.rules import of_config
 
 
 def if_separate(separate: Any, colocated: Any, *, root: Any) -> Any:
@@ -29,13 +30,11 @@ def preset(*, root: Any) -> str:
         return "invalid"
 
 
-def quotient(whole: Any, part: Any) -> int:
+def quotient(whole: Any, part: Any, *, root: Any) -> int:
     return int(whole) // max(1, int(part))
 
 
 def rollout_is(*, root: Any) -> str | None:
-    from verl_rhyme.scheduling.rules import of_config
-
     try:
         rules = of_config(root, config_tree.from_verl(root))
     except ValueError:
