@@ -28,11 +28,13 @@ from verl_rhyme.observability.events import REQUESTS, EventLog, read_requests, r
 from verl_rhyme.processes import stored_samples
 from verl_rhyme.processes.stored_samples import SamplesGone, StoredSamples, TrainedBatch
 from verl_rhyme.trainer.draft_counts import DraftCounts
+from verl_rhyme.trainer.observers import Step
 from verl_rhyme.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.xdist_group("two_nodes")
 
 NAMESPACE = "test-vocabulary"
+ENDED = Step(number=1, seconds=2.0, rollout_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +383,7 @@ def test_recorded_are_tokens_rewards_and_requests_without_the_padding(one_node, 
     recorder.start(batch, step=2, part=2, epoch=0)
     batch.keys.reverse()  # verl reorders it meanwhile
     recorder.drain()
-    metrics = recorder.take_metrics(rollout_s=1.0)
+    metrics = recorder.on_step(ENDED)
     recorder.close()
     assert metrics["rollout/history/errors"] == 0
     assert (metrics["rollout/history/responses"], metrics["rollout/requests"]) == (3, 2)
@@ -409,7 +411,7 @@ def test_event_log_and_metrics_do_not_wait_for_a_dead_writer(one_node, tmp_path,
     for step in (1, 2, 3):
         recorder.start(stored(4), step=step, part=step, epoch=0)
         recorder.drain()
-        metrics = recorder.take_metrics(rollout_s=1.0)
+        metrics = recorder.on_step(ENDED)
         assert metrics["rollout/requests"] == 3
         assert metrics["rollout/history/errors"] == step - 1
         if step == 1:
@@ -430,7 +432,7 @@ def test_a_step_that_is_over_before_it_is_recorded_is_counted_and_told_once(one_
         tq.kv_clear(keys=batch.keys[:1], partition_id="train")
         recorder.start(batch, step=step, part=step, epoch=0)
         recorder.drain()
-        assert recorder.take_metrics(rollout_s=1.0)["rollout/history/errors"] == step
+        assert recorder.on_step(ENDED)["rollout/history/errors"] == step
     assert caplog.text.count("recording failed; training goes on") == 1
     assert "1 of 4 samples were cleared" in caplog.text
     recorder.close()
